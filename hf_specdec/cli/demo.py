@@ -16,30 +16,9 @@ from rich.text import Text
 import hf_specdec
 
 from ..bundled import HOW_TO_INSTALL
-from .measure import (
-    PLAIN,
-    Measurement,
-    Variant,
-    environment,
-    equal_rows,
-    measure_with_progress,
-    remarks,
-    results_table,
-    setup_line,
-    warm_up,
-    with_baselines,
-    without_drafts,
-)
-from .options import (
-    BUNDLED_PROMPTS,
-    Output,
-    encode_batches,
-    encode_prompts,
-    load_model_and_tokenizer,
-    positive_int,
-    read_prompts,
-    spread,
-)
+from . import measure, options
+from .measure import Measurement, Variant
+from .options import Output, positive_int
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     console.print("Making a model that costs as much as a real one and generates what the bundled one generates ..")
     began = time.perf_counter()
     with demo_model(args) as demo:
-        console.print(f"{setup_line(environment(demo.model))}; made in {time.perf_counter() - began:.1f} s")
+        setup = measure.setup_line(measure.environment(demo.model))
+        console.print(f"{setup}; made in {time.perf_counter() - began:.1f} s")
         return show(console, demo, args)
 
 
@@ -135,7 +115,7 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
     from hf_specdec.inflation import DIMENSIONS, PRESETS, inflate, inflate_eagle3
 
     args.model, wanted, args.dtype = "tiny", args.dtype, "float32"
-    source, tokenizer = load_model_and_tokenizer(args)
+    source, tokenizer = options.load_model_and_tokenizer(args)
     cheap_rows = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"
     dtype = torch.bfloat16 if cheap_rows else torch.float32
     # Steps must be long enough to gain from drafts, and short enough for the demo's time limit.
@@ -160,22 +140,22 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
 
 def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
     """Show one text, then the table. Returns 1 if a text differs in float32."""
-    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), max(args.limit, 2 * BATCH))
+    rows = options.spread(options.read_prompts(str(options.BUNDLED_PROMPTS)), max(args.limit, 2 * BATCH))
     prompts = [row["prompt"] for row in rows]
     show_text(console, demo, prompts[0], args.max_new_tokens)
     # Half as many tokens in a batch, so that its runs take about as long as those of single prompts.
     tables = {
-        1: compare(demo, spread(prompts, args.limit), single_variants(demo), args.max_new_tokens, 1),
+        1: compare(demo, options.spread(prompts, args.limit), single_variants(demo), args.max_new_tokens, 1),
         BATCH: compare(demo, prompts, batch_variants(demo), max(args.max_new_tokens // 2, 1), BATCH),
     }
     for batch_size, results in tables.items():
         console.print(f"Batch size {batch_size}:")
-        console.print(results_table(results, compare=True))
-    console.say(remarks(*tables.values()))
+        console.print(measure.results_table(results, compare=True))
+    console.say(measure.remarks(*tables.values()))
     float32 = str(demo.model.dtype) == "torch.float32"
     console.say(remark(demo, float32))
     pairs = [(result, results[0]) for results in tables.values() for result in results]
-    return int(float32 and any(equal_rows(result, plain) < len(plain.outputs) for result, plain in pairs))
+    return int(float32 and any(measure.equal_rows(result, plain) < len(plain.outputs) for result, plain in pairs))
 
 
 def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int) -> None:
@@ -190,7 +170,7 @@ def stream(console: Output, model: Any, tokenizer: Any, prompt: str, max_new_tok
     from .accepted_tokens import AcceptedTokens
 
     console.print(Text(f"\n▌ {prompt}", style="bold"))
-    inputs = encode_prompts(tokenizer, [prompt], None, model.device)
+    inputs = options.encode_prompts(tokenizer, [prompt], None, model.device)
     config = variant.speculative_config
     with AcceptedTokens(console, model, tokenizer) as streamer:
         model.generate(
@@ -210,24 +190,24 @@ def single_variants(demo: DemoModel) -> list[Variant]:
     variants = [light, Variant(f"draft_model, {tokens} tokens", {**DRAFT, "num_speculative_tokens": tokens})]
     if demo.eagle3 is not None:
         variants.append(Variant(f"eagle3, tree of {tree['total_tokens']}", {"model": demo.eagle3, **tree}))
-    return with_baselines(variants)
+    return measure.with_baselines(variants)
 
 
 def batch_variants(demo: DemoModel) -> list[Variant]:
     """The variants for a batch, in which each drafted token costs more: short drafts."""
     tokens = 4 if demo.cheap_rows else 2
     name, drafter = ("draft_model", DRAFT) if demo.eagle3 is None else ("eagle3", {"model": demo.eagle3})
-    return with_baselines([Variant(f"{name}, {tokens} tokens", {**drafter, "num_speculative_tokens": tokens})])
+    return measure.with_baselines([Variant(f"{name}, {tokens} tokens", {**drafter, "num_speculative_tokens": tokens})])
 
 
 def compare(
     demo: DemoModel, prompts: list[str], variants: list[Variant], max_new_tokens: int, batch_size: int
 ) -> list[Measurement]:
     """Decode the prompts greedily with all variants in turn."""
-    batches = encode_batches(demo.tokenizer, prompts, batch_size, None, demo.model.device)
+    batches = options.encode_batches(demo.tokenizer, prompts, batch_size, None, demo.model.device)
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
     title = f"batch size {batch_size}"
-    return measure_with_progress(title, demo.model, batches, variants, arguments, 1, 0, SECONDS[batch_size])
+    return measure.with_progress(title, demo.model, batches, variants, arguments, 1, 0, SECONDS[batch_size])
 
 
 def remark(demo: DemoModel, float32: bool) -> str:
@@ -255,8 +235,8 @@ def remark(demo: DemoModel, float32: bool) -> str:
 def all_variants() -> list[Variant]:
     """The variants; the first two are the baselines."""
     return [
-        PLAIN,
-        without_drafts({"method": "none"}),
+        measure.PLAIN,
+        measure.without_drafts({"method": "none"}),
         Variant("ngram", {"method": "ngram"}),
         Variant("suffix", {"method": "suffix"}),
         SHOWN,
@@ -283,29 +263,29 @@ def run_all(args: argparse.Namespace) -> int:
     # The bundled models are too small to gain from a second thread, which is slow on a busy machine.
     torch.set_num_threads(1)
     args.dtype = "float32"
-    model, tokenizer = load_model_and_tokenizer(args)
-    prompts = [row["prompt"] for row in spread(read_prompts(str(BUNDLED_PROMPTS)), args.limit)]
+    model, tokenizer = options.load_model_and_tokenizer(args)
+    prompts = [row["prompt"] for row in options.spread(options.read_prompts(str(options.BUNDLED_PROMPTS)), args.limit)]
     for prompt in prompts:
         stream(console, model, tokenizer, prompt, args.max_new_tokens, SHOWN)
     console.print("\n[green]Green[/green]: drafted by tiny-draft, accepted by tiny. The rest: tiny's own tokens.\n")
 
-    batches = encode_batches(tokenizer, prompts, args.batch_size, None, model.device)
+    batches = options.encode_batches(tokenizer, prompts, args.batch_size, None, model.device)
     arguments = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     usable = []
     for variant in all_variants():
         try:
-            warm_up(model, batches[0], variant, arguments)
+            measure.warm_up(model, batches[0], variant, arguments)
             usable.append(variant)
         except ImportError as error:
             console.print(f"{variant.name}: skipped, {' '.join(str(error).split())}", markup=False)
-    results = measure_with_progress("comparing the methods", model, batches, usable, arguments, repeats=2, seed=0)
+    results = measure.with_progress("comparing the methods", model, batches, usable, arguments, repeats=2, seed=0)
     console.say(
-        f"tiny: {setup_line(environment(model))}; {len(prompts)} prompts, batch size {args.batch_size}, "
+        f"tiny: {measure.setup_line(measure.environment(model))}; {len(prompts)} prompts, batch size {args.batch_size}, "
         f"up to {args.max_new_tokens} new tokens, greedy"
     )
-    console.print(results_table(results, compare=True))
-    console.say(remarks(results))
-    different = sum(len(results[0].outputs) - equal_rows(result, results[0]) for result in results)
+    console.print(measure.results_table(results, compare=True))
+    console.say(measure.remarks(results))
+    different = sum(len(results[0].outputs) - measure.equal_rows(result, results[0]) for result in results)
     if different:
         console.print(f"[red]{different} outputs differ from transformers' generate().[/red]")
         return 1

@@ -8,13 +8,12 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import hf_specdec
 
-from .measure import device_name
+from .measure import cpuinfo, device_name, versions_of
 
 EPILOG = """\
 examples:
@@ -73,9 +72,10 @@ def environment() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         # torch's own word names its build, as in 2.13.0+cu130; PyPI's metadata does not.
-        "packages": {name: installed(name) or "missing" for name in PACKAGES}
+        "packages": dict.fromkeys(PACKAGES, "missing")
+        | versions_of(PACKAGES)
         | {"torch": torch.__version__}
-        | {name: found for name in OTHERS if (found := installed(name)) is not None},
+        | versions_of(OTHERS),
         "extras": {extra: missing_of(modules) for extra, modules in EXTRAS.items()},
         "cpu": cpu(),
         "gpus": gpus(),
@@ -98,14 +98,6 @@ def kernels() -> str:
     return "triton" if uses_triton(device) else "native" if uses_native(device) else "reference"
 
 
-def installed(package: str) -> str | None:
-    """A package's version; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def missing_of(modules: tuple[str, ...]) -> str:
     """ "complete" if all modules of an extra are installed, else which ones are not."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -116,9 +108,7 @@ def cpu() -> dict[str, Any]:
     """The processor, its instruction sets, the number of cores for this process, and the number of threads that torch uses."""
     import torch
 
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    flags = cpuinfo("flags", "Features").split()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "name": device_name(torch.device("cpu")),

@@ -17,31 +17,9 @@ from rich.table import Table
 import hf_specdec
 
 from ..jsonl import json_object
-from .measure import (
-    LOSES,
-    PLAIN,
-    Variant,
-    environment,
-    reading,
-    setup_line,
-    timed_generate,
-    warm_up,
-    without_drafts,
-)
-from .options import (
-    Output,
-    add_decoding_options,
-    add_loading_options,
-    add_prompts_option,
-    check_output_file,
-    decoding_arguments,
-    encode_prompts,
-    load_model_and_tokenizer,
-    positive_int,
-    progress_bar,
-    read_prompts,
-    write_report,
-)
+from . import measure, options
+from .measure import Variant
+from .options import Output, positive_int
 
 EPILOG = """\
 examples:
@@ -60,9 +38,9 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("eval", help="measure a draft head", description=__doc__, epilog=EPILOG)
     parser.add_argument("head", metavar="HEAD", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it drafts for")
-    add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
+    options.add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
     group = parser.add_argument_group("measurement")
-    add_prompts_option(group)
+    options.add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument(
         "--speculative-config",
@@ -80,7 +58,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     group.add_argument(
         "--update-card", action="store_true", help="put the table into the head's model card (README.md)"
     )
-    add_decoding_options(parser, max_new_tokens=128)
+    options.add_decoding_options(parser, max_new_tokens=128)
     return parser
 
 
@@ -142,20 +120,20 @@ class TaskFigures:
 
 
 def run(args: argparse.Namespace) -> int:
-    arguments = decoding_arguments(args)
-    check_output_file(args.json, "--json")
-    check_output_file(args.plot, "--plot")
+    arguments = options.decoding_arguments(args)
+    options.check_output_file(args.json, "--json")
+    options.check_output_file(args.plot, "--plot")
     if args.update_card:
         check_card(args.head)
     config = {**json_object(args.speculative_config, "--speculative-config"), "model": args.head}
     method = hf_specdec.parse_config(config).method
     tasks: dict[str, list[str]] = {}
-    for row in read_prompts(args.prompts):
+    for row in options.read_prompts(args.prompts):
         tasks.setdefault(row.get("task") or "prompts", []).append(row["prompt"])
     tasks = {task: prompts[: args.limit] for task, prompts in tasks.items()}
     args.model = args.target
-    model, tokenizer = load_model_and_tokenizer(args)
-    with progress_bar() as progress:
+    model, tokenizer = options.load_model_and_tokenizer(args)
+    with options.progress_bar() as progress:
         bar = progress.add_task("measuring", total=sum(map(len, tasks.values())))
         figures = evaluate(model, tokenizer, tasks, config, arguments, args, lambda n: progress.advance(bar, n))
     whole = TaskFigures()
@@ -166,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         "target": args.target,
         "method": method,
         "speculative_config": config,
-        "environment": environment(model),
+        "environment": measure.environment(model),
         "settings": {**arguments, "batch_size": args.batch_size, "seed": args.seed, "prompts": args.prompts},
         "tasks": {task: of_task.summary() for task, of_task in figures.items()},
         "all": whole.summary(),
@@ -199,19 +177,19 @@ def evaluate(
     advance: Callable[[int], None],
 ) -> dict[str, TaskFigures]:
     """Decode each batch with and without the head. Returns the figures by task. Calls `advance` with the number of prompts done."""
-    drafted, loop = Variant("head", config), without_drafts(config)
-    variants = [drafted] if args.no_baseline else [drafted, loop, PLAIN]
-    first = encode_prompts(tokenizer, next(iter(tasks.values()))[:1], args.chat, model.device)
+    drafted, loop = Variant("head", config), measure.without_drafts(config)
+    variants = [drafted] if args.no_baseline else [drafted, loop, measure.PLAIN]
+    first = options.encode_prompts(tokenizer, next(iter(tasks.values()))[:1], args.chat, model.device)
     for variant in variants:
-        warm_up(model, first, variant, arguments)
+        measure.warm_up(model, first, variant, arguments)
     out = {}
     for task, prompts in tasks.items():
         out[task] = figures = TaskFigures(prompts=len(prompts))
         for i in range(0, len(prompts), args.batch_size):
             group = prompts[i : i + args.batch_size]
-            inputs = encode_prompts(tokenizer, group, args.chat, model.device)
+            inputs = options.encode_prompts(tokenizer, group, args.chat, model.device)
             for variant in variants if i // args.batch_size % 2 == 0 else reversed(variants):
-                rows, seconds, speculation = timed_generate(model, inputs, variant, arguments, args.seed)
+                rows, seconds, speculation = measure.timed_generate(model, inputs, variant, arguments, args.seed)
                 tokens = sum(map(len, rows))
                 if variant is drafted:
                     figures.count(speculation, seconds, tokens)
@@ -229,16 +207,16 @@ def evaluate(
 
 def present(report: dict[str, Any], args: argparse.Namespace) -> None:
     """Write what the options ask for: the table, JSON, the plot and the model card."""
-    if not write_report(report, args.json):
+    if not options.write_report(report, args.json):
         console = Output()
-        setup = setup_line(report["environment"])
+        setup = measure.setup_line(report["environment"])
         console.say(f"{args.head} ({report['method']}) for {args.target}: {setup}")
         console.print(table(report))
         if not args.no_baseline:
-            marked = any(LOSES in cell for row in all_cells(report) for cell in row)
+            marked = any(measure.LOSES in cell for row in all_cells(report) for cell in row)
             whole = report["all"]
             loop = whole["none_tokens_per_second"] / whole["plain_tokens_per_second"]
-            console.say(reading(loop, marked))
+            console.say(measure.reading(loop, marked))
     if args.plot:
         plot(report, Path(args.plot))
     if args.update_card:
@@ -252,7 +230,7 @@ def cells(task: str, figures: dict[str, Any]) -> list[str]:
     shown = [task, str(figures["prompts"]), "–" if figures["tau"] is None else f"{figures['tau']:.2f}"]
     shown.append(" ".join(f"{rate:.0%}" for rate in figures["acceptance_per_position"]))
     over_none, over_plain = figures["speed_up_over_none"], figures["speed_up"]
-    mark = "" if over_none is None or round(over_none, 2) >= 1 else f" {LOSES}"
+    mark = "" if over_none is None or round(over_none, 2) >= 1 else f" {measure.LOSES}"
     shown.append("–" if over_none is None else f"{over_none:.2f} ×{mark}")
     shown.append("–" if over_plain is None else f"{over_plain:.2f} ×")
     shown.append("–" if figures["tokens_per_second"] is None else f"{figures['tokens_per_second']:.1f}")
@@ -282,7 +260,7 @@ def markdown(report: dict[str, Any]) -> str:
     settings, shown = report["settings"], {k: v for k, v in report["speculative_config"].items() if k != "model"}
     lines = [
         f"Measured ({'sampled' if settings['do_sample'] else 'greedy'}, {settings['max_new_tokens']} new tokens, batch size "
-        f"{settings['batch_size']}, `{json.dumps(shown)}`; {setup_line(report['environment'])}):",
+        f"{settings['batch_size']}, `{json.dumps(shown)}`; {measure.setup_line(report['environment'])}):",
         "",
         "| " + " | ".join(TITLES) + " |",
         "|---" * len(TITLES) + "|",

@@ -11,31 +11,9 @@ from typing import Any
 import hf_specdec
 from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError
 
-from .measure import (
-    Measurement,
-    Variant,
-    environment,
-    loop_of,
-    measure_with_progress,
-    remarks,
-    results_table,
-    setup_line,
-    speed_up,
-    traced,
-    with_baselines,
-)
-from .options import (
-    Output,
-    add_decoding_options,
-    add_model_options,
-    add_prompts_option,
-    decoding_arguments,
-    encode_batches,
-    load_model_and_tokenizer,
-    positive_int,
-    read_prompts,
-    spread,
-)
+from . import measure, options
+from .measure import Measurement, Variant
+from .options import Output, positive_int
 
 EPILOG = """\
 examples:
@@ -52,7 +30,7 @@ without drafts (none), and transformers' own generate().
 
 def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("explain", help='show what "auto" would do', description=__doc__, epilog=EPILOG)
-    add_model_options(parser)
+    options.add_model_options(parser)
     parser.add_argument(
         "--speculative-config",
         default="auto",
@@ -61,10 +39,10 @@ def add_command(commands) -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("measurement")
     group.add_argument("--no-measurement", action="store_true", help="only list what was found")
-    add_prompts_option(group, limit=8)
+    options.add_prompts_option(group, limit=8)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument("--json", action="store_true", help="print JSON")
-    add_decoding_options(parser, max_new_tokens=64)
+    options.add_decoding_options(parser, max_new_tokens=64)
     return parser
 
 
@@ -77,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(config, AutoConfig):
         raise SpeculativeConfigError(f"--speculative-config has method {config.method!r}; `explain` needs 'auto'.")
     output = Output()
-    model, tokenizer = load_model_and_tokenizer(args)
+    model, tokenizer = options.load_model_and_tokenizer(args)
     generator = get_decoder(model, config).generator
     assert isinstance(generator, AutoGenerator)
     search = generator.found
@@ -99,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
         for line in report[title]:
             output.say(f"{title.replace('_', ' ')}: {line}")
     if results:
-        output.print(f"\n{setup_line(environment(model))}, batch size {args.batch_size}")
-        output.print(results_table(results, compare=not args.do_sample))
+        output.print(f"\n{measure.setup_line(measure.environment(model))}, batch size {args.batch_size}")
+        output.print(measure.results_table(results, compare=not args.do_sample))
         output.say(_times(report))
-        output.say(remarks(results))
+        output.say(measure.remarks(results))
     return 0
 
 
@@ -120,12 +98,11 @@ def _measure(
     from ..integration import get_decoder
     from ..policy import Fastest
 
-    prompts = [row["prompt"] for row in spread(read_prompts(args.prompts), args.limit)]
-    batches = encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
-    arguments = decoding_arguments(args)
-    results = measure_with_progress(
-        "measuring", model, batches, with_baselines(variants), arguments, repeats=1, seed=args.seed
-    )
+    prompts = [row["prompt"] for row in options.spread(options.read_prompts(args.prompts), args.limit)]
+    batches = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
+    arguments = options.decoding_arguments(args)
+    decoded = measure.with_baselines(variants)
+    results = measure.with_progress("measuring", model, batches, decoded, arguments, repeats=1, seed=args.seed)
     policy = get_decoder(model, hf_specdec.parse_config(args.speculative_config)).policy
     assert isinstance(policy, Fastest)
     learnt = policy.report(args.batch_size)
@@ -134,10 +111,10 @@ def _measure(
         "measured": {},
     }  # fmt: skip
     for variant, result in zip(variants, results[-len(variants) :], strict=True):
-        steps = [step for step in traced(model, batches[0], variant, arguments, args.seed) if step["drafted"]]
+        steps = [step for step in measure.traced(model, batches[0], variant, arguments, args.seed) if step["drafted"]]
         drafting = [step["propose_ms"] + step["observe_ms"] for step in steps]
         report["measured"][variant.name] = {
-            "speed_up_over_none": speed_up(result, loop_of(result, results)),
+            "speed_up_over_none": measure.speed_up(result, measure.loop_of(result, results)),
             "mean_accepted_length": result.accepted_length,
             "milliseconds": statistics.median(drafting) if drafting else None,
             "acceptance": sum(bool(step["accepted"]) for step in steps) / len(steps) if steps else None,

@@ -13,20 +13,9 @@ from rich.progress import Progress
 
 import hf_specdec
 
+from . import options
 from .measure import cut_at_end, end_tokens
-from .options import (
-    CONFIG_HELP,
-    PROMPTS_HELP,
-    add_decoding_options,
-    add_model_options,
-    add_ranks_option,
-    decoding_arguments,
-    encode_prompts,
-    load_model_and_tokenizer,
-    progress_bar,
-    read_prompts,
-    start_ranks,
-)
+from .options import CONFIG_HELP
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +35,11 @@ so does sampling with the same --seed. Several prompts (repeat --prompt) are dec
 
 def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("generate", help="continue a prompt", description=__doc__, epilog=EPILOG)
-    add_model_options(parser)
-    add_ranks_option(parser)
+    options.add_model_options(parser)
+    options.add_ranks_option(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", metavar="TEXT", help="the prompt; repeat it for a batch")
-    source.add_argument("--prompts", metavar="FILE", help=PROMPTS_HELP)
+    source.add_argument("--prompts", metavar="FILE", help=options.PROMPTS_HELP)
     source.add_argument("--prompt-file", dest="prompts", metavar="FILE", help=argparse.SUPPRESS)  # its earlier name
     parser.add_argument(
         "--speculative-config",
@@ -58,7 +47,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         metavar="JSON",
         help=f"{CONFIG_HELP} (default: %(default)s, plain decoding)",
     )
-    add_decoding_options(parser, max_new_tokens=128)
+    options.add_decoding_options(parser, max_new_tokens=128)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end when this text appears; repeatable")
     parser.add_argument(
         "--stream",
@@ -90,19 +79,19 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers import TextStreamer
 
-    arguments = decoding_arguments(args)
+    arguments = options.decoding_arguments(args)
     hf_specdec.parse_config(args.speculative_config)
-    prompts = args.prompt or [row["prompt"] for row in read_prompts(args.prompts)]
+    prompts = args.prompt or [row["prompt"] for row in options.read_prompts(args.prompts)]
     stream = args.stream if args.stream is not None else len(prompts) == 1 and sys.stdout.isatty()
     if stream and len(prompts) > 1:
         raise ValueError("--stream shows one prompt at a time.")
-    start_ranks(args.tensor_parallel_size, args.argv)
-    model, tokenizer = load_model_and_tokenizer(args)
-    inputs = encode_prompts(tokenizer, prompts, args.chat, model.device)
+    options.start_ranks(args.tensor_parallel_size, args.argv)
+    model, tokenizer = options.load_model_and_tokenizer(args)
+    inputs = options.encode_prompts(tokenizer, prompts, args.chat, model.device)
     if args.stop:
         arguments |= {"stop_strings": args.stop, "tokenizer": tokenizer}
 
-    bar = nullcontext() if stream else progress_bar()
+    bar = nullcontext() if stream else options.progress_bar()
     torch.manual_seed(args.seed)
     start = time.perf_counter()
     with bar as progress:

@@ -9,8 +9,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -141,11 +141,12 @@ def timed_generate(
     clock = clock_for(model.device)
     if variant.speculative_config is not None:
         arguments = {**arguments, "speculative_config": variant.speculative_config}
+    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda device: None  # until the device is idle
     torch.manual_seed(seed)
-    synchronize(model.device)
+    wait(model.device)
     start = clock()
     output = model.generate(**inputs, **arguments, return_dict_in_generate=True)
-    synchronize(model.device)
+    wait(model.device)
     seconds = clock() - start
     rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return cut_at_end(rows, end_tokens(model)), seconds, output.get("speculation")
@@ -163,14 +164,6 @@ def traced(model: Any, inputs: dict[str, torch.Tensor], variant: Variant, argume
     warm_up(model, inputs, variant, arguments)
     config = dataclasses.replace(hf_specdec.parse_config(variant.speculative_config), trace=True)
     return timed_generate(model, inputs, Variant(variant.name, config), arguments, seed)[2].trace
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device is idle, before a clock is read."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
 
 
 def measure(
@@ -217,7 +210,7 @@ def measure(
     return results
 
 
-def measure_with_progress(
+def with_progress(
     title: str, model, batches, variants, arguments, repeats: int, seed: int, seconds: float | None = None
 ) -> list[Measurement]:
     """Call `measure`, and show its progress on stderr."""
@@ -304,20 +297,23 @@ def environment(model: Any) -> dict[str, Any]:
     """Versions, hardware and the model's size, as values for JSON."""
     import torch
 
-    versions = {"hf-specdec": hf_specdec.__version__}
-    for package in RECORDED_PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {"hf-specdec": hf_specdec.__version__, **versions_of(RECORDED_PACKAGES)},
         "device": device_name(model.device),
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": model.num_parameters(),
     }
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of the packages that are installed."""
+    versions = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def setup_line(where: dict[str, Any]) -> str:
@@ -332,7 +328,11 @@ def device_name(device: torch.device) -> str:
         import torch
 
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpuinfo(*keys: str) -> str:
+    """The first value in /proc/cpuinfo under a key that begins with one of `keys`; "" if there is none."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(keys)), "")

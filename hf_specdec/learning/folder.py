@@ -39,22 +39,17 @@ def located(config: SpeculativeConfig, model: PreTrainedModel) -> HeadConfig:
         raise config.fail("learn", f"is for {' and '.join(LEARNERS)} heads, not for {config.method!r}.")
     folder = str(folder_of(config, model))
     given = {key: value for key, value in config.to_dict().items() if key != "revision"}
-    found = parse_config({**given, "model": folder, "learn": folder})
-    assert isinstance(found, HeadConfig)
-    return found
+    placed = parse_config({**given, "model": folder, "learn": folder})
+    assert isinstance(placed, HeadConfig)
+    return placed
 
 
 def folder_of(config: HeadConfig, model: PreTrainedModel) -> Path:
     """Where the head is kept: the folder that `learn` names, otherwise one for this model and this head in the cache."""
     if isinstance(config.learn, str):
         return Path(os.path.expanduser(config.learn))
-    what = [
-        config.method,
-        config.model,
-        type(model).__name__,
-        model.name_or_path,
-        sum(p.numel() for p in model.parameters()),
-    ]
+    size = sum(p.numel() for p in model.parameters())
+    what = [config.method, config.model, type(model).__name__, model.name_or_path, size]
     name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]
     return cache_folder() / "learnt" / name
 

@@ -65,19 +65,9 @@ if TYPE_CHECKING:
     from .options import TrainingError, TrainingOptions, option
 
 __all__ = [
-    "Batch",
-    "Exported",
-    "Guesses",
-    "HeadTrainer",
-    "StepLoss",
-    "TrainingError",
-    "TrainingOptions",
-    "available_trainers",
-    "every_anchor",
-    "option",
-    "register",
-    "trainer_class",
-]
+    "Batch", "Exported", "Guesses", "HeadTrainer", "StepLoss", "TrainingError", "TrainingOptions", "available_trainers",
+    "every_anchor", "option", "register", "trainer_class",
+]  # fmt: skip
 
 # Imported when they are first asked for: options.py, which the command line reads, needs no torch.
 _MODULE_OF = {

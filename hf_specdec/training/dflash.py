@@ -158,13 +158,12 @@ class DFlashTrainer(HeadTrainer):
         tensors: dict[str, torch.Tensor] = dict(self.head.state_dict())
         tensors["fc.weight"] = tensors["fc.weight"] / self.sizes  # training divides states by these
         if form == "original":
-            own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers}
             config = {
                 **layers,
                 "architectures": ["DFlashDraftModel"],
                 "block_size": options.block_size,
                 "num_target_layers": target.num_layers,
-                "dflash_config": own,
+                "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers},
             }
             return Exported(tensors, config)
         tensors["embed_tokens.weight"] = target.embed_tokens.weight  # pyright: ignore[reportArgumentType]
@@ -208,7 +207,8 @@ class BlocksCache:
 def blocks_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """transformers' attention function: each block's slots attend to the keys of `blocks_mask`."""
     with torch.autocast(query.device.type, enabled=False):
-        out = attend(*widened(query, key, value), scaling, attention_mask)
+        wide_query, wide_key, wide_value = widened(query, key, value)
+        out = attend(wide_query, wide_key, wide_value, scaling, attention_mask)
     return out.transpose(1, 2).to(query.dtype), None
 
 
@@ -219,8 +219,8 @@ def blocks_mask(anchors: torch.Tensor, length: int, size: int) -> torch.Tensor:
     """bool [B, 1, A * size, length + A * size]: slots of a block see the context before its anchor [B, A], and each other."""
     block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(size)
     before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(size, dim=1)[..., None]
-    own = (block[:, None] == block).expand(len(anchors), -1, -1)
-    return torch.cat([before, own], dim=-1)[:, None]
+    same = (block[:, None] == block).expand(len(anchors), -1, -1)
+    return torch.cat([before, same], dim=-1)[:, None]
 
 
 def random_anchors(valid: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

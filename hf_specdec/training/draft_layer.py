@@ -15,7 +15,7 @@ from ..model.architectures import decoder_of
 from .batch import Batch
 from .options import TrainingError
 from .target import TargetModel
-from .unrolled import attend_unrolled
+from .unrolled import ATTENTION_NAME
 
 
 class Shapes(Plan):
@@ -73,7 +73,7 @@ def layer_config_for(
         hidden_act="silu",
         rms_norm_eps=getattr(target.config, "rms_norm_eps", None) or 1e-6,
     )
-    attend_unrolled(layers)
+    layers._attn_implementation = ATTENTION_NAME
     return layers
 
 

@@ -15,9 +15,8 @@ from .options import TrainingError
 from .state import check_room, write_whole
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_RECORD = (
-    "exported.json"  # in the run's folder: the name of the weights' file, which an export in another format deletes
-)
+# In the run's folder: the name of the weights' file, which an export in another format deletes.
+_RECORD = "exported.json"
 
 
 def export_head(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 
 from .base import Guesses
 from .batch import Batch
@@ -105,11 +105,6 @@ def unrolled_attention(module, query, key, value, attention_mask, scaling=None, 
 
 
 AttentionInterface.register(ATTENTION_NAME, unrolled_attention)
-
-
-def attend_unrolled(config: PretrainedConfig) -> None:
-    """Use this attention in the layers of a configuration."""
-    config._attn_implementation = ATTENTION_NAME
 
 
 def unroll(head: nn.Module, batch: Batch, features: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
