@@ -51,16 +51,9 @@ class DFlashTrainer(HeadTrainer):
         """Linear layers have transformers' initialisation, the last norm the target's weights; embeddings and lm_head are the target's."""
         self.mask_token_id = mask_token(self.options, self.target, token_counts)
         layout = DFlashLayout(
-            layers=self.config,
-            block_size=self.options.block_size,
-            mask_token_id=self.mask_token_id,
-            tapped=self.taps.layers,
-            from_anchor=False,
-            causal=(False, True),
-            window_from_anchor=False,
-            starts_in_anchor_slot=False,
-            heads={},
-        )
+            layers=self.config, block_size=self.options.block_size, mask_token_id=self.mask_token_id, tapped=self.taps.layers,
+            from_anchor=False, causal=(False, True), window_from_anchor=False, starts_in_anchor_slot=False, heads={},
+        )  # fmt: skip
         owns: dict[str, tuple[int, ...] | None] = {"embed_tokens": None, "lm_head": None}
         drafter = DFlashDrafter(layout, self.target.hidden_size, self.target.vocab_size, owns)
         for module in drafter.modules():
@@ -95,11 +88,7 @@ class DFlashTrainer(HeadTrainer):
         rotary = self.rotary(hidden, positions)
         for layer in head.layers:
             hidden = layer(
-                hidden,
-                attention_mask=mask,
-                position_ids=positions,
-                position_embeddings=rotary,
-                **{CACHE: cache},
+                hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary, **{CACHE: cache}
             )
         return head.norm(hidden).view(len(batch.input_ids), parts * together, size, -1)[:, :num_anchors]
 

@@ -38,14 +38,9 @@ class HydraTrainer(HeadTrainer):
         options, target = self.options, self.target
         layers = self._prefix_config() if options.prefix_layer else None
         hydra: Any = HydraHeads(
-            target.hidden_size,
-            options.num_heads,
-            options.num_layers,
-            target.vocab_size,
-            grounded=True,
-            embeddings=Embeddings(target.embed_tokens),
-            prefix_config=layers,
-        )
+            target.hidden_size, options.num_heads, options.num_layers, target.vocab_size, grounded=True,
+            embeddings=Embeddings(target.embed_tokens), prefix_config=layers,
+        )  # fmt: skip
         with torch.no_grad():
             for head in hydra.heads:
                 for parameter in head.blocks.parameters():
