@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hf_specdec
-from hf_specdec.cli import demo, demo_model, main, measure
+from hf_specdec.cli import demo, main, measure
 from hf_specdec.cli.measure import Measurement, Variant, cut_at_end, equal_rows
 from hf_specdec.cli.options import Output, read_prompts
 
@@ -200,7 +200,7 @@ def test_a_demo_that_fails_leaves_no_hook_on_the_model(tiny_model, tiny_tokenize
         raise RuntimeError("mine")
 
     monkeypatch.setattr(tiny_model, "generate", fail)
-    shown = demo_model.DemoModel(tiny_model, tiny_tokenizer, hf_specdec.bundled("tiny-eagle3"), False)
+    shown = demo.DemoModel(tiny_model, tiny_tokenizer, hf_specdec.bundled("tiny-eagle3"), False)
     with pytest.raises(RuntimeError, match="mine"):
         demo.show_text(Output(), shown, PROMPT, 4)
     assert not tiny_model.get_input_embeddings()._forward_pre_hooks
@@ -295,7 +295,7 @@ def test_measurements_end_when_their_time_is_up(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize(("cheap_rows", "light"), [(True, "token_recycling"), (False, "suffix")])
 def test_what_the_demo_compares_can_be_parsed(cheap_rows, light):
-    model = demo_model.DemoModel(None, None, hf_specdec.bundled("tiny-eagle3"), cheap_rows)
+    model = demo.DemoModel(None, None, hf_specdec.bundled("tiny-eagle3"), cheap_rows)
     variants = [*demo.single_variants(model), *demo.batch_variants(model)]
     methods = [hf_specdec.parse_config(each.speculative_config).method for each in variants if each.speculative_config]
     assert methods.count("none") == 2

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import hf_specdec
-from hf_specdec.cli import env, main
+from hf_specdec.cli import env, main, measure
 from hf_specdec.kernels import native
 
 
@@ -27,7 +27,7 @@ def test_it_says_what_a_report_needs(capsys):
 
 
 def test_the_build_of_torch_is_named_where_its_metadata_does_not(monkeypatch):
-    monkeypatch.setattr(env, "version", lambda name: "1.0")
+    monkeypatch.setattr(measure, "version", lambda name: "1.0")
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     assert env.environment()["packages"]["torch"] == "2.13.0+cu130"
 
@@ -56,7 +56,7 @@ def test_it_knows_every_variable_of_the_package():
     used = {
         name for file in package.rglob("*.py") for name in re.findall(r"\"(HF_SPECDEC_\w+)\"", file.read_text("utf-8"))
     }
-    assert used - {"HF_SPECDEC_FOLLOWER"} <= {
+    assert used - {"HF_SPECDEC_RANK"} <= {
         *env.VARIABLES,
         *env.SECRETS,
     }  # FOLLOWER: set for processes that it starts

@@ -1,4 +1,7 @@
-"""The `hf-specdec` command. Each subcommand is a module; `main` runs it and turns an exception into one line."""
+"""The `hf-specdec` command. Each subcommand is a module: `add_command` makes its parser, `run` carries it out and returns the exit code.
+
+`main` runs it and turns an exception into one line.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import hf_specdec
 from hf_specdec.config import nearest_hint
 
 from . import bench, calibrate, demo, env, eval, explain, generate, models, serve, train
-from .launch import leave_ranks
+from .options import leave_ranks
 
 DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same output, several tokens per forward."
 

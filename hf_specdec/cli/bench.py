@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import hf_specdec
 
-from .launch import add_ranks_option, start_ranks
-from .measure import (
-    Measurement,
-    Variant,
-    environment,
-    equal_rows,
-    loop_of,
-    measure_with_progress,
-    remarks,
-    results_table,
-    setup_line,
-    speed_up,
-    traced,
-    with_baselines,
-)
-from .options import (
-    CONFIG_HELP,
-    Output,
-    add_decoding_options,
-    add_model_options,
-    add_prompts_option,
-    check_output_file,
-    decoding_arguments,
-    encode_prompts,
-    load_model_and_tokenizer,
-    positive_int,
-    read_prompts,
-)
+from . import measure, options
+from .measure import Measurement, Variant
+from .options import CONFIG_HELP, Output, positive_int
 
 EPILOG = """\
 examples:
@@ -54,10 +26,9 @@ is the median over the repeats. Methods that learn from outputs (suffix) start e
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("bench", help="measure tokens/s", description=__doc__, epilog=EPILOG)
-    add_model_options(parser)
-    add_ranks_option(parser)
+    options.add_model_options(parser)
+    options.add_ranks_option(parser)
     parser.add_argument(
         "--speculative-config",
         action="append",
@@ -66,7 +37,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         help=f"{CONFIG_HELP}; repeat it to compare several",
     )
     group = parser.add_argument_group("measurement")
-    add_prompts_option(group)
+    options.add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument("--repeats", type=positive_int, default=3, metavar="R", help="default: %(default)s")
     group.add_argument(
@@ -78,30 +49,28 @@ def add_command(commands) -> argparse.ArgumentParser:
     group.add_argument(
         "--json", metavar="OUT", help="write everything to this file as JSON; - prints it instead of the table"
     )
-    add_decoding_options(parser, max_new_tokens=128)
+    options.add_decoding_options(parser, max_new_tokens=128)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
-    arguments = decoding_arguments(args)
-    check_output_file(args.json, "--json")
+    arguments = options.decoding_arguments(args)
+    options.check_output_file(args.json, "--json")
     for text in args.speculative_config:
         hf_specdec.parse_config(text)
-    prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
-    start_ranks(args.tensor_parallel_size, args.argv)
-    model, tokenizer = load_model_and_tokenizer(args)
-    groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
-    batches = [encode_prompts(tokenizer, group, args.chat, model.device) for group in groups]
-    variants = with_baselines([Variant(text, text) for text in args.speculative_config])
+    prompts = [row["prompt"] for row in options.read_prompts(args.prompts)][: args.limit]
+    options.start_ranks(args.tensor_parallel_size, args.argv)
+    model, tokenizer = options.load_model_and_tokenizer(args)
+    batches = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
+    variants = measure.with_baselines([Variant(text, text) for text in args.speculative_config])
 
-    results = measure_with_progress("measuring", model, batches, variants, arguments, args.repeats, args.seed)
+    results = measure.with_progress("measuring", model, batches, variants, arguments, args.repeats, args.seed)
 
     shown = args.speculative_config if args.trace else []
-    traces = {text: traced(model, batches[0], Variant(text, text), arguments, args.seed) for text in shown}
+    traces = {text: measure.traced(model, batches[0], Variant(text, text), arguments, args.seed) for text in shown}
     report = {
         "model": args.model,
-        "environment": environment(model),
+        "environment": measure.environment(model),
         "settings": {
             **arguments,
             "batch_size": args.batch_size,
@@ -113,15 +82,11 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.trace:
         report["traces"] = {text: trace.with_text(tokenizer) for text, trace in traces.items()}
-    if args.json == "-":
-        json.dump(report, sys.stdout, indent=2)
-        print()
+    if options.write_report(report, args.json):
         return 0
     print_report(report, results, compare=not args.do_sample)
     for text, trace in traces.items():
         print(f"\n{text}\n{trace.table(tokenizer)}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -131,8 +96,8 @@ def describe(result: Measurement, results: list[Measurement]) -> dict[str, Any]:
     return {
         "speculative_config": result.variant.speculative_config,
         "tokens_per_second": result.tokens_per_second,
-        "speed_up_over_none": speed_up(result, loop_of(result, results)),
-        "speed_up": speed_up(result, plain),
+        "speed_up_over_none": measure.speed_up(result, measure.loop_of(result, results)),
+        "speed_up": measure.speed_up(result, plain),
         "seconds": result.seconds,
         "new_tokens": result.new_tokens,
         "mean_accepted_length": result.accepted_length,
@@ -140,7 +105,7 @@ def describe(result: Measurement, results: list[Measurement]) -> dict[str, Any]:
         "num_draft_tokens": result.drafted,
         "num_accepted_tokens": result.accepted,
         "rows": len(result.outputs),
-        "rows_equal_to_baseline": equal_rows(result, plain),
+        "rows_equal_to_baseline": measure.equal_rows(result, plain),
     }
 
 
@@ -148,12 +113,10 @@ def print_report(report: dict[str, Any], results: list[Measurement], compare: bo
     """Print the setup and the table."""
     settings = report["settings"]
     console = Output()
-    console.print(
-        f"{report['model']}: {setup_line(report['environment'])}; "
+    console.say(
+        f"{report['model']}: {measure.setup_line(report['environment'])}; "
         f"{settings['prompts']} prompts, batch size {settings['batch_size']}, "
-        f"{settings['max_new_tokens']} new tokens, {settings['repeats']} repeats",
-        soft_wrap=True,
-        markup=False,
+        f"{settings['max_new_tokens']} new tokens, {settings['repeats']} repeats"
     )
-    console.print(results_table(results, compare))
-    console.print(remarks(results), soft_wrap=True, markup=False)
+    console.print(measure.results_table(results, compare))
+    console.say(measure.remarks(results))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -12,18 +11,9 @@ from rich.table import Table
 import hf_specdec
 
 from ..config import SpeculativeConfig
+from . import options
 from .measure import end_tokens
-from .options import (
-    CONFIG_HELP,
-    Output,
-    add_model_options,
-    add_prompts_option,
-    check_output_file,
-    encode_prompts,
-    load_model_and_tokenizer,
-    positive_int,
-    read_prompts,
-)
+from .options import CONFIG_HELP, Output, positive_int
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,20 +37,14 @@ _SHAPE_KEYS = (
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser(
         "calibrate", help="measure a drafter and fit a draft tree to it", description=__doc__, epilog=EPILOG
     )
-    add_model_options(parser)
+    options.add_model_options(parser)
     parser.add_argument("--speculative-config", required=True, metavar="JSON", help=CONFIG_HELP)
     group = parser.add_argument_group("measurement")
-    add_prompts_option(group)
-    group.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="wrap each prompt in the tokenizer's chat template (default: if it has one)",
-    )
+    options.add_prompts_option(group)
+    options.add_chat_option(group)
     group.add_argument("--batch-size", type=positive_int, default=8, metavar="B", help="default: %(default)s")
     group.add_argument("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: %(default)s")
     group.add_argument(
@@ -74,17 +58,17 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     from ..candidate_generators.base import DrafterContext
     from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies
     from ..integration import get_decoder
 
-    check_output_file(args.json, "--json")
+    options.check_output_file(args.json, "--json")
     config = hf_specdec.parse_config(args.speculative_config)
-    prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
-    model, tokenizer = load_model_and_tokenizer(args)
+    prompts = [row["prompt"] for row in options.read_prompts(args.prompts)][: args.limit]
+    model, tokenizer = options.load_model_and_tokenizer(args)
     encoded = [
-        encode_prompts(tokenizer, [prompt], args.chat, model.device)["input_ids"][0].tolist() for prompt in prompts
+        options.encode_prompts(tokenizer, [prompt], args.chat, model.device)["input_ids"][0].tolist()
+        for prompt in prompts
     ]
     decoder = get_decoder(model, config, DrafterContext(tokenizer=tokenizer))
     accuracies = measure_accuracies(
@@ -92,30 +76,20 @@ def run(args: argparse.Namespace) -> int:
     )
     tree = calibrated_tree(accuracies, args.nodes)
     chain = [[0] * depth for depth in range(1, len(accuracies) + 1)]
-    expected = {
-        "tree": expected_accepted_length(accuracies, tree),
-        "chain": expected_accepted_length(accuracies, chain),
-    }
+    shapes = {"tree": tree, "chain": chain}
+    expected = {name: expected_accepted_length(accuracies, shape) for name, shape in shapes.items()}
     fitted = with_tree(config, tree)
 
     console = Output()
-    console.print(
-        f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens", soft_wrap=True, markup=False
-    )
+    console.say(f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens")
     console.print(accuracies_table(accuracies))
     console.print(
         f"expected τ: {expected['tree']:.2f} with {len(tree)} nodes; {expected['chain']:.2f} with a chain of {len(chain)}",
         soft_wrap=True,
     )
     print(json.dumps(fitted))
-    if args.json:
-        report = {
-            "model": args.model,
-            "speculative_config": fitted,
-            "accuracies": accuracies.tolist(),
-            "expected_mean_accepted_length": expected,
-        }
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = {"model": args.model, "speculative_config": fitted, "accuracies": accuracies.tolist()}
+    options.write_report({**report, "expected_mean_accepted_length": expected}, args.json)
     return 0
 
 

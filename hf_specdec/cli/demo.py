@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import tempfile
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+import hf_specdec
+
 from ..bundled import HOW_TO_INSTALL
-from .demo_all import run_all
-from .demo_model import SIZES, DemoModel, demo_model
-from .measure import (
-    Measurement,
-    Variant,
-    environment,
-    equal_rows,
-    measure_with_progress,
-    remarks,
-    results_table,
-    setup_line,
-    with_baselines,
-)
-from .options import BUNDLED_PROMPTS, Output, encode_prompts, positive_int, read_prompts, spread
+from . import measure, options
+from .measure import Measurement, Variant
+from .options import Output, positive_int
+
+if TYPE_CHECKING:
+    import torch
 
 EPILOG = """\
 examples:
@@ -37,13 +35,16 @@ tokens come from the model itself, one per forward pass. --all runs every method
 with that of plain generate(); the exit code is 1 if one differs.
 """
 
+SIZES = ("tiny", "100m", "300m", "1b")
+_HUNDRED = (768, 14, 2048, 12, 4, 64)  # the size "100m"; inflation.PRESETS has the larger ones
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "tiny-draft"}
+TREE = {"depth": 5, "top_k": 4, "total_tokens": 24}
+SHOWN = Variant("draft_model, chain", {**DRAFT, "num_speculative_tokens": 5})
 BATCH = 8
 SECONDS = {1: 34.0, BATCH: 16.0}  # time limit by batch size; a slow machine measures fewer prompts in it
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser(
         "demo", help="show text and speed on the bundled models", description=__doc__, epilog=EPILOG
     )
@@ -64,7 +65,6 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     args.max_new_tokens = args.max_new_tokens or (96 if args.all else 48)
     args.limit = args.limit or (6 if args.all else 8)
     if args.all:
@@ -73,44 +73,109 @@ def run(args: argparse.Namespace) -> int:
     console.print("Making a model that costs as much as a real one and generates what the bundled one generates ..")
     began = time.perf_counter()
     with demo_model(args) as demo:
-        console.print(f"{setup_line(environment(demo.model))}; made in {time.perf_counter() - began:.1f} s")
+        setup = measure.setup_line(measure.environment(demo.model))
+        console.print(f"{setup}; made in {time.perf_counter() - began:.1f} s")
         return show(console, demo, args)
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DemoModel:
+    """The models of the demo.
+
+    Attributes:
+        model: the target, which generates the same text as `tiny`.
+        eagle3: folder of the bundled EAGLE-3 head, inflated in the same way; None if it is not installed. The bundled draft model
+            is used as it is.
+        cheap_rows: True if a step spends its time on reading weights, so that verifying a few more tokens costs little.
+    """
+
+    model: Any
+    tokenizer: Any
+    eagle3: str | None
+    cheap_rows: bool
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """True if the device multiplies in bfloat16 in hardware."""
+    import torch
+
+    if device.type != "cpu":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
+    """The model of `args.size` ("auto": a size for the device) in `args.dtype` ("auto": bfloat16 if the device has it)."""
+    import torch
+
+    from hf_specdec.inflation import DIMENSIONS, PRESETS, inflate, inflate_eagle3
+
+    args.model, wanted, args.dtype = "tiny", args.dtype, "float32"
+    source, tokenizer = options.load_model_and_tokenizer(args)
+    cheap_rows = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"
+    dtype = torch.bfloat16 if cheap_rows else torch.float32
+    # Steps must be long enough to gain from drafts, and short enough for the demo's time limit.
+    affordable = "1b" if source.device.type == "cuda" else "300m" if cheap_rows else "100m"
+    name = affordable if args.size == "auto" else args.size
+    size = {"tiny": None, "100m": _HUNDRED, **PRESETS}[name]
+    sizes = {} if size is None else dict(zip(DIMENSIONS, size, strict=True))
+    model = inflate(source, **sizes, dtype=dtype)
+    with tempfile.TemporaryDirectory(prefix="hf-specdec-demo-") as folder:
+        has_head = "tiny-eagle3" in hf_specdec.bundled_names()
+        if has_head:
+            head = hf_specdec.bundled("tiny-eagle3")
+            inflate_eagle3(head, source.config, model.config, folder, dtype, device=source.device)
+        try:
+            yield DemoModel(model, tokenizer, folder if has_head else None, cheap_rows)
+        finally:
+            hf_specdec.release(model)
+
+
+# ---- text and speed -------------------------------------------------------------------------------------------------
 
 
 def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
     """Show one text, then the table. Returns 1 if a text differs in float32."""
-    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), max(args.limit, 2 * BATCH))
+    rows = options.spread(options.read_prompts(str(options.BUNDLED_PROMPTS)), max(args.limit, 2 * BATCH))
     prompts = [row["prompt"] for row in rows]
     show_text(console, demo, prompts[0], args.max_new_tokens)
-    single, batched = [[each] for each in spread(prompts, args.limit)], [prompts[:BATCH], prompts[BATCH:]]
     # Half as many tokens in a batch, so that its runs take about as long as those of single prompts.
     tables = {
-        1: compare(demo, single, single_variants(demo), args.max_new_tokens, 1),
-        BATCH: compare(demo, batched, batch_variants(demo), max(args.max_new_tokens // 2, 1), BATCH),
+        1: compare(demo, options.spread(prompts, args.limit), single_variants(demo), args.max_new_tokens, 1),
+        BATCH: compare(demo, prompts, batch_variants(demo), max(args.max_new_tokens // 2, 1), BATCH),
     }
     for batch_size, results in tables.items():
         console.print(f"Batch size {batch_size}:")
-        console.print(results_table(results, compare=True))
-    console.print(remarks(*tables.values()), soft_wrap=True, markup=False)
+        console.print(measure.results_table(results, compare=True))
+    console.say(measure.remarks(*tables.values()))
     float32 = str(demo.model.dtype) == "torch.float32"
-    console.print(remark(demo, float32), soft_wrap=True, markup=False)
-    results = [(result, found[0]) for found in tables.values() for result in found]
-    return int(float32 and any(equal_rows(result, plain) < len(plain.outputs) for result, plain in results))
+    console.say(remark(demo, float32))
+    pairs = [(result, results[0]) for results in tables.values() for result in results]
+    return int(float32 and any(measure.equal_rows(result, plain) < len(plain.outputs) for result, plain in pairs))
 
 
 def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int) -> None:
     """Print the answer to one prompt as it is generated, drafted tokens in green."""
+    stream(console, demo.model, demo.tokenizer, prompt, max_new_tokens, single_variants(demo)[-1])
+    drafter = "a draft model" if demo.eagle3 is None else "an EAGLE-3 head"
+    console.print(f"\n[green]Green[/green]: drafted by {drafter}, accepted by the model.\n")
+
+
+def stream(console: Output, model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, variant: Variant) -> None:
+    """Print a prompt, and its answer as the variant generates it."""
     from .accepted_tokens import AcceptedTokens
 
     console.print(Text(f"\n▌ {prompt}", style="bold"))
-    inputs = encode_prompts(demo.tokenizer, [prompt], None, demo.model.device)
-    config = single_variants(demo)[-1].speculative_config
-    with AcceptedTokens(console, demo.model, demo.tokenizer) as streamer:
-        demo.model.generate(
+    inputs = options.encode_prompts(tokenizer, [prompt], None, model.device)
+    config = variant.speculative_config
+    with AcceptedTokens(console, model, tokenizer) as streamer:
+        model.generate(
             **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, speculative_config=config
         )
-    drafter = "a draft model" if demo.eagle3 is None else "an EAGLE-3 head"
-    console.print(f"\n[green]Green[/green]: drafted by {drafter}, accepted by the model.\n")
 
 
 def single_variants(demo: DemoModel) -> list[Variant]:
@@ -125,24 +190,24 @@ def single_variants(demo: DemoModel) -> list[Variant]:
     variants = [light, Variant(f"draft_model, {tokens} tokens", {**DRAFT, "num_speculative_tokens": tokens})]
     if demo.eagle3 is not None:
         variants.append(Variant(f"eagle3, tree of {tree['total_tokens']}", {"model": demo.eagle3, **tree}))
-    return with_baselines(variants)
+    return measure.with_baselines(variants)
 
 
 def batch_variants(demo: DemoModel) -> list[Variant]:
     """The variants for a batch, in which each drafted token costs more: short drafts."""
     tokens = 4 if demo.cheap_rows else 2
     name, drafter = ("draft_model", DRAFT) if demo.eagle3 is None else ("eagle3", {"model": demo.eagle3})
-    return with_baselines([Variant(f"{name}, {tokens} tokens", {**drafter, "num_speculative_tokens": tokens})])
+    return measure.with_baselines([Variant(f"{name}, {tokens} tokens", {**drafter, "num_speculative_tokens": tokens})])
 
 
 def compare(
-    demo: DemoModel, groups: list[list[str]], variants: list[Variant], max_new_tokens: int, batch_size: int
+    demo: DemoModel, prompts: list[str], variants: list[Variant], max_new_tokens: int, batch_size: int
 ) -> list[Measurement]:
-    """Decode the groups greedily with all variants in turn."""
-    batches = [encode_prompts(demo.tokenizer, group, None, demo.model.device) for group in groups]
+    """Decode the prompts greedily with all variants in turn."""
+    batches = options.encode_batches(demo.tokenizer, prompts, batch_size, None, demo.model.device)
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
     title = f"batch size {batch_size}"
-    return measure_with_progress(title, demo.model, batches, variants, arguments, 1, 0, SECONDS[batch_size])
+    return measure.with_progress(title, demo.model, batches, variants, arguments, 1, 0, SECONDS[batch_size])
 
 
 def remark(demo: DemoModel, float32: bool) -> str:
@@ -162,3 +227,67 @@ def remark(demo: DemoModel, float32: bool) -> str:
         lines.append(f"An EAGLE-3 head is compared, too, where the bundled heads are installed: {HOW_TO_INSTALL}.")
     lines.append("`hf-specdec demo --all`: every method, and its text compared with generate()'s in float32.")
     return "\n".join(lines)
+
+
+# ---- every method, with --all ---------------------------------------------------------------------------------------
+
+
+def all_variants() -> list[Variant]:
+    """The variants; the first two are the baselines."""
+    return [
+        measure.PLAIN,
+        measure.without_drafts({"method": "none"}),
+        Variant("ngram", {"method": "ngram"}),
+        Variant("suffix", {"method": "suffix"}),
+        SHOWN,
+        Variant("draft_model, tree", {**DRAFT, "branching_factors": [3, 1, 1, 1, 1]}),
+        Variant("token_recycling, tree", {"method": "token_recycling"}),
+        Variant("lookahead", {"method": "lookahead"}),
+        Variant("eagle, chain", {"model": "tiny-eagle", "num_speculative_tokens": 5}),
+        Variant("eagle, tree", {"model": "tiny-eagle", **TREE}),
+        Variant("eagle3, chain", {"model": "tiny-eagle3", "num_speculative_tokens": 5}),
+        Variant("eagle3, tree", {"model": "tiny-eagle3", **TREE}),
+        Variant("mtp, chain", {"model": "tiny-mtp", "num_speculative_tokens": 5}),
+        Variant("mlp_speculator, chain", {"model": "tiny-mlp_speculator"}),
+        Variant("medusa, tree", {"model": "tiny-medusa", "branching_factors": [4, 2, 2, 1]}),
+        Variant("hydra, tree", {"model": "tiny-hydra", "branching_factors": [4, 2, 2]}),
+        Variant("dflash", {"model": "tiny-dflash"}),
+    ]
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Decode with every method; returns the exit code, 1 if a text differs."""
+    import torch
+
+    console = Output()
+    # The bundled models are too small to gain from a second thread, which is slow on a busy machine.
+    torch.set_num_threads(1)
+    args.dtype = "float32"
+    model, tokenizer = options.load_model_and_tokenizer(args)
+    prompts = [row["prompt"] for row in options.spread(options.read_prompts(str(options.BUNDLED_PROMPTS)), args.limit)]
+    for prompt in prompts:
+        stream(console, model, tokenizer, prompt, args.max_new_tokens, SHOWN)
+    console.print("\n[green]Green[/green]: drafted by tiny-draft, accepted by tiny. The rest: tiny's own tokens.\n")
+
+    batches = options.encode_batches(tokenizer, prompts, args.batch_size, None, model.device)
+    arguments = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    usable = []
+    for variant in all_variants():
+        try:
+            measure.warm_up(model, batches[0], variant, arguments)
+            usable.append(variant)
+        except ImportError as error:
+            console.print(f"{variant.name}: skipped, {' '.join(str(error).split())}", markup=False)
+    results = measure.with_progress("comparing the methods", model, batches, usable, arguments, repeats=2, seed=0)
+    console.say(
+        f"tiny: {measure.setup_line(measure.environment(model))}; {len(prompts)} prompts, batch size {args.batch_size}, "
+        f"up to {args.max_new_tokens} new tokens, greedy"
+    )
+    console.print(measure.results_table(results, compare=True))
+    console.say(measure.remarks(results))
+    different = sum(len(results[0].outputs) - measure.equal_rows(result, results[0]) for result in results)
+    if different:
+        console.print(f"[red]{different} outputs differ from transformers' generate().[/red]")
+        return 1
+    console.print("Every method gave every prompt the tokens of transformers' generate().")
+    return 0

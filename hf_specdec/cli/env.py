@@ -8,13 +8,12 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import hf_specdec
 
-from .measure import device_name
+from .measure import cpuinfo, device_name, versions_of
 
 EPILOG = """\
 examples:
@@ -36,29 +35,11 @@ EXTRAS = {
     "pd": ("nixl",),
 }
 OTHERS = (
-    "hf-specdec-models",
-    "arctic-inference",
-    "triton",
-    "torchao",
-    "flash-attn",
-    "llguidance",
-    "fastapi",
-    "peft",
-    "bitsandbytes",
-    "vllm",
-)
+    "hf-specdec-models", "arctic-inference", "triton", "torchao", "flash-attn", "llguidance", "fastapi", "peft", "bitsandbytes", "vllm",
+)  # fmt: skip
 CPU_FEATURES = (
-    "avx2",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_vnni",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
-    "sve",
-)
+    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "sve",
+)  # fmt: skip
 VARIABLES = (
     "HF_SPECDEC_CACHE", "HF_SPECDEC_KERNELS", "HF_SPECDEC_FLASH_ATTENTION", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF",
@@ -67,7 +48,6 @@ SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser(
         "env", help="print versions and devices for a bug report", description=__doc__, epilog=EPILOG
     )
@@ -76,9 +56,8 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
-    found = environment()
-    print(json.dumps(found, indent=2) if args.json else text(found))
+    values = environment()
+    print(json.dumps(values, indent=2) if args.json else text(values))
     return 0
 
 
@@ -93,9 +72,10 @@ def environment() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         # torch's own word names its build, as in 2.13.0+cu130; PyPI's metadata does not.
-        "packages": {name: installed(name) or "missing" for name in PACKAGES}
+        "packages": dict.fromkeys(PACKAGES, "missing")
+        | versions_of(PACKAGES)
         | {"torch": torch.__version__}
-        | optional_versions(),
+        | versions_of(OTHERS),
         "extras": {extra: missing_of(modules) for extra, modules in EXTRAS.items()},
         "cpu": cpu(),
         "gpus": gpus(),
@@ -118,19 +98,6 @@ def kernels() -> str:
     return "triton" if uses_triton(device) else "native" if uses_native(device) else "reference"
 
 
-def installed(package: str) -> str | None:
-    """A package's version; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def optional_versions() -> dict[str, str]:
-    """Versions of optional packages that are installed."""
-    return {name: found for name in OTHERS if (found := installed(name)) is not None}
-
-
 def missing_of(modules: tuple[str, ...]) -> str:
     """ "complete" if all modules of an extra are installed, else which ones are not."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -141,9 +108,7 @@ def cpu() -> dict[str, Any]:
     """The processor, its instruction sets, the number of cores for this process, and the number of threads that torch uses."""
     import torch
 
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    flags = cpuinfo("flags", "Features").split()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "name": device_name(torch.device("cpu")),
@@ -155,18 +120,17 @@ def cpu() -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Every GPU that torch sees."""
     import torch
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [
         {
-            "name": each.name,
-            "capability": f"{each.major}.{each.minor}",
-            "memory": f"{each.total_memory / 2**30:.0f} GiB",
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
             "cuda": torch.version.cuda or torch.version.hip,
         }
-        for each in properties
+        for gpu in properties
     ]
 
 

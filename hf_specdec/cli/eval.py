@@ -5,41 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import hf_specdec
 
 from ..jsonl import json_object
-from .measure import (
-    LOSES,
-    PLAIN,
-    Variant,
-    environment,
-    reading,
-    setup_line,
-    timed_generate,
-    warm_up,
-    without_drafts,
-)
-from .options import (
-    Output,
-    add_decoding_options,
-    add_prompts_option,
-    check_output_file,
-    decoding_arguments,
-    encode_prompts,
-    load_model_and_tokenizer,
-    positive_int,
-    read_prompts,
-)
+from . import measure, options
+from .measure import Variant
+from .options import Output, positive_int
 
 EPILOG = """\
 examples:
@@ -55,23 +35,12 @@ are estimates from one pass over the prompts; `hf-specdec bench` repeats the mea
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("eval", help="measure a draft head", description=__doc__, epilog=EPILOG)
     parser.add_argument("head", metavar="HEAD", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it drafts for")
-    loading = parser.add_argument_group("loading the target")
-    loading.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="precision of its weights (default: the checkpoint's)",
-    )
-    loading.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one, else cpu)")
-    loading.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains"
-    )
+    options.add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
     group = parser.add_argument_group("measurement")
-    add_prompts_option(group)
+    options.add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument(
         "--speculative-config",
@@ -89,7 +58,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     group.add_argument(
         "--update-card", action="store_true", help="put the table into the head's model card (README.md)"
     )
-    add_decoding_options(parser, max_new_tokens=128)
+    options.add_decoding_options(parser, max_new_tokens=128)
     return parser
 
 
@@ -114,7 +83,7 @@ class TaskFigures:
     none_seconds: float = 0.0
     plain_tokens: int = 0
     plain_seconds: float = 0.0
-    accepted_at: list[float] = field(default_factory=list)
+    accepted_at: Counter[int] = field(default_factory=Counter)
 
     def count(self, speculation: Any, seconds: float, tokens: int) -> None:
         """Add the statistics of one call of `generate()`."""
@@ -122,9 +91,7 @@ class TaskFigures:
         self.drafted += speculation["num_draft_tokens"]
         self.accepted += speculation["num_accepted_tokens"]
         self.seconds, self.new_tokens = self.seconds + seconds, self.new_tokens + tokens
-        rates = speculation["acceptance_per_position"]
-        self.accepted_at += [0.0] * (len(rates) - len(self.accepted_at))
-        for position, rate in enumerate(rates):
+        for position, rate in enumerate(speculation["acceptance_per_position"]):
             self.accepted_at[position] += rate * speculation["num_steps"]
 
     def add(self, other: TaskFigures) -> None:
@@ -132,9 +99,7 @@ class TaskFigures:
         for name in vars(other):
             if name != "accepted_at":
                 setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.accepted_at += [0.0] * (len(other.accepted_at) - len(self.accepted_at))
-        for position, value in enumerate(other.accepted_at):
-            self.accepted_at[position] += value
+        self.accepted_at.update(other.accepted_at)
 
     def summary(self) -> dict[str, Any]:
         """The figures, as values for JSON."""
@@ -145,7 +110,7 @@ class TaskFigures:
             "prompts": self.prompts,
             "tau": self.new_tokens / self.steps if self.steps else None,
             "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
-            "acceptance_per_position": [value / self.steps for value in self.accepted_at],
+            "acceptance_per_position": [value / self.steps for _, value in sorted(self.accepted_at.items())],
             "tokens_per_second": speed,
             "none_tokens_per_second": none,
             "plain_tokens_per_second": plain,
@@ -155,44 +120,42 @@ class TaskFigures:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
-    arguments = decoding_arguments(args)
-    check_output_file(args.json, "--json")
-    check_output_file(args.plot, "--plot")
+    arguments = options.decoding_arguments(args)
+    options.check_output_file(args.json, "--json")
+    options.check_output_file(args.plot, "--plot")
     if args.update_card:
         check_card(args.head)
-    config = head_config(args.head, args.speculative_config)
+    config = {**json_object(args.speculative_config, "--speculative-config"), "model": args.head}
     method = hf_specdec.parse_config(config).method
     tasks: dict[str, list[str]] = {}
-    for row in read_prompts(args.prompts):
+    for row in options.read_prompts(args.prompts):
         tasks.setdefault(row.get("task") or "prompts", []).append(row["prompt"])
     tasks = {task: prompts[: args.limit] for task, prompts in tasks.items()}
     args.model = args.target
-    model, tokenizer = load_model_and_tokenizer(args)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    model, tokenizer = options.load_model_and_tokenizer(args)
+    with options.progress_bar() as progress:
         bar = progress.add_task("measuring", total=sum(map(len, tasks.values())))
         figures = evaluate(model, tokenizer, tasks, config, arguments, args, lambda n: progress.advance(bar, n))
     whole = TaskFigures()
-    for each in figures.values():
-        whole.add(each)
+    for of_task in figures.values():
+        whole.add(of_task)
     report = {
         "head": args.head,
         "target": args.target,
         "method": method,
         "speculative_config": config,
-        "environment": environment(model),
+        "environment": measure.environment(model),
         "settings": {**arguments, "batch_size": args.batch_size, "seed": args.seed, "prompts": args.prompts},
-        "tasks": {task: each.summary() for task, each in figures.items()},
+        "tasks": {task: of_task.summary() for task, of_task in figures.items()},
         "all": whole.summary(),
     }
-    write_report(report, args)
+    present(report, args)
     return 0
 
 
 def check_card(head: str) -> None:
     """Raise ValueError unless the head has a card of its own that --update-card may change."""
-    from ..training.card import has_measurements
+    from ..training.export import has_measurements
 
     folder = Path(hf_specdec.resolve_model(head)).resolve()
     if folder in (Path(hf_specdec.bundled(name)).resolve() for name in hf_specdec.bundled_names()):
@@ -202,11 +165,6 @@ def check_card(head: str) -> None:
         )
     if not has_measurements(folder):
         raise ValueError(f"--update-card: {head} has no model card written by hf-specdec train.")
-
-
-def head_config(head: str, keys: str) -> dict[str, Any]:
-    """The speculative configuration of a head, with further keys from JSON text."""
-    return {**json_object(keys, "--speculative-config"), "model": head}
 
 
 def evaluate(
@@ -219,19 +177,19 @@ def evaluate(
     advance: Callable[[int], None],
 ) -> dict[str, TaskFigures]:
     """Decode each batch with and without the head. Returns the figures by task. Calls `advance` with the number of prompts done."""
-    drafted, loop = Variant("head", config), without_drafts(config)
-    variants = [drafted] if args.no_baseline else [drafted, loop, PLAIN]
-    first = encode_prompts(tokenizer, next(iter(tasks.values()))[:1], args.chat, model.device)
+    drafted, loop = Variant("head", config), measure.without_drafts(config)
+    variants = [drafted] if args.no_baseline else [drafted, loop, measure.PLAIN]
+    first = options.encode_prompts(tokenizer, next(iter(tasks.values()))[:1], args.chat, model.device)
     for variant in variants:
-        warm_up(model, first, variant, arguments)
+        measure.warm_up(model, first, variant, arguments)
     out = {}
     for task, prompts in tasks.items():
         out[task] = figures = TaskFigures(prompts=len(prompts))
         for i in range(0, len(prompts), args.batch_size):
             group = prompts[i : i + args.batch_size]
-            inputs = encode_prompts(tokenizer, group, args.chat, model.device)
+            inputs = options.encode_prompts(tokenizer, group, args.chat, model.device)
             for variant in variants if i // args.batch_size % 2 == 0 else reversed(variants):
-                rows, seconds, speculation = timed_generate(model, inputs, variant, arguments, args.seed)
+                rows, seconds, speculation = measure.timed_generate(model, inputs, variant, arguments, args.seed)
                 tokens = sum(map(len, rows))
                 if variant is drafted:
                     figures.count(speculation, seconds, tokens)
@@ -247,27 +205,22 @@ def evaluate(
 # ---- reports --------------------------------------------------------------------------------------------------------
 
 
-def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
+def present(report: dict[str, Any], args: argparse.Namespace) -> None:
     """Write what the options ask for: the table, JSON, the plot and the model card."""
-    if args.json == "-":
-        json.dump(report, sys.stdout, indent=2)
-        print()
-    else:
+    if not options.write_report(report, args.json):
         console = Output()
-        setup = setup_line(report["environment"])
-        console.print(f"{args.head} ({report['method']}) for {args.target}: {setup}", soft_wrap=True, markup=False)
+        setup = measure.setup_line(report["environment"])
+        console.say(f"{args.head} ({report['method']}) for {args.target}: {setup}")
         console.print(table(report))
         if not args.no_baseline:
-            marked = any(LOSES in cell for row in all_cells(report) for cell in row)
+            marked = any(measure.LOSES in cell for row in all_cells(report) for cell in row)
             whole = report["all"]
             loop = whole["none_tokens_per_second"] / whole["plain_tokens_per_second"]
-            console.print(reading(loop, marked), soft_wrap=True, markup=False)
-        if args.json:
-            Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            console.say(measure.reading(loop, marked))
     if args.plot:
         plot(report, Path(args.plot))
     if args.update_card:
-        from ..training.card import add_measurements
+        from ..training.export import add_measurements
 
         print(f"wrote {add_measurements(Path(hf_specdec.resolve_model(args.head)), markdown(report))}", file=sys.stderr)
 
@@ -277,7 +230,7 @@ def cells(task: str, figures: dict[str, Any]) -> list[str]:
     shown = [task, str(figures["prompts"]), "–" if figures["tau"] is None else f"{figures['tau']:.2f}"]
     shown.append(" ".join(f"{rate:.0%}" for rate in figures["acceptance_per_position"]))
     over_none, over_plain = figures["speed_up_over_none"], figures["speed_up"]
-    mark = "" if over_none is None or round(over_none, 2) >= 1 else f" {LOSES}"
+    mark = "" if over_none is None or round(over_none, 2) >= 1 else f" {measure.LOSES}"
     shown.append("–" if over_none is None else f"{over_none:.2f} ×{mark}")
     shown.append("–" if over_plain is None else f"{over_plain:.2f} ×")
     shown.append("–" if figures["tokens_per_second"] is None else f"{figures['tokens_per_second']:.1f}")
@@ -307,7 +260,7 @@ def markdown(report: dict[str, Any]) -> str:
     settings, shown = report["settings"], {k: v for k, v in report["speculative_config"].items() if k != "model"}
     lines = [
         f"Measured ({'sampled' if settings['do_sample'] else 'greedy'}, {settings['max_new_tokens']} new tokens, batch size "
-        f"{settings['batch_size']}, `{json.dumps(shown)}`; {setup_line(report['environment'])}):",
+        f"{settings['batch_size']}, `{json.dumps(shown)}`; {measure.setup_line(report['environment'])}):",
         "",
         "| " + " | ".join(TITLES) + " |",
         "|---" * len(TITLES) + "|",

@@ -11,31 +11,9 @@ from typing import Any
 import hf_specdec
 from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError
 
-from .measure import (
-    Measurement,
-    Variant,
-    environment,
-    loop_of,
-    measure_with_progress,
-    remarks,
-    results_table,
-    setup_line,
-    speed_up,
-    traced,
-    with_baselines,
-)
-from .options import (
-    Output,
-    add_decoding_options,
-    add_model_options,
-    add_prompts_option,
-    decoding_arguments,
-    encode_prompts,
-    load_model_and_tokenizer,
-    positive_int,
-    read_prompts,
-    spread,
-)
+from . import measure, options
+from .measure import Measurement, Variant
+from .options import Output, positive_int
 
 EPILOG = """\
 examples:
@@ -51,9 +29,8 @@ without drafts (none), and transformers' own generate().
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("explain", help='show what "auto" would do', description=__doc__, epilog=EPILOG)
-    add_model_options(parser)
+    options.add_model_options(parser)
     parser.add_argument(
         "--speculative-config",
         default="auto",
@@ -62,10 +39,10 @@ def add_command(commands) -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("measurement")
     group.add_argument("--no-measurement", action="store_true", help="only list what was found")
-    add_prompts_option(group, limit=8)
+    options.add_prompts_option(group, limit=8)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument("--json", action="store_true", help="print JSON")
-    add_decoding_options(parser, max_new_tokens=64)
+    options.add_decoding_options(parser, max_new_tokens=64)
     return parser
 
 
@@ -78,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(config, AutoConfig):
         raise SpeculativeConfigError(f"--speculative-config has method {config.method!r}; `explain` needs 'auto'.")
     output = Output()
-    model, tokenizer = load_model_and_tokenizer(args)
+    model, tokenizer = options.load_model_and_tokenizer(args)
     generator = get_decoder(model, config).generator
     assert isinstance(generator, AutoGenerator)
-    found = generator.found
+    search = generator.found
     report: dict[str, Any] = {
-        "drafters": [{"method": each.config.method, "from": each.why} for each in found.taken],
-        "not_taken": found.notes,
-        "downloads": found.downloads,
+        "drafters": [{"method": drafter.config.method, "from": drafter.why} for drafter in search.taken],
+        "not_taken": search.notes,
+        "downloads": search.downloads,
     }
     drafters = [Variant(name, _always_drafting(part.config)) for name, part in generator.by_name.items()]
     results: list[Measurement] = []
@@ -94,16 +71,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 0
-    for each in report["drafters"]:
-        output.print(f"drafts with {each['method']}: {each['from']}", soft_wrap=True, markup=False)
+    for drafter in report["drafters"]:
+        output.say(f"drafts with {drafter['method']}: {drafter['from']}")
     for title in ("not_taken", "downloads"):
         for line in report[title]:
-            output.print(f"{title.replace('_', ' ')}: {line}", soft_wrap=True, markup=False)
+            output.say(f"{title.replace('_', ' ')}: {line}")
     if results:
-        output.print(f"\n{setup_line(environment(model))}, batch size {args.batch_size}")
-        output.print(results_table(results, compare=not args.do_sample))
-        output.print(_times(report), soft_wrap=True, markup=False)
-        output.print(remarks(results), soft_wrap=True, markup=False)
+        output.print(f"\n{measure.setup_line(measure.environment(model))}, batch size {args.batch_size}")
+        output.print(measure.results_table(results, compare=not args.do_sample))
+        output.say(_times(report))
+        output.say(measure.remarks(results))
     return 0
 
 
@@ -121,13 +98,11 @@ def _measure(
     from ..candidate_generators.auto import AutoGenerator
     from ..integration import get_decoder
 
-    prompts = [row["prompt"] for row in spread(read_prompts(args.prompts), args.limit)]
-    groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
-    batches = [encode_prompts(tokenizer, group, args.chat, model.device) for group in groups]
-    arguments = decoding_arguments(args)
-    results = measure_with_progress(
-        "measuring", model, batches, with_baselines(variants), arguments, repeats=1, seed=args.seed
-    )
+    prompts = [row["prompt"] for row in options.spread(options.read_prompts(args.prompts), args.limit)]
+    batches = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
+    arguments = options.decoding_arguments(args)
+    decoded = measure.with_baselines(variants)
+    results = measure.with_progress("measuring", model, batches, decoded, arguments, repeats=1, seed=args.seed)
     generator = get_decoder(model, hf_specdec.parse_config(args.speculative_config)).generator
     assert isinstance(generator, AutoGenerator)
     learnt = generator.policy.report(args.batch_size)
@@ -136,10 +111,10 @@ def _measure(
         "measured": {},
     }  # fmt: skip
     for variant, result in zip(variants, results[-len(variants) :], strict=True):
-        steps = [step for step in traced(model, batches[0], variant, arguments, args.seed) if step["drafted"]]
+        steps = [step for step in measure.traced(model, batches[0], variant, arguments, args.seed) if step["drafted"]]
         drafting = [step["propose_ms"] + step["observe_ms"] for step in steps]
         report["measured"][variant.name] = {
-            "speed_up_over_none": speed_up(result, loop_of(result, results)),
+            "speed_up_over_none": measure.speed_up(result, measure.loop_of(result, results)),
             "mean_accepted_length": result.accepted_length,
             "milliseconds": statistics.median(drafting) if drafting else None,
             "acceptance": sum(bool(step["accepted"]) for step in steps) / len(steps) if steps else None,

@@ -9,22 +9,13 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 import hf_specdec
 
-from .launch import add_ranks_option, start_ranks
+from . import options
 from .measure import cut_at_end, end_tokens
-from .options import (
-    CONFIG_HELP,
-    PROMPTS_HELP,
-    add_decoding_options,
-    add_model_options,
-    decoding_arguments,
-    encode_prompts,
-    load_model_and_tokenizer,
-    read_prompts,
-)
+from .options import CONFIG_HELP
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +34,12 @@ so does sampling with the same --seed. Several prompts (repeat --prompt) are dec
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("generate", help="continue a prompt", description=__doc__, epilog=EPILOG)
-    add_model_options(parser)
-    add_ranks_option(parser)
+    options.add_model_options(parser)
+    options.add_ranks_option(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", metavar="TEXT", help="the prompt; repeat it for a batch")
-    source.add_argument("--prompts", metavar="FILE", help=PROMPTS_HELP)
+    source.add_argument("--prompts", metavar="FILE", help=options.PROMPTS_HELP)
     source.add_argument("--prompt-file", dest="prompts", metavar="FILE", help=argparse.SUPPRESS)  # its earlier name
     parser.add_argument(
         "--speculative-config",
@@ -57,7 +47,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         metavar="JSON",
         help=f"{CONFIG_HELP} (default: %(default)s, plain decoding)",
     )
-    add_decoding_options(parser, max_new_tokens=128)
+    options.add_decoding_options(parser, max_new_tokens=128)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end when this text appears; repeatable")
     parser.add_argument(
         "--stream",
@@ -77,7 +67,6 @@ class TokenBar:
         self.prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Count the tokens of one step."""
         if self.prompt_seen:
             self.progress.advance(self.task, value.numel())
         self.prompt_seen = True
@@ -87,25 +76,22 @@ class TokenBar:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     import torch
     from transformers import TextStreamer
 
-    arguments = decoding_arguments(args)
+    arguments = options.decoding_arguments(args)
     hf_specdec.parse_config(args.speculative_config)
-    prompts = args.prompt or [row["prompt"] for row in read_prompts(args.prompts)]
+    prompts = args.prompt or [row["prompt"] for row in options.read_prompts(args.prompts)]
     stream = args.stream if args.stream is not None else len(prompts) == 1 and sys.stdout.isatty()
     if stream and len(prompts) > 1:
         raise ValueError("--stream shows one prompt at a time.")
-    start_ranks(args.tensor_parallel_size, args.argv)
-    model, tokenizer = load_model_and_tokenizer(args)
-    inputs = encode_prompts(tokenizer, prompts, args.chat, model.device)
+    options.start_ranks(args.tensor_parallel_size, args.argv)
+    model, tokenizer = options.load_model_and_tokenizer(args)
+    inputs = options.encode_prompts(tokenizer, prompts, args.chat, model.device)
     if args.stop:
         arguments |= {"stop_strings": args.stop, "tokenizer": tokenizer}
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = nullcontext() if stream else Progress(*columns, console=console, transient=True)
+    bar = nullcontext() if stream else options.progress_bar()
     torch.manual_seed(args.seed)
     start = time.perf_counter()
     with bar as progress:
@@ -123,22 +109,16 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
 
     rows = cut_at_end(output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), end_tokens(model))
-    if not stream:
-        print_texts(tokenizer.batch_decode(rows, skip_special_tokens=True))
-    console.print(summary(sum(map(len, rows)), seconds, output.speculation), highlight=False, soft_wrap=True)
+    texts = [] if stream else tokenizer.batch_decode(rows, skip_special_tokens=True)
+    for number, text in enumerate(texts, 1):
+        print(f"--- {number} ---\n{text}" if len(texts) > 1 else text)
+    Console(stderr=True).print(
+        summary(sum(map(len, rows)), seconds, output.speculation), highlight=False, soft_wrap=True
+    )
     return 0
 
 
-def print_texts(texts: list[str]) -> None:
-    """Print the texts on stdout, separated by numbered rules if there are several."""
-    for number, text in enumerate(texts, 1):
-        if len(texts) > 1:
-            print(f"--- {number} ---")
-        print(text)
-
-
 def summary(new_tokens: int, seconds: float, speculation: Any) -> str:
-    """One line about the run."""
     parts = [f"{new_tokens} tokens in {seconds:.2f} s", f"{new_tokens / seconds:.1f} tokens/s"]
     if speculation["num_draft_tokens"]:
         parts.append(f"τ {speculation['mean_accepted_length']:.2f} tokens per forward")

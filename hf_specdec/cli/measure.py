@@ -9,8 +9,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 import hf_specdec
+
+from .options import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +70,7 @@ def without_drafts(config: Any) -> Variant:
 
 def with_baselines(variants: list[Variant]) -> list[Variant]:
     """`PLAIN`, the loops of the variants without drafts, and the variants, of which those that never draft are among the loops."""
-    loops = [without_drafts({"method": "none"}), *(without_drafts(each.speculative_config) for each in variants)]
+    loops = [without_drafts({"method": "none"}), *(without_drafts(variant.speculative_config) for variant in variants)]
     drafting = [v for v in variants if hf_specdec.parse_config(v.speculative_config).method != "none"]
     return [PLAIN, *(loop for i, loop in enumerate(loops) if loop not in loops[:i]), *drafting]
 
@@ -139,11 +141,12 @@ def timed_generate(
     clock = clock_for(model.device)
     if variant.speculative_config is not None:
         arguments = {**arguments, "speculative_config": variant.speculative_config}
+    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda device: None  # until the device is idle
     torch.manual_seed(seed)
-    synchronize(model.device)
+    wait(model.device)
     start = clock()
     output = model.generate(**inputs, **arguments, return_dict_in_generate=True)
-    synchronize(model.device)
+    wait(model.device)
     seconds = clock() - start
     rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return cut_at_end(rows, end_tokens(model)), seconds, output.get("speculation")
@@ -161,14 +164,6 @@ def traced(model: Any, inputs: dict[str, torch.Tensor], variant: Variant, argume
     warm_up(model, inputs, variant, arguments)
     config = dataclasses.replace(hf_specdec.parse_config(variant.speculative_config), trace=True)
     return timed_generate(model, inputs, Variant(variant.name, config), arguments, seed)[2].trace
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device is idle, before a clock is read."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
 
 
 def measure(
@@ -215,7 +210,7 @@ def measure(
     return results
 
 
-def measure_with_progress(
+def with_progress(
     title: str, model, batches, variants, arguments, repeats: int, seed: int, seconds: float | None = None
 ) -> list[Measurement]:
     """Call `measure`, and show its progress on stderr."""
@@ -226,8 +221,7 @@ def measure_with_progress(
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
     """Yield a function to be called after each of `total` runs. It advances a bar on a terminal; elsewhere it prints a line per quarter."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not Console(stderr=True).is_terminal:
         counted = itertools.count(1)
 
         def advance() -> None:
@@ -237,14 +231,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
 
         yield advance
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with progress_bar(TimeRemainingColumn()) as bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)
 
@@ -262,7 +249,7 @@ def speed_up(result: Measurement, baseline: Measurement) -> float:
 def loop_of(result: Measurement, results: list[Measurement]) -> Measurement:
     """The measurement of the result's loop without drafts (of `plain generate()`: the loop with default keys)."""
     loop = without_drafts(result.variant.speculative_config or {"method": "none"})
-    return next(each for each in results if each.variant == loop)
+    return next(other for other in results if other.variant == loop)
 
 
 def times_none(result: Measurement, results: list[Measurement]) -> str:
@@ -310,20 +297,23 @@ def environment(model: Any) -> dict[str, Any]:
     """Versions, hardware and the model's size, as values for JSON."""
     import torch
 
-    versions = {"hf-specdec": hf_specdec.__version__}
-    for package in RECORDED_PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {"hf-specdec": hf_specdec.__version__, **versions_of(RECORDED_PACKAGES)},
         "device": device_name(model.device),
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": model.num_parameters(),
     }
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of the packages that are installed."""
+    versions = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def setup_line(where: dict[str, Any]) -> str:
@@ -338,7 +328,11 @@ def device_name(device: torch.device) -> str:
         import torch
 
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpuinfo(*keys: str) -> str:
+    """The first value in /proc/cpuinfo under a key that begins with one of `keys`; "" if there is none."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(keys)), "")

@@ -29,7 +29,6 @@ hf_specdec.bundled(NAME) is its local folder, for from_pretrained.
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("models", help="list bundled models and methods", description=__doc__, epilog=EPILOG)
     parser.add_argument("method", nargs="?", metavar="METHOD", help="show only this method")
     parser.add_argument("--markdown", action="store_true", help="print methods and keys as the page docs/keys.md")
@@ -37,7 +36,6 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     methods = hf_specdec.available_methods()
     if args.markdown:
         print(markdown_page(methods), end="")
@@ -51,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         console.print("[bold]bundled models[/bold]")
         for name in hf_specdec.bundled_names():
-            console.print(bundled_line(name), soft_wrap=True, markup=False)
+            console.say(bundled_line(name))
         missing = sorted(set(APART) - set(hf_specdec.bundled_names()))
         if missing:
-            console.print(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}", soft_wrap=True, markup=False)
+            console.say(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}")
         from ..kernels import native
 
         console.print(f"\n[bold]native library[/bold] for CPUs {native.description()}", soft_wrap=True)
@@ -166,7 +164,6 @@ def description(config: type[SpeculativeConfig]) -> str:
 
 
 def keys_table(fields, config: type[SpeculativeConfig]) -> Table:
-    """Keys with their defaults and meaning."""
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

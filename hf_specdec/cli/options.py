@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 import hf_specdec
 
@@ -28,12 +31,21 @@ BUNDLED_PROMPTS = Path(__file__).parents[1] / "bundled_models" / "prompts.jsonl"
 
 def positive_int(text: str) -> int:
     """argparse type: an integer of at least 1."""
+    return _positive(text, int, "an integer of at least 1")
+
+
+def positive_float(text: str) -> float:
+    """argparse type: a finite number above 0."""
+    return _positive(text, float, "a number above 0")
+
+
+def _positive(text: str, kind: type, what: str) -> Any:
     try:
-        value = int(text)
+        value = kind(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
     return value
 
 
@@ -44,26 +56,35 @@ def port_number(text: str) -> int:
     return int(text)
 
 
-def positive_float(text: str) -> float:
-    """argparse type: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return value
-
-
 class Output(Console):
     """A console on stdout that raises BrokenPipeError if the pipe is closed."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False, emoji=False)
 
+    def say(self, text: str) -> None:
+        """Print text as it is: no markup, and no line breaks of the console's own."""
+        self.print(text, soft_wrap=True, markup=False)
+
     def on_broken_pipe(self) -> None:
         """Raise, so that `main` handles it."""
         raise BrokenPipeError
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A progress bar on stderr: what, a bar, how many of how many, the time, and further columns."""
+    first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*first, *columns, console=Console(stderr=True), transient=True)
+
+
+def write_report(report: dict[str, Any], path: str | None) -> bool:
+    """Write a report as JSON to a file; "-" prints it. Returns whether it was printed. None: write nothing."""
+    text = json.dumps(report, indent=2)
+    if path == "-":
+        print(text)
+    elif path:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    return path == "-"
 
 
 def check_output_file(path: str | None, option: str) -> None:
@@ -93,17 +114,17 @@ def check_output_file(path: str | None, option: str) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, and the options for loading it."""
     parser.add_argument(
         "model", metavar="MODEL", help="a bundled name (see `hf-specdec models`), a folder, or a Hub id"
     )
-    group = parser.add_argument_group("loading")
+    add_loading_options(parser.add_argument_group("loading"), "the", "cpu, cuda, cuda:1, ...")
+
+
+def add_loading_options(group: argparse._ArgumentGroup, whose: str, devices: str) -> None:
     group.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="precision of the weights (default: the checkpoint's)"
+        "--dtype", choices=DTYPES, default="auto", help=f"precision of {whose} weights (default: the checkpoint's)"
     )
-    group.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)"
-    )
+    group.add_argument("--device", default="auto", help=f"{devices} (default: cuda if there is one, else cpu)")
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains")
 
 
@@ -120,6 +141,10 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     group.add_argument(
         "--seed", type=int, default=0, metavar="S", help="seed of torch's generator (default: %(default)s)"
     )
+    add_chat_option(group)
+
+
+def add_chat_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -129,7 +154,6 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
 
 
 def add_prompts_option(group: argparse._ArgumentGroup, limit: int | None = None) -> None:
-    """Add --prompts and --limit."""
     group.add_argument(
         "--prompts",
         default=str(BUNDLED_PROMPTS),
@@ -170,7 +194,7 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
 
     folder = hf_specdec.resolve_model(args.model)
     if folder.startswith(("/", ".", "~")) and not Path(folder).is_dir():
-        beside = [each.name for each in Path(folder).parent.glob("*") if each.is_dir()]
+        beside = [path.name for path in Path(folder).parent.glob("*") if path.is_dir()]
         raise ValueError(f"{folder}: no such folder{nearest_hint(Path(folder).name, beside)}.")
     if not args.debug:
         transformers_logging.set_verbosity_error()
@@ -221,6 +245,14 @@ def encode_prompts(
     return {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
 
 
+def encode_batches(
+    tokenizer: Any, prompts: list[str], batch_size: int, chat: bool | None, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Prompts as batches of `batch_size`, see `encode_prompts`; the last may be smaller."""
+    groups = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    return [encode_prompts(tokenizer, group, chat, device) for group in groups]
+
+
 def read_prompts(path: str) -> list[dict[str, str]]:
     """Read prompts: for each row of a .jsonl file a dictionary with "prompt" and "task" ("" if the row has none).
 
@@ -236,10 +268,10 @@ def read_prompts(path: str) -> list[dict[str, str]]:
     if rows and rows[0].get("_plain") and path != "-":
         if Path(path).suffix == ".txt":
             rows = [{"prompt": line} for line in rows[0]["prompt"].splitlines() if line.strip()]
-        each = (
+        form = (
             "a prompt a line" if Path(path).suffix == ".txt" else "the whole file (.txt: a prompt a line; .jsonl: rows)"
         )
-        print(f"{path}: {len(rows)} prompt{'s' * (len(rows) > 1)}, {each}", file=sys.stderr)
+        print(f"{path}: {len(rows)} prompt{'s' * (len(rows) > 1)}, {form}", file=sys.stderr)
     if not rows:
         raise ValueError(f"{path}: no prompt in it.")
     return [{"prompt": prompt_of(row), "task": str(row.get("task", ""))} for row in rows]
@@ -261,3 +293,48 @@ def prompt_of(row: dict[str, Any]) -> str:
     if not isinstance(prompt, str):
         raise ValueError(f'{row["_where"]}: no text under "prompt" (or "question", "turns").')
     return prompt
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def add_ranks_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="shard the model over N ranks; the command starts them on this machine (default: %(default)s)",
+    )
+
+
+def start_ranks(size: int, argv: Sequence[str]) -> None:
+    """Replace this process by torchrun with `size` ranks of the same command. Returns only in a rank, or if `size` is 1.
+
+    Raises:
+        ValueError: torchrun has started another number of ranks.
+    """
+    world = os.environ.get("WORLD_SIZE")
+    if world is not None and int(world) != size:
+        raise ValueError(
+            f"--tensor-parallel-size is {size}, and torchrun has started {world} ranks: they must be equal."
+        )
+    if world is not None or size == 1:
+        if int(os.environ.get("RANK", "0")) > 0:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (only rank 0 prints)
+            sys.stderr = sys.stdout
+        return
+    sys.stdout.flush()
+    # Without this variable torchrun sets it to 1, with a warning.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), "-m", "hf_specdec",
+    ]  # fmt: skip
+    os.execv(sys.executable, [*command, *argv])
+
+
+def leave_ranks() -> None:
+    """Leave this process's group of ranks, if it has one: the group's threads must not outlive `main`."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()

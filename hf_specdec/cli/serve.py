@@ -30,7 +30,6 @@ _SHUTDOWN_SECONDS = 30.0
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=__doc__, epilog=EPILOG)
     parser.add_argument("model", metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--speculative-config", metavar="JSON", help=f"{CONFIG_HELP} (default: plain decoding)")
@@ -142,7 +141,6 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     try:
         from ..serve.http.run import serve
         from ..serve.http.server import Limits, Privacy

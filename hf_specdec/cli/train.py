@@ -13,8 +13,8 @@ from rich.console import Console
 
 import hf_specdec
 
-from ..training.options import TrainingOptions, options_by_method
-from .options import DTYPES, load_model_and_tokenizer, positive_int
+from ..training.options import options_by_method
+from .options import DTYPES, add_loading_options, load_model_and_tokenizer, positive_int
 
 if TYPE_CHECKING:
     from ..training.pipeline import Trained
@@ -32,8 +32,6 @@ More drafts are accepted if a head was trained on the target's own answers: --re
 that several heads can share. If the run is interrupted, the same command continues it.
 """
 
-METHOD_EPILOG = "See `hf-specdec train --help` for examples.\n"
-
 
 def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand, which has a further subcommand for each method."""
@@ -44,7 +42,7 @@ def add_command(commands) -> argparse.ArgumentParser:
             name,
             help=options_class.__doc__,
             description=options_class.__doc__,
-            epilog=METHOD_EPILOG,
+            epilog="See `hf-specdec train --help` for examples.\n",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_arguments(method)
@@ -68,17 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-dir", metavar="DIR", help="keep the target's hidden states here (default: compute them each time)"
     )
     needed.add_argument("--quiet", action="store_true", help="no progress bar")
-    loading = parser.add_argument_group("loading the target")
-    loading.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="precision of its weights (default: the checkpoint's)",
-    )
-    loading.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one, else cpu)")
-    loading.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains"
-    )
+    add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
     answers = parser.add_argument_group("answers by the target")
     answers.add_argument(
         "--regenerate",
@@ -129,13 +117,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
     group.add_argument(name, type=parse, default=field.default, choices=meta["choices"], metavar=metavar, help=shown)
 
 
-def options_of(args: argparse.Namespace, options_class: type[TrainingOptions]) -> TrainingOptions:
-    """The options of a method, from the command line."""
-    return options_class(**{field.name: getattr(args, field.name) for field in dataclasses.fields(options_class)})
-
-
 def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
-    """The settings of --regenerate; None without it."""
     if args.regenerate is None:
         return None
     from ..training.regenerate import Regeneration
@@ -151,16 +133,16 @@ def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     import torch
 
     from ..training import export
+    from ..training.base import trainer_class
     from ..training.pipeline import check_installed, train_head
-    from ..training.registry import trainer_class
 
     check_installed()
     trainer = trainer_class(args.method)
-    options = options_of(args, trainer.options_class)
+    names = [field.name for field in dataclasses.fields(trainer.options_class)]
+    options = trainer.options_class(**{name: getattr(args, name) for name in names})
     export.check_format(trainer, args.format)
     if not Path(args.data).is_file():
         raise ValueError(f"--data {args.data}: no such file.")
@@ -195,7 +177,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(trained: Trained) -> str:
-    """One line about the run."""
     parts = [f"{trained.folder}: {trained.steps} steps"]
     if trained.estimate is not None:
         rates = " ".join(f"{rate:.0%}" for rate in trained.estimate.acceptance)

@@ -1,7 +1,7 @@
 """Make a model bigger without changing its function: real text at the cost of a real model.
 
 Every dimension can grow: layers (identity ones: their output projections are zero), width (zero-padded residual
-stream), MLP, query and key-value heads, head size, vocabulary, and the heads of recurrent layers (`hybrid.py`). New weights are
+stream), MLP, query and key-value heads, head size, vocabulary, and the heads of recurrent layers (`HybridInflation`). New weights are
 small random numbers wherever they do not affect the output, so that the work is real. Logits agree up to rounding in the chosen dtype.
 """
 
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .hybrid import HybridInflation
 from .tensors import (
     DIMENSIONS,
     KEY_HEADS,
@@ -19,6 +18,7 @@ from .tensors import (
     STATE_DIMENSIONS,
     STATE_KEY_HEADS,
     STATE_VALUE_HEADS,
+    HybridInflation,
     Inflation,
     copies_of_a_head,
 )

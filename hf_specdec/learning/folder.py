@@ -20,10 +20,9 @@ from ..config import SpeculativeConfig
 from ..core.folders import cache_folder
 from ..training.base import HeadTrainer
 from ..training.eagle3 import Eagle3Trainer, Eagle3TrainingOptions
-from ..training.errors import TrainingError
 from ..training.export import export_head
-from ..training.initial import begin_as
 from ..training.mlp_speculator import MLPSpeculatorOptions, MLPSpeculatorTrainer
+from ..training.options import TrainingError
 from ..training.target import TargetModel
 
 LEARNERS = ("mlp_speculator", "eagle3")  # methods whose heads can learn while they serve
@@ -40,22 +39,17 @@ def located(config: SpeculativeConfig, model: PreTrainedModel) -> HeadConfig:
         raise config.fail("learn", f"is for {' and '.join(LEARNERS)} heads, not for {config.method!r}.")
     folder = str(folder_of(config, model))
     given = {key: value for key, value in config.to_dict().items() if key != "revision"}
-    found = parse_config({**given, "model": folder, "learn": folder})
-    assert isinstance(found, HeadConfig)
-    return found
+    placed = parse_config({**given, "model": folder, "learn": folder})
+    assert isinstance(placed, HeadConfig)
+    return placed
 
 
 def folder_of(config: HeadConfig, model: PreTrainedModel) -> Path:
     """Where the head is kept: the folder that `learn` names, otherwise one for this model and this head in the cache."""
     if isinstance(config.learn, str):
         return Path(os.path.expanduser(config.learn))
-    what = [
-        config.method,
-        config.model,
-        type(model).__name__,
-        model.name_or_path,
-        sum(p.numel() for p in model.parameters()),
-    ]
+    size = sum(p.numel() for p in model.parameters())
+    what = [config.method, config.model, type(model).__name__, model.name_or_path, size]
     name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]
     return cache_folder() / "learnt" / name
 
@@ -77,7 +71,7 @@ def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None
             trainer, counts = _trainer(config, target, source)
             trainer.head = trainer.build(counts).to(target.device).train()
             if source is not None:
-                begin_as(trainer, source)
+                trainer.begin_as(source)
             if not has_head:
                 (folder / WORK).mkdir(parents=True, exist_ok=True)
                 export(trainer, folder, {"num_samples": 0, "num_tokens": 0, "step": 0})

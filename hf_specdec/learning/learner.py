@@ -58,7 +58,7 @@ class Learner:
         self.recorder, self.texts = Recorder(self.taps), LearntTexts(most_bytes)
         self.parameters = {name: p for name, p in trainer.head.named_parameters() if p.requires_grad}
         places = dict(served.named_parameters())
-        wrong = [name for name, own in self.parameters.items() if name not in places or places[name].shape != own.shape]
+        wrong = [name for name, p in self.parameters.items() if name not in places or places[name].shape != p.shape]
         if wrong:
             raise ValueError(
                 f"The head that drafts lacks parameters of the trained head, or has them in another shape: {', '.join(wrong[:3])}."
@@ -78,11 +78,9 @@ class Learner:
     # ---- what the decoder calls -------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """A step was verified."""
         self.recorder.observe(outcome)
 
     def ended(self, seq: Sequence) -> None:
-        """A sequence leaves."""
         text = self.recorder.ended(seq)
         if text is not None:
             self.texts.add(text)
@@ -131,7 +129,6 @@ class Learner:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """One step of the optimizer."""
         batch = self.texts.drawn(self.TOKENS, self._rng).to(self.trainer.target.device)
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             out = self.trainer.loss(batch)
@@ -162,11 +159,8 @@ class Learner:
         )  # fmt: skip
         if taken:
             self.best, self._ready, self.tau = trained, trained, new
-            export(
-                self.trainer,
-                self.folder,
-                {"num_samples": self.texts.count, "num_tokens": self.texts.num_tokens, "step": self.steps},
-            )
+            facts = {"num_samples": self.texts.count, "num_tokens": self.texts.num_tokens, "step": self.steps}
+            export(self.trainer, self.folder, facts)
         elif new < self.tau - self.WORSE:
             self._roll_back()
         self._save()
@@ -219,8 +213,8 @@ class Learner:
         state = load_state(self.folder / WORK / "state.pt")
         if state is None:
             return
-        theirs = {name: tuple(each.shape) for name, each in state["trained"].items()}
-        if theirs != {name: tuple(each.shape) for name, each in self.parameters.items()}:
+        theirs = {name: tensor.shape for name, tensor in state["trained"].items()}
+        if theirs != {name: parameter.shape for name, parameter in self.parameters.items()}:
             raise ValueError(
                 f"{self.folder / WORK} holds the state of a head of another shape: remove it, or name another folder."
             )

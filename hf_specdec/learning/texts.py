@@ -33,8 +33,7 @@ class Text:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return sum(each.nbytes for each in self.states.values())
+        return sum(states.nbytes for states in self.states.values())
 
 
 @dataclass
@@ -123,7 +122,6 @@ class LearntTexts:
         self.held_out: deque[Text] = deque(maxlen=self.MOST_HELD_OUT)
 
     def add(self, text: Text) -> None:
-        """Add a text, to train on or to hold out."""
         self.count += 1
         self.num_tokens += len(text.token_ids)
         if self.count % self.HELD_OUT == 2:
@@ -148,15 +146,12 @@ def batch_of(texts: SequenceOf[Text]) -> Batch:
     """Texts padded on the right, float32."""
     lengths = torch.tensor([len(text.token_ids) for text in texts])
     longest = int(lengths.max())
-    ids, answers = (
-        torch.zeros(len(texts), longest, dtype=torch.long),
-        torch.zeros(len(texts), longest, dtype=torch.bool),
-    )
-    states = {name: torch.zeros(len(texts), longest, own.shape[1]) for name, own in texts[0].states.items()}
+    ids, answers = (torch.zeros(len(texts), longest, dtype=dtype) for dtype in (torch.long, torch.bool))
+    states = {name: torch.zeros(len(texts), longest, kept.shape[1]) for name, kept in texts[0].states.items()}
     for row, text in enumerate(texts):
         count = len(text.token_ids)
         ids[row, :count], answers[row, :count] = torch.from_numpy(text.token_ids), torch.from_numpy(text.is_answer)
-        for name, own in text.states.items():
-            states[name][row, :count] = own
-    layers = {name: own for name, own in states.items() if isinstance(name, int)}
+        for name, kept in text.states.items():
+            states[name][row, :count] = kept
+    layers = {name: padded for name, padded in states.items() if isinstance(name, int)}
     return Batch(ids, lengths, answers, states.get("last"), layers)

@@ -24,16 +24,11 @@ The framework does the rest: reading data and chat templates, answer masks, held
 the batches, hidden states (computed on the fly or kept on disk), optimizer and schedule, accumulation, several devices,
 autocast, logs, plots, estimated τ, checkpoints, resuming, the model card, the Hub.
 
-**The batch** (`batch.py`). B texts padded on the *right*; nothing is packed, so attention is plain causal attention
+**The batch** (`Batch`). B texts padded on the *right*; nothing is packed, so attention is plain causal attention
 without any mask (`attention_mask=None`, `is_causal`), and position_ids are 0 .. S-1 in every row. Values after a row's end
-are meaningless; the masks below exclude them.
-
-    input_ids    int64 [B, S]     x_t
-    lengths      int64 [B]        tokens of each row
-    loss_mask    bool [B, S]      x_t is part of an answer, which the target writes: only these tokens count in losses and metrics
-    last_hidden  [B, S, H]        h_t: the target's final hidden state after the last norm (its lm_head reads it)
-    layers       {i: [B, S, H]}   of taps.layers, indexed as transformers' hidden_states (0: embeddings, i: what layer
-                                  i-1 puts out and layer i reads). Features are float32, converted from the target's dtype
+are meaningless. Only tokens of answers, which the target writes, count in losses and metrics (`loss_mask`). `last_hidden` is what the
+target's lm_head reads; `layers` are indexed as transformers' hidden_states (0: embeddings, i: what layer i-1 puts out and layer i
+reads). Features are float32, converted from the target's dtype.
 
 Alignment, the same for every head: h_t has seen x_0 .. x_t, and the target has chosen x_{t+1} from it (the *newest token*).
 So a head at t knows h_t and x_{t+1}; its guess number k (from 0) is for x_{t+2+k}. `batch.labels(k)` returns these labels
@@ -47,48 +42,38 @@ for devices: `loss` is called inside autocast and a DDP wrapper already. Randomn
 torch's global generators, which are seeded for every micro-batch from (seed, step, micro-batch, process), so that a
 resumed run gives the same result.
 
-**The loss.** `StepLoss(loss, weight, metrics)`: `loss` is a *sum* over positions, `weight` their number (or total weight);
-the framework divides the sum over all micro-batches and devices by the sum of weights. `metrics` {name: (sum, weight)} are
-logged as means in the same way; accuracies per head are called `accuracy_1`, `accuracy_2`, ..
-
-**The estimate.** `Guesses(tokens [N, K], rows [N], anchors [N])`: guess k of anchor a is for x_{a+1+k}, where x_a is the
-newest token (a = t + 1 above), under teacher forcing: recurrent heads read the text's own tokens after a.
-`every_anchor(tokens [B, S, K])` makes them from guesses at every t. The framework compares them against the target's choices on
-held-out text: acceptance of guess k given that all earlier ones were accepted, and τ = 1 + the sum over k of their products up to k.
+**The loss and the estimate.** The framework divides the sum of the `StepLoss` of all micro-batches and devices by the sum of their
+weights; accuracies per head are called `accuracy_1`, `accuracy_2`, .. Recurrent heads make their `Guesses` from the text's own tokens.
+The framework compares them with the target's choices on held-out text (`estimate.py`).
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+    from .base import (
+        Exported,
+        Guesses,
+        HeadTrainer,
+        StepLoss,
+        available_trainers,
+        every_anchor,
+        register,
+        trainer_class,
+    )
     from .batch import Batch
-    from .errors import TrainingError
-    from .options import TrainingOptions, option
-    from .registry import available_trainers, register, trainer_class
+    from .options import TrainingError, TrainingOptions, option
 
 __all__ = [
-    "Batch",
-    "Exported",
-    "Guesses",
-    "HeadTrainer",
-    "StepLoss",
-    "TrainingError",
-    "TrainingOptions",
-    "available_trainers",
-    "every_anchor",
-    "option",
-    "register",
-    "trainer_class",
-]
+    "Batch", "Exported", "Guesses", "HeadTrainer", "StepLoss", "TrainingError", "TrainingOptions", "available_trainers",
+    "every_anchor", "option", "register", "trainer_class",
+]  # fmt: skip
 
-# Imported when they are first asked for: options.py and errors.py, which the command line reads, need no torch.
+# Imported when they are first asked for: options.py, which the command line reads, needs no torch.
 _MODULE_OF = {
-    **dict.fromkeys(("Exported", "Guesses", "HeadTrainer", "StepLoss", "every_anchor"), "base"),
+    **dict.fromkeys(__all__, "base"),
+    **dict.fromkeys(("TrainingError", "TrainingOptions", "option"), "options"),
     "Batch": "batch",
-    "TrainingError": "errors",
-    **dict.fromkeys(("TrainingOptions", "option"), "options"),
-    **dict.fromkeys(("available_trainers", "register", "trainer_class"), "registry"),
 }
 
 

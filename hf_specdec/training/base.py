@@ -1,7 +1,9 @@
-"""HeadTrainer, the contract of a trainer, and the data it exchanges with the framework."""
+"""HeadTrainer, the contract of a trainer; the data it exchanges with the framework; the registry of trainers."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,10 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..candidate_generators.checkpoints.files import CheckpointError, open_checkpoint
+from ..config import nearest_hint
 from ..core.output import Taps
 from .batch import Batch
-from .errors import TrainingError
-from .options import TrainingOptions
+from .options import TrainingError, TrainingOptions
 from .target import TargetModel
 
 
@@ -118,6 +121,35 @@ class HeadTrainer(ABC):
     def exported(self, form: str) -> Exported:
         """The head in the layout `form`, one of `formats`. Tensors are cast and moved by the caller."""
 
+    @torch.no_grad()
+    def begin_as(self, name: str) -> None:
+        """Copy the weights of an exported head of the same shape into the head that `build` has made.
+
+        Args:
+            name: bundled name, folder or Hub id; in the first of `formats`.
+
+        Raises:
+            TrainingError: the checkpoint does not exist, or a tensor is missing in one of the heads or differs in shape. Callers add
+                what names the head: an option, or a key.
+        """
+        shapes = {key: tensor.shape for key, tensor in self.exported(self.formats[0]).tensors.items()}
+        try:
+            checkpoint = open_checkpoint(name)
+            theirs = set(checkpoint.names())
+            if theirs != shapes.keys():
+                missing, unknown = sorted(shapes.keys() - theirs), sorted(theirs - shapes.keys())
+                raise TrainingError(
+                    f"not a head of this shape and layout; it lacks {_some(missing)} and has {_some(unknown)} in addition. "
+                    "Give the options it was made with."
+                )
+            tensors = {key: checkpoint.tensor(key) for key in shapes}
+        except CheckpointError as error:
+            raise TrainingError(str(error)) from None
+        for key, tensor in tensors.items():
+            if tensor.shape != shapes[key]:
+                raise TrainingError(f"{key} is {tuple(tensor.shape)} there and {tuple(shapes[key])} by these options.")
+        self.take_over(tensors)
+
     def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
         """Initialise with the tensors of an exported head in the first of `formats`. Names and shapes have been checked.
 
@@ -125,15 +157,73 @@ class HeadTrainer(ABC):
             TrainingError: a tensor that is not trained (a draft vocabulary, a copy of the target's embeddings) differs.
         """
         trained = {parameter.untyped_storage().data_ptr() for parameter in self.head.parameters()}
-        for name, own in self.exported(self.formats[0]).tensors.items():
-            given = tensors[name].to(own.device)
-            if own.untyped_storage().data_ptr() in trained:
-                own.copy_(given)
-            elif not torch.equal(own.to(given.dtype), given):
+        for name, tensor in self.exported(self.formats[0]).tensors.items():
+            given = tensors[name].to(tensor.device)
+            if tensor.untyped_storage().data_ptr() in trained:
+                tensor.copy_(given)
+            elif not torch.equal(tensor.to(given.dtype), given):
                 raise TrainingError(
                     f"{name} differs from this run's: the head is for another target or draft vocabulary."
                 )
 
-    def speculative_config(self) -> dict[str, Any]:
-        """Keys, besides `model`, for measuring the exported head (the method is inferred)."""
-        return {"num_speculative_tokens": self.num_guesses}
+    def speculators_config(self) -> dict[str, Any]:
+        """The object `speculators_config` of a config.json in that format: the method, the length of a draft, the target."""
+        model = self.target.model
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": self.num_guesses,
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
+        return {
+            "algorithm": self.method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": self.target.name, "architectures": architectures},
+        }
+
+
+# ---- the registry ---------------------------------------------------------------------------------------------------
+
+_TRAINERS: dict[str, type[HeadTrainer]] = {}
+
+
+def register(options_class: type[TrainingOptions]):
+    """Class decorator: `@register(MedusaOptions)` on a `HeadTrainer` makes `hf-specdec train medusa` work."""
+
+    def decorate(trainer: type[HeadTrainer]) -> type[HeadTrainer]:
+        taken = _TRAINERS.get(trainer.method)
+        if taken is not None and taken.__qualname__ != trainer.__qualname__:
+            raise ValueError(f"A trainer for {trainer.method!r} is already registered: {taken}.")
+        trainer.options_class = options_class
+        _TRAINERS[trainer.method] = trainer
+        return trainer
+
+    return decorate
+
+
+def available_trainers() -> dict[str, type[HeadTrainer]]:
+    """Every registered trainer, by method."""
+    package = importlib.import_module(__name__.rpartition(".")[0])
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    return dict(sorted(_TRAINERS.items()))
+
+
+def trainer_class(method: str) -> type[HeadTrainer]:
+    """The trainer of a method.
+
+    Raises:
+        TrainingError: the method has no trainer; the message lists those that have one.
+    """
+    trainers = available_trainers()
+    if method not in trainers:
+        raise TrainingError(
+            f"There is no trainer for {method!r}{nearest_hint(method, trainers)}. Trainers: {', '.join(trainers)}."
+        )
+    return trainers[method]
+
+
+def _some(names: list[str]) -> str:
+    return "nothing" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -54,7 +54,6 @@ class Batch:
         return F.pad(moved, (0, 0) * (tensor.dim() - 2) + (0, missing))
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on `device`."""
         return replace(
             self,
             input_ids=self.input_ids.to(device),

@@ -15,15 +15,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 from ..candidate_generators.dflash.head import DFlashDrafter, DFlashLayout
 from ..core.names import CACHE
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss
+from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
-from .draft_layer import last_norm_scale, rotary_base, state_sizes
-from .errors import TrainingError
-from .options import DFlashOptions
-from .registry import register
-from .speculators import speculators_config
+from .draft_layer import last_norm_scale, layer_shape, state_sizes
+from .losses import token_loss
+from .options import DFlashOptions, TrainingError
 from .target import TargetModel
-from .token_loss import token_loss
+from .unrolled import attend, widened
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +51,9 @@ class DFlashTrainer(HeadTrainer):
         """Linear layers have transformers' initialisation, the last norm the target's weights; embeddings and lm_head are the target's."""
         self.mask_token_id = mask_token(self.options, self.target, token_counts)
         layout = DFlashLayout(
-            layers=self.config,
-            block_size=self.options.block_size,
-            mask_token_id=self.mask_token_id,
-            tapped=self.taps.layers,
-            from_anchor=False,
-            causal=(False, True),
-            window_from_anchor=False,
-            starts_in_anchor_slot=False,
-            heads={},
-        )
+            layers=self.config, block_size=self.options.block_size, mask_token_id=self.mask_token_id, tapped=self.taps.layers,
+            from_anchor=False, causal=(False, True), window_from_anchor=False, starts_in_anchor_slot=False, heads={},
+        )  # fmt: skip
         owns: dict[str, tuple[int, ...] | None] = {"embed_tokens": None, "lm_head": None}
         drafter = DFlashDrafter(layout, self.target.hidden_size, self.target.vocab_size, owns)
         for module in drafter.modules():
@@ -97,11 +88,7 @@ class DFlashTrainer(HeadTrainer):
         rotary = self.rotary(hidden, positions)
         for layer in head.layers:
             hidden = layer(
-                hidden,
-                attention_mask=mask,
-                position_ids=positions,
-                position_embeddings=rotary,
-                **{CACHE: cache},
+                hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary, **{CACHE: cache}
             )
         return head.norm(hidden).view(len(batch.input_ids), parts * together, size, -1)[:, :num_anchors]
 
@@ -160,13 +147,12 @@ class DFlashTrainer(HeadTrainer):
         tensors: dict[str, torch.Tensor] = dict(self.head.state_dict())
         tensors["fc.weight"] = tensors["fc.weight"] / self.sizes  # training divides states by these
         if form == "original":
-            own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers}
             config = {
                 **layers,
                 "architectures": ["DFlashDraftModel"],
                 "block_size": options.block_size,
                 "num_target_layers": target.num_layers,
-                "dflash_config": own,
+                "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers},
             }
             return Exported(tensors, config)
         tensors["embed_tokens.weight"] = target.embed_tokens.weight  # pyright: ignore[reportArgumentType]
@@ -174,7 +160,7 @@ class DFlashTrainer(HeadTrainer):
         config = {
             "architectures": ["DFlashSpeculator"],
             "speculators_model_type": "dflash",
-            "speculators_config": speculators_config("dflash", self.num_guesses, target),
+            "speculators_config": self.speculators_config(),
             "transformer_layer_config": layers,
             "draft_vocab_size": target.vocab_size,
             "target_hidden_size": target.hidden_size,
@@ -203,19 +189,16 @@ class BlocksCache:
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values [B * parts, heads, S + T, D] of a layer, from those of its blocks [B * parts, heads, T, D]."""
-        context = [each.to(keys).repeat_interleave(self.parts, dim=0) for each in self.context[layer_idx]]
+        context = [states.to(keys).repeat_interleave(self.parts, dim=0) for states in self.context[layer_idx]]
         return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
 
 
 def blocks_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """transformers' attention function: sdpa, in float32 on CPUs, where its backward pass is slow in bfloat16."""
-    dtype, group = query.dtype, query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    """transformers' attention function: each block's slots attend to the keys of `blocks_mask`."""
     with torch.autocast(query.device.type, enabled=False):
-        if query.device.type == "cpu":
-            query, key, value = query.float(), key.float(), value.float()
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.transpose(1, 2).to(dtype), None
+        wide_query, wide_key, wide_value = widened(query, key, value)
+        out = attend(wide_query, wide_key, wide_value, scaling, attention_mask)
+    return out.transpose(1, 2).to(query.dtype), None
 
 
 AttentionInterface.register(ATTENTION_NAME, blocks_attention)
@@ -225,8 +208,8 @@ def blocks_mask(anchors: torch.Tensor, length: int, size: int) -> torch.Tensor:
     """bool [B, 1, A * size, length + A * size]: slots of a block see the context before its anchor [B, A], and each other."""
     block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(size)
     before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(size, dim=1)[..., None]
-    own = (block[:, None] == block).expand(len(anchors), -1, -1)
-    return torch.cat([before, own], dim=-1)[:, None]
+    same = (block[:, None] == block).expand(len(anchors), -1, -1)
+    return torch.cat([before, same], dim=-1)[:, None]
 
 
 def random_anchors(valid: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,19 +257,12 @@ def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
 
 def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
     """The configuration of the drafter's layers: Qwen3's, with the target's width, heads and positions."""
-    theirs, width = target.config, target.hidden_size
-    heads = theirs.num_attention_heads
+    theirs = getattr(target.config, "intermediate_size", None)
     config = Qwen3Config(
-        vocab_size=target.vocab_size,
-        hidden_size=width,
-        intermediate_size=options.intermediate_size or getattr(theirs, "intermediate_size", None) or 3 * width,
+        **layer_shape(target, 32768),
+        intermediate_size=options.intermediate_size or theirs or 3 * target.hidden_size,
         num_hidden_layers=options.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(theirs, "num_key_value_heads", None) or heads,
-        head_dim=getattr(theirs, "head_dim", None) or width // heads,
-        max_position_embeddings=getattr(theirs, "max_position_embeddings", None) or 32768,
         rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": rotary_base(theirs)},
         use_sliding_window=False,
         tie_word_embeddings=False,
     )

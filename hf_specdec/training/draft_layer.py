@@ -13,9 +13,9 @@ from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPosition
 from ..core.output import Taps
 from ..model.architectures import decoder_of
 from .batch import Batch
-from .errors import TrainingError
+from .options import TrainingError
 from .target import TargetModel
-from .unrolled import attend_unrolled
+from .unrolled import ATTENTION_NAME
 
 
 class Shapes(Plan):
@@ -25,46 +25,55 @@ class Shapes(Plan):
         self.shapes, self.sources = shapes, {name: name for name in shapes}
 
     def shape(self, canonical: str) -> tuple[int, ...]:
-        """A tensor's shape."""
         return self.shapes[canonical]
 
 
 def rotary_base(config: Any) -> float:
     """The base of a target's rotary frequencies; if its kinds of layers have different ones, that of the first kind."""
     rope = getattr(config, "rope_parameters", None) or {}
-    found = [each["rope_theta"] for each in (rope, *rope.values()) if isinstance(each, dict) and "rope_theta" in each]
-    return float(found[0]) if found else 10000.0
+    kinds = (kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_theta" in kind)
+    return float(next(kinds, {"rope_theta": 10000.0})["rope_theta"])
+
+
+def layer_shape(target: TargetModel, positions: int) -> dict[str, Any]:
+    """Keys of a configuration: the target's vocabulary, width, heads and rotary base. `positions`: if the target has no limit.
+
+    Rotary frequencies have the target's base, without any scaling, because texts in training are short.
+    """
+    config, heads = target.config, target.config.num_attention_heads
+    return {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or target.hidden_size // heads,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rotary_base(config)},
+    }
 
 
 def layer_config_for(
     target: TargetModel, intermediate_size: int | None, num_layers: int, num_key_value_heads: int | None = None
 ) -> LlamaConfig:
-    """Configuration of Llama layers with the target's width and attention heads, and the attention of unrolled.py.
-
-    Rotary frequencies have the target's base, without any scaling, because texts in training are short.
+    """Configuration of Llama layers with the shape of the target's, and the attention of unrolled.py.
 
     Raises:
         TrainingError: the number of query heads is not a multiple of the number of key-value heads.
     """
-    config, width = target.config, target.hidden_size
-    heads = config.num_attention_heads
-    shared = num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads
+    shape = layer_shape(target, 2048)
+    heads, shared = shape["num_attention_heads"], num_key_value_heads or shape["num_key_value_heads"]
     if heads % shared:
         raise TrainingError(f"--num-key-value-heads must divide the target's {heads} attention heads, not be {shared}.")
     layers = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=intermediate_size or getattr(config, "intermediate_size", None) or 4 * width,
+        **{**shape, "num_key_value_heads": shared},
+        intermediate_size=intermediate_size
+        or getattr(target.config, "intermediate_size", None)
+        or 4 * target.hidden_size,
         num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=shared,
-        head_dim=getattr(config, "head_dim", None) or width // heads,
         hidden_act="silu",
-        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
-        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-        vocab_size=target.vocab_size,
-        rope_parameters={"rope_type": "default", "rope_theta": rotary_base(config)},
+        rms_norm_eps=getattr(target.config, "rms_norm_eps", None) or 1e-6,
     )
-    attend_unrolled(layers)
+    layers._attn_implementation = ATTENTION_NAME
     return layers
 
 

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
 from .draft_layer import rotary_base
-from .errors import TrainingError
-from .options import DraftModelOptions
-from .registry import register
-from .token_loss import token_loss
+from .losses import token_loss
+from .options import DraftModelOptions, TrainingError
 
 
 @register(DraftModelOptions)
@@ -67,10 +65,7 @@ class DraftModelTrainer(HeadTrainer):
 
     def _write_tokenizer(self, folder: Path) -> None:
         self.target.tokenizer.save_pretrained(folder)
-        GenerationConfig(**self._special_tokens()).save_pretrained(folder)
-
-    def _special_tokens(self) -> dict[str, Any]:
-        return special_tokens(self.target)
+        GenerationConfig(**special_tokens(self.target)).save_pretrained(folder)
 
 
 def special_tokens(target) -> dict[str, Any]:

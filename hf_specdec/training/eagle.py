@@ -10,11 +10,10 @@ from torch import nn
 
 from ..candidate_generators.eagle import EagleHead
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss
+from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
 from .draft_layer import Shapes, embedding_table, layer_config_for, layer_json, prepare
 from .options import EagleOptions
-from .registry import register
 from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
 
 

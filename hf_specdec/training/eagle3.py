@@ -10,13 +10,10 @@ from torch import nn
 
 from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss
+from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
 from .draft_layer import Shapes, embedding_table, last_norm_scale, layer_config_for, layer_json, prepare
-from .errors import TrainingError
-from .options import Eagle3TrainingOptions
-from .registry import register
-from .speculators import speculators_config
+from .options import Eagle3TrainingOptions, TrainingError
 from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
 
 _WHOLE_VOCABULARY = 8192  # up to this vocabulary of the target the head drafts all tokens
@@ -81,7 +78,7 @@ class Eagle3Trainer(HeadTrainer):
         if given is None:
             return default_layers(num_layers)
         numbers = given.replace(" ", "").split(",")
-        layers = sorted({int(each) for each in numbers if each.isdecimal()})
+        layers = sorted({int(number) for number in numbers if number.isdecimal()})
         if len(layers) < len(numbers) or layers[-1] > num_layers:
             raise TrainingError(
                 f"--feature-layers must be different numbers from 0 to {num_layers} (the target's layers) with commas "
@@ -131,7 +128,6 @@ class Eagle3Trainer(HeadTrainer):
             self.draft_places[self.draft_ids] = torch.arange(size, device=self.target.device)
 
     def rate_share(self, name: str) -> float:
-        """A smaller rate for the language-model head."""
         return self.options.lm_head_rate if name.startswith("lm_head.") else 1.0
 
     # ---- forward ----------------------------------------------------------------------------------------------------
@@ -233,5 +229,5 @@ class Eagle3Trainer(HeadTrainer):
             "target_hidden_size": None,
             "embed_requires_grad": False,
             "tie_word_embeddings": False,
-            "speculators_config": speculators_config("eagle3", self.num_guesses, self.target),
+            "speculators_config": self.speculators_config(),
         }

@@ -64,12 +64,8 @@ class FeatureFiles(FeatureSource):
         self.num_bytes = sum(len(sample) for sample in samples) * per_token
         needed = sum(len(sample) for sample in missing) * per_token
         check_room(folder, needed, f"Hidden states of {len(missing)} samples")
-        logger.info(
-            "%s: %.1f MiB of hidden states, %.1f MiB of it still to be written.",
-            folder,
-            self.num_bytes / 2**20,
-            needed / 2**20,
-        )
+        mebibytes = self.num_bytes / 2**20, needed / 2**20
+        logger.info("%s: %.1f MiB of hidden states, %.1f MiB of it still to be written.", folder, *mebibytes)
 
     def __call__(self, samples: list[Sample], taps: Taps) -> Batch:
         """As in the base; the target runs only for samples without a file."""
@@ -83,8 +79,8 @@ class FeatureFiles(FeatureSource):
             path = self._file(sample)
             assert path is not None
             with safe_open(path, framework="pt") as file:
-                found = file.get_tensor("hidden_states")
-            states[row, : len(found)] = found
+                kept = file.get_tensor("hidden_states")
+            states[row, : len(kept)] = kept
         states = states.to(self.target.device).float()
         batch.layers = {index: states[:, :, self.layer_ids.index(index)] for index in taps.layers}
         batch.last_hidden = states[:, :, -1] if taps.last_hidden else None

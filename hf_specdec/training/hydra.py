@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
 from ..candidate_generators.checkpoints.files import Checkpoint
 from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPositions
 from ..candidate_generators.hydra import HydraHeads
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
-from .errors import TrainingError
-from .options import HydraOptions
-from .registry import register
-from .teacher import Teacher
+from .losses import recurrent_loss
+from .options import HydraOptions, TrainingError
 
 _LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
@@ -41,14 +38,9 @@ class HydraTrainer(HeadTrainer):
         options, target = self.options, self.target
         layers = self._prefix_config() if options.prefix_layer else None
         hydra: Any = HydraHeads(
-            target.hidden_size,
-            options.num_heads,
-            options.num_layers,
-            target.vocab_size,
-            grounded=True,
-            embeddings=Embeddings(target.embed_tokens),
-            prefix_config=layers,
-        )
+            target.hidden_size, options.num_heads, options.num_layers, target.vocab_size, grounded=True,
+            embeddings=Embeddings(target.embed_tokens), prefix_config=layers,
+        )  # fmt: skip
         with torch.no_grad():
             for head in hydra.heads:
                 for parameter in head.blocks.parameters():
@@ -66,17 +58,16 @@ class HydraTrainer(HeadTrainer):
         return hydra
 
     def rate_share(self, name: str) -> float:
-        """A smaller rate for the language-model heads."""
         return self.options.lm_head_rate if ".lm_head." in name else 1.0
 
     def _prefix_config(self) -> LlamaConfig:
         """The prefix layer's configuration: one Llama layer with the target's settings, as loading assumes."""
-        own = self.target.config
-        if own.model_type not in _LLAMA_LIKE:
+        theirs = self.target.config
+        if theirs.model_type not in _LLAMA_LIKE:
             raise TrainingError(
-                f"--prefix-layer needs a target of type {', '.join(_LLAMA_LIKE)}; this one is {own.model_type!r}."
+                f"--prefix-layer needs a target of type {', '.join(_LLAMA_LIKE)}; this one is {theirs.model_type!r}."
             )
-        values = {key: getattr(own, key) for key in _LAYER_KEYS if getattr(own, key, None) is not None}
+        values = {key: getattr(theirs, key) for key in _LAYER_KEYS if getattr(theirs, key, None) is not None}
         config = LlamaConfig(**values, num_hidden_layers=1)
         config._attn_implementation = "sdpa"
         return config
@@ -90,25 +81,12 @@ class HydraTrainer(HeadTrainer):
 
     def loss(self, batch: Batch) -> StepLoss:
         """sum over k of head_decay^k (teacher_weight CE(target's distribution) + label_weight CE(token))."""
-        options = self.options
-        labels = [batch.labels(k) for k in range(self.num_guesses)]
-        used = torch.stack([counts for _, counts in labels]).any(0)
-        state = self._states(batch)[used]
-        teacher = Teacher(self.target, batch) if options.teacher_weight else None
-        total, metrics = state.new_zeros(()), {}
-        for k, (ids, counts) in enumerate(labels):
-            state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k)[used])
-            counted = counts[used]
-            wanted, logits = ids[used][counted], self.head.heads[k](state[counted]).float()
-            part = logits.new_zeros(())
-            if teacher is not None:
-                wanted_probs = teacher.of(k, counts)
-                part = part + options.teacher_weight * F.cross_entropy(logits, wanted_probs, reduction="sum")
-            if options.label_weight:
-                part = part + options.label_weight * F.cross_entropy(logits, wanted, reduction="sum")
-            total = total + options.head_decay**k * part
-            metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == wanted).sum(), counted.sum())
-        return StepLoss(total, labels[0][1].sum(), metrics)
+
+        def step(k, state, tokens, counted):
+            state = self.head.with_tokens(state, tokens)
+            return self.head.heads[k](state[counted]), state
+
+        return recurrent_loss(self, batch, lambda used: self._states(batch)[used], step, self.options.head_decay)
 
     def guesses(self, batch: Batch) -> Guesses:
         """Greedy guesses of all heads at every hidden state."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from .state import write_whole
 
@@ -25,7 +31,6 @@ class Log:
             write_whole(path, lambda file: file.write(text.encode()))
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append a line."""
         self.entries.append(entry)
         if self.write:
             with open(self.path, "a", encoding="utf-8") as file:
@@ -40,34 +45,25 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+def progress_bar(shown: bool, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """A progress bar on stderr, with further columns before the times."""
+    first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*first, *columns, *times, console=Console(stderr=True), disable=not shown, transient=transient)
+
+
 class Bar:
     """A progress bar on stderr: step, loss, accuracies, the latest τ."""
 
     def __init__(self, title: str, num_steps: int, step: int, shown: bool):
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self.progress = progress_bar(shown, TextColumn("{task.fields[figures]}"))
         self.task = self.progress.add_task(title, total=num_steps, completed=step, figures="")
         self.latest: dict[str, Any] = {}
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Bar]:
-        """A context in which the bar is shown."""
-        with self.progress:
-            yield self
-
     def advance(self) -> None:
-        """Advance by one step."""
         self.progress.advance(self.task)
 
     def show(self, entry: dict[str, Any]) -> None:
-        """Show the figures of a log line."""
         self.latest |= entry
         self.progress.update(self.task, figures=figures(self.latest))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
+import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,13 +19,11 @@ from ..core.output import Taps
 from .base import HeadTrainer, StepLoss
 from .batch import Batch
 from .data import Sample
-from .errors import TrainingError
 from .estimate import Estimate, judge
 from .features import FeatureSource
-from .initial import begin_as
 from .log import Bar, Log, plot
+from .options import TrainingError, TrainingOptions
 from .order import BatchOrder, in_order
-from .schedule import learning_rate, seed_everything
 from .state import check_room, load_state, save_state
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ class _Objective(nn.Module):
         self.head, self.trainer = trainer.head, [trainer]
 
     def forward(self, batch: Batch) -> StepLoss:
-        """The trainer's loss on one micro-batch."""
         return self.trainer[0].loss(batch)
 
 
@@ -92,7 +91,7 @@ class Run:
         trainer.head = trainer.build(self._token_counts()).to(self.target.device).train()
         if options.init_from is not None:
             try:
-                begin_as(trainer, options.init_from)
+                trainer.begin_as(options.init_from)
             except TrainingError as error:
                 raise TrainingError(f"--init-from {options.init_from}: {error}") from None
         self.parameters = {name: p for name, p in trainer.head.named_parameters() if p.requires_grad}
@@ -109,7 +108,6 @@ class Run:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
     def _token_counts(self) -> torch.Tensor:
@@ -120,8 +118,8 @@ class Run:
         return counts
 
     def _check_parameters(self) -> None:
-        own = {p.data_ptr() for p in self.target.model.parameters()}
-        wrong = [n for n, p in self.parameters.items() if p.dtype != torch.float32 or p.data_ptr() in own]
+        frozen = {p.data_ptr() for p in self.target.model.parameters()}
+        wrong = [n for n, p in self.parameters.items() if p.dtype != torch.float32 or p.data_ptr() in frozen]
         if wrong or not self.parameters:
             raise ValueError(
                 f"{type(self.trainer).__name__}.build must return float32 parameters that are not the target's own: "
@@ -160,7 +158,6 @@ class Run:
         logger.info("%s: continuing at step %d of %d.", self.folder, self.step, self.num_steps)
 
     def save(self) -> None:
-        """Write the checkpoint."""
         if not self.is_main:
             return
         state = {
@@ -182,7 +179,7 @@ class Run:
         for entry in self.log.entries:
             bar.show(entry)
         began, before = time.perf_counter(), self.seconds
-        with bar.running():
+        with bar.progress:
             for batches in self.order.steps(self.step) if self.step < self.num_steps else ():
                 self._step(batches)
                 self.step += 1
@@ -191,20 +188,17 @@ class Run:
                 last = self.step == self.num_steps
                 if self.step % self.options.log_every == 0 or last:
                     self._log_step(bar)
-                if self.step % self.options.eval_every == 0 or last:
-                    self._log_estimate(bar)
+                if self.held_out and (self.step % self.options.eval_every == 0 or last):
+                    self._note({"step": self.step, **dataclasses.asdict(self.estimate())}, bar)
                 if self.step % self.options.save_every == 0 or last:
                     self.save()
                     if self.is_main:
-                        plot(
-                            self.log.entries,
-                            self.folder / "curves.png",
-                            f"{self.trainer.method} for {self.target.name}",
-                        )
+                        title = f"{self.trainer.method} for {self.target.name}"
+                        plot(self.log.entries, self.folder / "curves.png", title)
                 if last:
                     break
-        found = [entry for entry in self.log.entries if "tau" in entry]
-        return Estimate(found[-1]["acceptance"], found[-1]["tau"], found[-1]["anchors"]) if found else None
+        estimates = [entry for entry in self.log.entries if "tau" in entry]
+        return Estimate(**{key: estimates[-1][key] for key in ("acceptance", "tau", "anchors")}) if estimates else None
 
     def _step(self, batches: list) -> None:
         """One optimizer step from the batches of all processes."""
@@ -212,17 +206,18 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["rate_share"]
         self.tokens += sum(int(self.order.lengths[indices].sum()) for indices in batches)
-        own = batches[self.accelerator.process_index :: self.accelerator.num_processes]
+        indices_of_ours = batches[self.accelerator.process_index :: self.accelerator.num_processes]
         sums: dict[str, torch.Tensor] = {}
-        for i, indices in enumerate(own):
+        for i, indices in enumerate(indices_of_ours):
             batch = self.features([self.training[j] for j in indices], self.trainer.taps)
             seed_everything(self.options.seed, 1 + self.step, i, self.accelerator.process_index)
-            with self._syncing(i == len(own) - 1):
+            last = i == len(indices_of_ours) - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective):
                 with self._autocast():
                     out: StepLoss = self.objective(batch)
                 self.accelerator.backward(out.loss)
             for name, (total, weight) in {**out.metrics, "loss": (out.loss, out.weight)}.items():
-                pair = torch.stack([torch.as_tensor(each).detach().float() for each in (total, weight)])
+                pair = torch.stack([torch.as_tensor(part).detach().float() for part in (total, weight)])
                 sums[name] = sums.get(name, 0) + pair
         names = sorted(sums)
         totals = self.accelerator.reduce(torch.stack([sums[name] for name in names]), "sum")
@@ -240,9 +235,6 @@ class Run:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.options.max_grad_norm or float("inf"))
-
-    def _syncing(self, last: bool) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.options.bf16)
@@ -265,18 +257,13 @@ class Run:
         means = {name: means[name] for name in ("loss", *(k for k in means if k != "loss"))}
         entry = {"step": self.step, **means, "tokens": self.tokens, "seconds": round(self.seconds, 2)}
         self.pending = {}
+        self._note(entry, bar)
+
+    def _note(self, entry: dict[str, Any], bar: Bar) -> None:
         self.log.add(entry)
         bar.show(entry)
 
     # ---- held-out text ----------------------------------------------------------------------------------------------
-
-    def _log_estimate(self, bar: Bar) -> None:
-        if not self.held_out:
-            return
-        estimate = self.estimate()
-        entry = {"step": self.step, "tau": estimate.tau, "acceptance": estimate.acceptance, "anchors": estimate.anchors}
-        self.log.add(entry)
-        bar.show(entry)
 
     @torch.no_grad()
     def estimate(self) -> Estimate:
@@ -284,7 +271,8 @@ class Run:
         head = self.trainer.head
         head.eval()
         counts = torch.zeros(2, self.trainer.num_guesses, dtype=torch.long, device=self.target.device)
-        for batch in self._held_out_batches():
+        for samples in self.held_out[self.accelerator.process_index :: self.accelerator.num_processes]:
+            batch = self.features(samples, self.trainer.taps | Taps(last_hidden=True))
             with self._autocast():
                 guesses = self.trainer.guesses(batch)
             counts += torch.stack(judge(guesses, self.target.choices(batch), batch))
@@ -292,6 +280,21 @@ class Run:
         accepted, offered = self.accelerator.reduce(counts, "sum")
         return Estimate.of(accepted, offered)
 
-    def _held_out_batches(self) -> Iterator[Batch]:
-        for samples in self.held_out[self.accelerator.process_index :: self.accelerator.num_processes]:
-            yield self.features(samples, self.trainer.taps | Taps(last_hidden=True))
+
+# ---- the learning rate and the seed of a step -----------------------------------------------------------------------
+
+
+def learning_rate(options: TrainingOptions, step: int, num_steps: int) -> float:
+    """The learning rate of step `step` (from 0): linear warm-up, then the schedule down to `final_learning_rate` times the peak."""
+    warmup = min(math.ceil(options.warmup * num_steps), num_steps - 1)
+    if step < warmup:
+        return options.learning_rate * (step + 1) / (warmup + 1)
+    passed = (step - warmup) / max(1, num_steps - warmup)
+    shares = {"cosine": 0.5 + 0.5 * math.cos(math.pi * passed), "linear": 1.0 - passed, "constant": 1.0}
+    end = options.final_learning_rate if options.schedule != "constant" else 1.0
+    return options.learning_rate * (end + (1.0 - end) * shares[options.schedule])
+
+
+def seed_everything(*parts: int) -> None:
+    """Seed torch's generators, on all devices, from a tuple of integers."""
+    torch.manual_seed(int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1)))

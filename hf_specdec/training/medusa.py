@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..candidate_generators.medusa import MedusaHeads
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
 from .options import MedusaOptions
-from .registry import register
 
 
 @register(MedusaOptions)
@@ -71,9 +70,6 @@ class MedusaTrainer(HeadTrainer):
                 tensors[f"{name}.weight"], tensors[f"{name}.bias"] = block.weight, block.bias
         if form == "original":
             tensors |= {f"{i}.{options.num_layers}.weight": weight for i, weight in enumerate(lm_heads)}
-        else:  # vLLM always reads a language-model head from the file
-            tensors |= {f"lm_heads.{i}.weight": w for i, w in enumerate(lm_heads or [self.target.lm_head.weight])}
-        if form == "original":
             config = {
                 "medusa_num_heads": options.num_heads,
                 "medusa_num_layers": options.num_layers,
@@ -81,6 +77,8 @@ class MedusaTrainer(HeadTrainer):
                 "version": "2",
             }
             return Exported(tensors, config, "medusa_lm_head.safetensors")
+        # vLLM always reads a language-model head from the file.
+        tensors |= {f"lm_heads.{i}.weight": w for i, w in enumerate(lm_heads or [self.target.lm_head.weight])}
         config = {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],

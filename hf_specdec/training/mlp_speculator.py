@@ -9,15 +9,13 @@ import logging
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..candidate_generators.mlp_speculator.head import ScaledNorm, SumSpeculator
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
+from .losses import recurrent_loss
 from .options import MLPSpeculatorOptions
-from .registry import register
-from .teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -84,24 +82,12 @@ class MLPSpeculatorTrainer(HeadTrainer):
 
     def loss(self, batch: Batch) -> StepLoss:
         """The sum of the steps' cross-entropies: label_weight CE(token) + teacher_weight CE(target's distribution)."""
-        options = self.options
-        labels = [batch.labels(k) for k in range(self.num_guesses)]
-        used = torch.stack([counts for _, counts in labels]).any(0)
-        state = batch.hidden()[used]
-        teacher = Teacher(self.target, batch) if options.teacher_weight else None
-        total, metrics = state.new_zeros(()), {}
-        for k, (ids, counts) in enumerate(labels):
-            logits, state = self.head.step(k, state, batch.ahead(batch.input_ids, 1 + k)[used])
-            counted = counts[used]
-            wanted = ids[used][counted]
-            logits = logits[counted].float()
-            if options.label_weight:
-                total = total + options.label_weight * F.cross_entropy(logits, wanted, reduction="sum")
-            if teacher is not None:
-                wanted_probs = teacher.of(k, counts)
-                total = total + options.teacher_weight * F.cross_entropy(logits, wanted_probs, reduction="sum")
-            metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == wanted).sum(), counted.sum())
-        return StepLoss(total, labels[0][1].sum(), metrics)
+
+        def step(k, state, tokens, counted):
+            logits, state = self.head.step(k, state, tokens)
+            return logits[counted], state
+
+        return recurrent_loss(self, batch, lambda used: batch.hidden()[used], step)
 
     def guesses(self, batch: Batch) -> Guesses:
         """Greedy guesses of all steps at every hidden state."""

@@ -11,15 +11,12 @@ from ..candidate_generators.mtp.head import MtpModule, TargetFamily
 from ..candidate_generators.mtp.layouts import find_layout
 from ..core.names import CACHE
 from ..model import architectures
-from .base import Exported, Guesses, HeadTrainer, StepLoss
+from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
-from .errors import TrainingError
-from .options import MtpOptions
-from .registry import register
-from .speculators import speculators_config
+from .losses import token_loss
+from .options import MtpOptions, TrainingError
 from .target import TargetModel
-from .token_loss import token_loss
-from .unrolled import argmax_of, attend_unrolled, greedy_guesses, unroll
+from .unrolled import ATTENTION_NAME, argmax_of, greedy_guesses, unroll
 
 
 @register(MtpOptions)
@@ -93,7 +90,7 @@ class MtpTrainer(HeadTrainer):
         # transformers' sdpa ignores soft caps on scores.
         config._attn_implementation = "sdpa" if self.target.model._supports_sdpa and not capped else "eager"
         if self.is_plain:
-            attend_unrolled(config)
+            config._attn_implementation = ATTENTION_NAME
 
     def _as_read(self, mask: torch.Tensor) -> torch.Tensor:
         """The mask [1, 1, S, K] in the form the attention takes: bool for sdpa, 0 or bfloat16's lowest number for eager."""
@@ -137,7 +134,7 @@ class MtpTrainer(HeadTrainer):
         config = {
             "architectures": ["MTPDraftModel"],
             "speculators_model_type": "mtp",
-            "speculators_config": speculators_config("mtp", self.num_guesses, self.target),
+            "speculators_config": self.speculators_config(),
             "transformer_layer_config": {**layer, "num_hidden_layers": 1},
             "num_nextn_predict_layers": 1,
             "tie_word_embeddings": False,
@@ -148,12 +145,8 @@ class MtpTrainer(HeadTrainer):
 # The layouts' names for the module's parts. Names inside the layer stay as they are.
 _DEEPSEEK = {"enorm": "enorm.", "hnorm": "hnorm.", "eh_proj": "eh_proj.", "norm": "shared_head.norm.", "layer": ""}
 _SPECULATORS = {
-    "enorm": "token_layernorm.",
-    "hnorm": "hidden_layernorm.",
-    "eh_proj": "input_proj.",
-    "norm": "final_layernorm.",
-    "layer": "",
-}
+    "enorm": "token_layernorm.", "hnorm": "hidden_layernorm.", "eh_proj": "input_proj.", "norm": "final_layernorm.", "layer": "",
+}  # fmt: skip
 
 
 def apart(prefix: str, named: dict[str, torch.Tensor], parts: dict[str, str]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..config import nearest_hint
-from .errors import TrainingError
+
+
+class TrainingError(ValueError):
+    """Training cannot start or continue; the message says why and what to do."""
+
 
 SCHEDULES = ("cosine", "linear", "constant")
 OBJECTIVES = ("kl", "ce")
@@ -25,6 +29,25 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def count(default: int | None, help: str) -> Any:
+    """An option with an integer of at least 1."""
+    return option(default, help, minimum=1)
+
+
+def amount(default: float | None, help: str) -> Any:
+    """An option with a number of at least 0."""
+    return option(default, help, minimum=0)
+
+
+def share(default: float, help: str) -> Any:
+    """An option with a number from 0 to 1."""
+    return option(default, help, minimum=0, maximum=1)
+
+
+def _objective() -> Any:
+    return option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
+
+
 @dataclass
 class TrainingOptions:
     """Options of every method. A method's subclass adds its own and changes defaults; its docstring is the method's help.
@@ -37,24 +60,24 @@ class TrainingOptions:
     init_from: str | None = option(
         None, "a head of the same shape and layout (folder, Hub id, bundled name) whose weights the run begins with"
     )
-    epochs: int = option(3, "passes over the data", minimum=1)
-    max_steps: int | None = option(None, "stop after this many steps, whatever epochs says", minimum=1)
-    tokens_per_batch: int = option(4096, "padded tokens in one forward of the target, per device", minimum=1)
-    gradient_accumulation: int = option(1, "batches per optimizer step", minimum=1)
+    epochs: int = count(3, "passes over the data")
+    max_steps: int | None = count(None, "stop after this many steps, whatever epochs says")
+    tokens_per_batch: int = count(4096, "padded tokens in one forward of the target, per device")
+    gradient_accumulation: int = count(1, "batches per optimizer step")
     max_length: int = option(2048, "tokens of a text that are used", minimum=4)
-    learning_rate: float = option(1e-3, "peak of the learning rate", minimum=0)
+    learning_rate: float = amount(1e-3, "peak of the learning rate")
     schedule: str = option("cosine", "how the learning rate falls after the warm-up", choices=SCHEDULES)
-    warmup: float = option(0.05, "share of the steps in which the learning rate rises", minimum=0, maximum=1)
-    final_learning_rate: float = option(0.05, "learning rate at the end, as a share of the peak", minimum=0, maximum=1)
-    weight_decay: float = option(0.0, "of AdamW, on matrices", minimum=0)
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", minimum=0)
+    warmup: float = share(0.05, "share of the steps in which the learning rate rises")
+    final_learning_rate: float = share(0.05, "learning rate at the end, as a share of the peak")
+    weight_decay: float = amount(0.0, "of AdamW, on matrices")
+    max_grad_norm: float = amount(1.0, "gradients are scaled down to this norm")
     bf16: bool = option(False, "compute in bfloat16 (master weights stay in float32)")
     held_out: float = option(0.05, "share of the samples kept for the estimate of τ", minimum=0, maximum=0.9)
-    max_held_out: int = option(200, "the most held-out samples that are used", minimum=1)
-    eval_every: int = option(200, "steps between estimates of τ", minimum=1)
-    save_every: int = option(200, "steps between checkpoints", minimum=1)
-    log_every: int = option(10, "steps between log lines", minimum=1)
-    seed: int = option(0, "of initial weights, order of the data, noise and the held-out split", minimum=0)
+    max_held_out: int = count(200, "the most held-out samples that are used")
+    eval_every: int = count(200, "steps between estimates of τ")
+    save_every: int = count(200, "steps between checkpoints")
+    log_every: int = count(10, "steps between log lines")
+    seed: int = amount(0, "of initial weights, order of the data, noise and the held-out split")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -91,21 +114,17 @@ class DFlashOptions(TrainingOptions):
     """DFlash: a few layers that draft a whole block of tokens in one forward pass."""
 
     method: ClassVar[str] = "dflash"
-    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
-    num_layers: int = option(3, "decoder layers", minimum=1)
+    learning_rate: float = amount(2e-3, "peak of the learning rate")
+    num_layers: int = count(3, "decoder layers")
     block_size: int = option(6, "slots of a block; the first holds the newest token, the others are drafted", minimum=2)
-    intermediate_size: int | None = option(
-        None, "of the MLPs (default: the target's, or three times the width)", minimum=1
-    )
+    intermediate_size: int | None = count(None, "of the MLPs (default: the target's, or three times the width)")
     target_layers: str | None = option(
         None, "layers of the target whose output is read, such as 1,3,5 (from 0; default: spread evenly)"
     )
-    num_anchors: int = option(64, "blocks per text, at new random places in every step", minimum=1)
+    num_anchors: int = count(64, "blocks per text, at new random places in every step")
     loss_decay: float = option(4.0, "slot j (from 1) has the weight exp(-(j - 1) / this)", minimum=1e-3)
-    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
-    mask_token_id: int | None = option(
-        None, "token in the slots to be drafted (default: a token that no text has)", minimum=0
-    )
+    objective: str = _objective()
+    mask_token_id: int | None = amount(None, "token in the slots to be drafted (default: a token that no text has)")
 
 
 @dataclass
@@ -113,14 +132,14 @@ class DraftModelOptions(TrainingOptions):
     """Distillation of a Llama of a few layers with the target's tokens."""
 
     method: ClassVar[str] = "draft_model"
-    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
-    num_layers: int = option(2, "decoder layers", minimum=1)
-    width: int | None = option(None, "hidden size (default: half the target's)", minimum=1)
-    intermediate_size: int | None = option(None, "of the MLPs (default: three times the width)", minimum=1)
-    num_heads: int | None = option(None, "query heads (default: as many as give the target's head size)", minimum=1)
-    num_kv_heads: int | None = option(None, "key and value heads (default: half the query heads)", minimum=1)
-    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
-    num_draft_tokens: int = option(5, "tokens of a draft, in the estimate and in measurements", minimum=1)
+    learning_rate: float = amount(2e-3, "peak of the learning rate")
+    num_layers: int = count(2, "decoder layers")
+    width: int | None = count(None, "hidden size (default: half the target's)")
+    intermediate_size: int | None = count(None, "of the MLPs (default: three times the width)")
+    num_heads: int | None = count(None, "query heads (default: as many as give the target's head size)")
+    num_kv_heads: int | None = count(None, "key and value heads (default: half the query heads)")
+    objective: str = _objective()
+    num_draft_tokens: int = count(5, "tokens of a draft, in the estimate and in measurements")
 
 
 @dataclass
@@ -128,25 +147,19 @@ class EagleOptions(TrainingOptions):
     """EAGLE-1: one layer continues the target's last hidden states. With several steps as in HASS."""
 
     method: ClassVar[str] = "eagle"
-    num_steps: int = option(
-        3, "steps trained: from the second on the head reads its own output (HASS); 1 is EAGLE-1", minimum=1
+    num_steps: int = count(3, "steps trained: from the second on the head reads its own output (HASS); 1 is EAGLE-1")
+    step_decay: float = share(1.0, "step s (from 0) has this weight to the power of s in the loss")
+    feature_weight: float = amount(1.0, "of SmoothL1 between the head's output and the target's hidden state")
+    token_weight: float = amount(0.1, "of the cross-entropy against the target's distribution")
+    feature_noise: float = amount(
+        0.2, "width of uniform noise on hidden states of a text of 512 tokens; less on longer ones"
     )
-    step_decay: float = option(
-        1.0, "step s (from 0) has this weight to the power of s in the loss", minimum=0, maximum=1
-    )
-    feature_weight: float = option(
-        1.0, "of SmoothL1 between the head's output and the target's hidden state", minimum=0
-    )
-    token_weight: float = option(0.1, "of the cross-entropy against the target's distribution", minimum=0)
-    feature_noise: float = option(
-        0.2, "width of uniform noise on hidden states of a text of 512 tokens; less on longer ones", minimum=0
-    )
-    num_layers: int = option(1, "decoder layers", minimum=1)
-    intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
+    num_layers: int = count(1, "decoder layers")
+    intermediate_size: int | None = count(None, "width of the layers' MLP (none: the target's)")
     own_embeddings: bool = option(
         True, "the file has a copy of the target's embeddings, as published heads do (off: readers take the target's)"
     )
-    draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
+    draft_length: int = count(5, "tokens of a draft in the estimate")
 
 
 @dataclass
@@ -154,25 +167,20 @@ class Eagle3TrainingOptions(TrainingOptions):
     """EAGLE-3: one layer reads three of the target's layers, and is trained on its own output, too."""
 
     method: ClassVar[str] = "eagle3"
-    num_steps: int = option(5, "steps of the training-time test: tokens drafted in training", minimum=1)
-    step_decay: float = option(
-        0.8, "step s (from 0) has this weight to the power of s in the loss", minimum=0, maximum=1
-    )
-    feature_weight: float = option(
+    num_steps: int = count(5, "steps of the training-time test: tokens drafted in training")
+    step_decay: float = share(0.8, "step s (from 0) has this weight to the power of s in the loss")
+    feature_weight: float = amount(
         0.0,
         "of SmoothL1 between the head's normed output and the target's last hidden state, added to the cross-entropy: EAGLE-1's "
         "loss, which learns faster from little data",
-        minimum=0,
     )
-    lm_head_rate: float = option(
+    lm_head_rate: float = share(
         0.05,
         "factor on the learning rate of the language-model head: it begins as a copy of the target's, and large steps would undo "
         "that",
-        minimum=0,
-        maximum=1,
     )
-    draft_vocab_size: int | None = option(
-        None, "tokens the head can draft, the most frequent ones (none: all of up to 8192, else 32000)", minimum=1
+    draft_vocab_size: int | None = count(
+        None, "tokens the head can draft, the most frequent ones (none: all of up to 8192, else 32000)"
     )
     feature_layers: str | None = option(
         None,
@@ -180,15 +188,14 @@ class Eagle3TrainingOptions(TrainingOptions):
     )
     fc_norm: bool = option(False, "a norm on each hidden state that is read (EAGLE-3.1)")
     norm_output: bool = option(False, "feed the normed output back (EAGLE-3.1)")
-    num_layers: int = option(1, "decoder layers", minimum=1)
-    intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
-    num_key_value_heads: int | None = option(
+    num_layers: int = count(1, "decoder layers")
+    intermediate_size: int | None = count(None, "width of the layers' MLP (none: the target's)")
+    num_key_value_heads: int | None = count(
         None,
         "of the layers (none: the target's). The newest token reaches the output only through their values: if the target has few "
         "and narrow ones, more are worth their size",
-        minimum=1,
     )
-    draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
+    draft_length: int = count(5, "tokens of a draft in the estimate")
 
 
 @dataclass
@@ -196,19 +203,15 @@ class HydraOptions(TrainingOptions):
     """Hydra: Medusa heads that also read the tokens before theirs. Hydra++ with --prefix-layer."""
 
     method: ClassVar[str] = "hydra"
-    num_heads: int = option(4, "heads: tokens drafted", minimum=1)
-    num_layers: int = option(1, "residual blocks per head", minimum=1)
-    teacher_weight: float = option(1.0, "of the cross-entropy against the target's distribution", minimum=0)
-    label_weight: float = option(0.0, "of the cross-entropy against the text's own tokens", minimum=0)
-    head_decay: float = option(
-        1.0, "head k (from 0) has this weight to the power of k in the loss", minimum=0, maximum=1
-    )
-    lm_head_rate: float = option(
+    num_heads: int = count(4, "heads: tokens drafted")
+    num_layers: int = count(1, "residual blocks per head")
+    teacher_weight: float = amount(1.0, "of the cross-entropy against the target's distribution")
+    label_weight: float = amount(0.0, "of the cross-entropy against the text's own tokens")
+    head_decay: float = share(1.0, "head k (from 0) has this weight to the power of k in the loss")
+    lm_head_rate: float = share(
         0.05,
         "factor on the learning rate of the heads' language-model heads: they begin as copies of the target's, and large steps "
         "would undo that",
-        minimum=0,
-        maximum=1,
     )
     prefix_layer: bool = option(False, "Hydra++: a decoder layer of their own over the target's hidden states")
 
@@ -218,11 +221,9 @@ class MedusaOptions(TrainingOptions):
     """Medusa: head k predicts the token k + 2 places after the text from the target's last hidden state."""
 
     method: ClassVar[str] = "medusa"
-    num_heads: int = option(4, "heads: tokens drafted", minimum=1)
-    num_layers: int = option(1, "residual blocks per head", minimum=1)
-    head_decay: float = option(
-        0.8, "head k (from 0) has this weight to the power of k in the loss", minimum=0, maximum=1
-    )
+    num_heads: int = count(4, "heads: tokens drafted")
+    num_layers: int = count(1, "residual blocks per head")
+    head_decay: float = share(0.8, "head k (from 0) has this weight to the power of k in the loss")
     own_lm_head: bool = option(True, "every head has a vocabulary-sized layer of its own (off: all use the target's)")
 
 
@@ -231,18 +232,18 @@ class MLPSpeculatorOptions(TrainingOptions):
     """An MLP speculator: a small recurrence from the last hidden state, a step for each token. Other defaults are the authors'."""
 
     method: ClassVar[str] = "mlp_speculator"
-    weight_decay: float = option(0.1, "of AdamW, on matrices", minimum=0)
-    final_learning_rate: float = option(0.1, "learning rate at the end, as a share of the peak", minimum=0, maximum=1)
-    num_heads: int = option(3, "steps of the recurrence: tokens drafted", minimum=1)
-    inner_dim: int = option(0, "width of its state; 0: the target's hidden size", minimum=0)
+    weight_decay: float = amount(0.1, "of AdamW, on matrices")
+    final_learning_rate: float = share(0.1, "learning rate at the end, as a share of the peak")
+    num_heads: int = count(3, "steps of the recurrence: tokens drafted")
+    inner_dim: int = amount(0, "width of its state; 0: the target's hidden size")
     tie_weights: bool = option(False, "all steps share their weights (but the first projection): a third of the size")
     scale_input: bool = option(True, "normalise the target's hidden state first")
     from_target: bool = option(
         True,
         "embeddings and heads begin as the target's, along their main directions (off, or wider than the target: at random)",
     )
-    teacher_weight: float = option(0.0, "of the cross-entropy against the target's distribution", minimum=0)
-    label_weight: float = option(1.0, "of the cross-entropy against the text's own tokens", minimum=0)
+    teacher_weight: float = amount(0.0, "of the cross-entropy against the target's distribution")
+    label_weight: float = amount(1.0, "of the cross-entropy against the text's own tokens")
 
 
 @dataclass
@@ -250,18 +251,16 @@ class MtpOptions(TrainingOptions):
     """One MTP module: a decoder layer of the target's type, unrolled over several tokens (FastMTP)."""
 
     method: ClassVar[str] = "mtp"
-    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
-    num_steps: int = option(4, "steps of the unroll: tokens drafted from one place of the text in training", minimum=1)
-    step_decay: float = option(
-        0.6, "step k (from 0) has this weight to the power of k; weights sum to 1", minimum=0, maximum=1
-    )
-    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
+    learning_rate: float = amount(2e-3, "peak of the learning rate")
+    num_steps: int = count(4, "steps of the unroll: tokens drafted from one place of the text in training")
+    step_decay: float = share(0.6, "step k (from 0) has this weight to the power of k; weights sum to 1")
+    objective: str = _objective()
     copy_layer: bool = option(
         True, "begin with the weights of the target's last layer of the same shape (off: at random)"
     )
-    num_draft_tokens: int = option(5, "tokens of a draft, in the estimate and in measurements", minimum=1)
+    num_draft_tokens: int = count(5, "tokens of a draft, in the estimate and in measurements")
 
 
 def options_by_method() -> dict[str, type[TrainingOptions]]:
     """The options of every method that can be trained. In this module, so that a command line needs no torch."""
-    return {each.method: each for each in sorted(TrainingOptions.__subclasses__(), key=lambda each: each.method)}
+    return {kind.method: kind for kind in sorted(TrainingOptions.__subclasses__(), key=lambda kind: kind.method)}

@@ -44,15 +44,14 @@ class BatchOrder:
         pool = max(1, int(_POOL * self.tokens_per_batch / mean))
         pools = (order[i : i + pool] for i in range(0, len(order), pool))
         by_length = np.concatenate([part[np.argsort(self.lengths[part], kind="stable")] for part in pools])
-        found = [by_length[part] for part in batches(self.lengths[by_length], self.tokens_per_batch)]
-        found = [found[i] for i in rng.permutation(len(found))]
-        while len(found) < self.per_step:  # less data than one step: repeat it
-            found += found
-        whole = len(found) // self.per_step
-        return [found[i * self.per_step : (i + 1) * self.per_step] for i in range(whole)]
+        parts = [by_length[part] for part in batches(self.lengths[by_length], self.tokens_per_batch)]
+        parts = [parts[i] for i in rng.permutation(len(parts))]
+        while len(parts) < self.per_step:  # less data than one step: repeat it
+            parts += parts
+        whole = len(parts) // self.per_step
+        return [parts[i * self.per_step : (i + 1) * self.per_step] for i in range(whole)]
 
     def num_steps(self, epochs: int) -> int:
-        """Number of steps in `epochs` epochs."""
         return sum(len(self.epoch(epoch)) for epoch in range(epochs))
 
     def steps(self, first: int) -> Iterator[list[np.ndarray]]:

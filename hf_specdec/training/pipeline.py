@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core.output import Taps
-from .base import HeadTrainer
+from .base import trainer_class
 from .data import Sample, encode, read_rows, split
 from .estimate import Estimate
 from .export import check_format, export_head
@@ -22,7 +22,6 @@ from .features import FeatureFiles, FeatureSource
 from .loop import Run
 from .options import TrainingOptions
 from .regenerate import Regeneration, regenerate
-from .registry import trainer_class
 from .target import TargetModel
 
 logger = logging.getLogger(__name__)
@@ -91,13 +90,17 @@ def train_head(
         TrainingError: bad data or options, too little disk space, a loss that is not finite, or a folder with another run.
     """
     check_installed()
+    from accelerate import Accelerator
+
     kind = trainer_class(method)
     check_format(kind, form)
     options = options if options is not None else kind.options_class()
     output = Path(output)
     work = output / "training"
     work.mkdir(parents=True, exist_ok=True)
-    accelerator = _accelerator_for(model)
+    accelerator = Accelerator(cpu=model.device.type == "cpu", device_placement=False)
+    if accelerator.num_processes > 1:
+        model.to(accelerator.device)  # pyright: ignore[reportArgumentType]
     target = TargetModel(model, tokenizer, target_name or str(model.config._name_or_path))
     path, origin = Path(data), ""
     if regeneration is not None:
@@ -105,40 +108,41 @@ def train_head(
         with accelerator.main_process_first():
             path = regenerate(target, read_rows(path), answers, regeneration, quiet, say)
         origin = ", answers written by the target"
-    texts = _read_texts(path, target, options, say)
+    rows = read_rows(path)
+    longest = min(options.max_length, getattr(target.config, "max_position_embeddings", None) or options.max_length)
+    samples = encode(rows, tokenizer, target.vocab_size, target.end_tokens, longest)
+    training, held_out = split(samples, options.held_out, options.seed)
+    num_tokens = sum(map(len, training))
+    say(f"{len(rows)} rows: {len(training)} samples ({num_tokens} tokens) to train on, {len(held_out)} held out")
     trainer = kind(options, target)
-    features = _feature_source(trainer, texts, cache_dir, say)
-    identity = {"target": target.name, "data": fingerprint(texts.samples)}
-    run = Run(trainer, texts.training, texts.held_out, features, work, identity, accelerator, quiet)
+    if cache_dir is None:
+        features = FeatureSource(target)
+        say("hidden states: computed on the fly, one forward of the target per batch; nothing kept on disk")
+    else:
+        features = FeatureFiles(target, Path(cache_dir), trainer.taps | Taps(last_hidden=True), samples)
+        say(f"hidden states: kept in {cache_dir}, {features.num_bytes / 2**20:.1f} MiB")
+    identity = {"target": target.name, "data": fingerprint(samples)}
+    run = Run(trainer, training, held_out, features, work, identity, accelerator, quiet)
     resumed = f", {run.step} of which are done" if run.step else ""
     say(f"{method}: {run.num_parameters / 1e6:.2f} M parameters, {run.num_steps} steps{resumed}")
     if run.num_steps < FEW_STEPS and options.max_steps is None:
-        say(_advice(run.num_steps, len(texts.training), texts.num_tokens, options))
+        say(_advice(run.num_steps, len(training), num_tokens, options))
     estimate = run.train()
     if run.is_main:
         facts = {
             "method": method,
             "license": license,
             "data": f"`{path.name}`{origin}",
-            **_facts(run, texts, estimate),
+            "target": target.name,
+            "num_samples": len(training),
+            "num_tokens": num_tokens,
+            "step": run.step,
+            "options": options.to_dict(),
+            "estimate": estimate,
         }
         export_head(trainer, output, work, form, dtype, facts)
     accelerator.wait_for_everyone()
     return Trained(output, run.step, estimate)
-
-
-@dataclass
-class _Texts:
-    """All samples, and their split into training and held-out samples."""
-
-    samples: list[Sample]
-    training: list[Sample]
-    held_out: list[Sample]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens to train on."""
-        return sum(map(len, self.training))
 
 
 def _advice(steps: int, samples: int, tokens: int, options: TrainingOptions) -> str:
@@ -149,51 +153,6 @@ def _advice(steps: int, samples: int, tokens: int, options: TrainingOptions) -> 
         f"{steps} steps teach a head little: {samples} samples have only {tokens} tokens. Give more data (thousands of samples), or try "
         f"--tokens-per-batch {size} --epochs {-(-FEW_STEPS // per_pass)} for about {FEW_STEPS} steps."
     )
-
-
-def _accelerator_for(model: PreTrainedModel) -> Any:
-    """An Accelerator; with several processes the model is moved to this process's device."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=model.device.type == "cpu", device_placement=False)
-    if accelerator.num_processes > 1:
-        model.to(accelerator.device)  # pyright: ignore[reportArgumentType]
-    return accelerator
-
-
-def _read_texts(path: Path, target: TargetModel, options: TrainingOptions, say: Callable[[str], None]) -> _Texts:
-    """The file's samples, cut to what the target can read, with some held out."""
-    rows = read_rows(path)
-    longest = min(options.max_length, getattr(target.config, "max_position_embeddings", None) or options.max_length)
-    samples = encode(rows, target.tokenizer, target.vocab_size, target.end_tokens, longest)
-    texts = _Texts(samples, *split(samples, options.held_out, options.seed))
-    num_training, num_held_out = len(texts.training), len(texts.held_out)
-    say(f"{len(rows)} rows: {num_training} samples ({texts.num_tokens} tokens) to train on, {num_held_out} held out")
-    return texts
-
-
-def _feature_source(
-    trainer: HeadTrainer, texts: _Texts, cache_dir: str | Path | None, say: Callable[[str], None]
-) -> FeatureSource:
-    """The source of hidden states: files in `cache_dir`, written on demand, or a forward for every batch."""
-    if cache_dir is None:
-        say("hidden states: computed on the fly, one forward of the target per batch; nothing kept on disk")
-        return FeatureSource(trainer.target)
-    features = FeatureFiles(trainer.target, Path(cache_dir), trainer.taps | Taps(last_hidden=True), texts.samples)
-    say(f"hidden states: kept in {cache_dir}, {features.num_bytes / 2**20:.1f} MiB")
-    return features
-
-
-def _facts(run: Run, texts: _Texts, estimate: Estimate | None) -> dict[str, Any]:
-    """The facts about a run for the model card."""
-    return {
-        "target": run.target.name,
-        "num_samples": len(texts.training),
-        "num_tokens": texts.num_tokens,
-        "step": run.step,
-        "options": run.options.to_dict(),
-        "estimate": estimate,
-    }
 
 
 def fingerprint(samples: list[Sample]) -> str:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..plugin import generate
-from .chat import conversation_of, render
-from .data import PROMPT_KEYS, text_of
-from .errors import TrainingError
+from .data import PROMPT_KEYS, conversation_of, render, text_of
 from .export import write_text
+from .log import progress_bar
+from .options import TrainingError
 from .state import disk_full
 from .target import TargetModel
 
@@ -82,7 +80,6 @@ class _Source:
 
     @property
     def num_turns(self) -> int:
-        """Number of answers."""
         return 1 if self.turns is None else len(self.turns)
 
 
@@ -106,18 +103,12 @@ def regenerate(
         begins = json.dumps(source.prompt_ids if source.turns is None else source.turns[0])
         source.number, source.copy = number, copies[begins]
         copies[begins] += 1
-    identity = {"target": target.name, "prompts": _fingerprint(sources), **settings.settings()}
+    prompts = _digest(json.dumps([[source.turns, source.prompt_ids] for source in sources], sort_keys=True))
+    identity = {"target": target.name, "prompts": prompts, **settings.settings()}
     answers = _Answers(path, identity)
     done = answers.done
     say(f"the target answers {len(sources)} prompts into {path}" + (f"; {done} are done already" if done else ""))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
+    with progress_bar(not quiet, transient=True) as progress:
         task = progress.add_task("answering", total=len(sources), completed=done)
         for first in range(done, len(sources), settings.batch_size):
             chunk = sources[first : first + settings.batch_size]
@@ -154,7 +145,9 @@ def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -
     piece = settings.prompt_tokens + settings.max_new_tokens
     starts = range(0, max(1, len(ids) - settings.prompt_tokens), piece)
     pieces = [ids[start : start + settings.prompt_tokens] for start in starts]
-    return [_Source(0, _digest(f"{i}:{text}"), task, where, prompt_ids=each) for i, each in enumerate(pieces) if each]
+    return [
+        _Source(0, _digest(f"{i}:{text}"), task, where, prompt_ids=prompt) for i, prompt in enumerate(pieces) if prompt
+    ]
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -167,10 +160,6 @@ def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
             turns.append(waiting)
             waiting = []
     return [*turns, waiting] if any(message["role"] == "user" for message in waiting) else turns
-
-
-def _fingerprint(sources: list[_Source]) -> str:
-    return _digest(json.dumps([[source.turns, source.prompt_ids] for source in sources], sort_keys=True))
 
 
 def _digest(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .errors import TrainingError
+from .options import TrainingError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -57,7 +57,6 @@ def check_room(folder: Path, needed: int, what: str) -> None:
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint."""
     write_whole(path, lambda file: torch.save(state, file))
 
 

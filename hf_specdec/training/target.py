@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..core.output import Taps
 from ..model.architectures import check_supported, decoder_of, layer_list
 from .batch import Batch
-from .errors import TrainingError
+from .options import TrainingError
 
 _LOGITS_AT_ONCE = 2**27  # maximum number of logits held at once when only their argmax is needed
 
@@ -27,6 +27,8 @@ class TargetModel:
     Attributes:
         model, tokenizer: as loaded.
         config: the text model's configuration.
+        vocab_size: number of logits.
+        device: of its hidden states, and of heads.
 
     Raises:
         UnsupportedModel: speculative decoding does not support this model.
@@ -36,40 +38,12 @@ class TargetModel:
         check_supported(model)
         self.model, self.tokenizer, self.name = model.eval().requires_grad_(False), tokenizer, name
         self.config = model.config.get_text_config(decoder=True)
+        self.hidden_size, self.num_layers = self.config.hidden_size, self.config.num_hidden_layers
+        self.embed_tokens: nn.Module = model.get_input_embeddings()
+        self.lm_head: Any = model.get_output_embeddings()
+        self.vocab_size, self.device = len(self.lm_head.weight), self.lm_head.weight.device
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._check_logits()
-
-    # ---- properties -------------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its hidden states and of heads."""
-        return self.lm_head.weight.device
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits."""
-        return self.lm_head.weight.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        return self.config.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return self.config.num_hidden_layers
-
-    @property
-    def embed_tokens(self) -> nn.Module:
-        """The input embeddings."""
-        return self.model.get_input_embeddings()
-
-    @property
-    def lm_head(self) -> Any:
-        """The language-model head."""
-        return self.model.get_output_embeddings()
 
     def lm_head_float32(self) -> nn.Module:
         """The language-model head for heads that share it: frozen, float32 (a copy, if the target is in another dtype)."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 
 from .base import Guesses
 from .batch import Batch
@@ -44,11 +44,17 @@ class LayerSteps:
     widened: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention [B, Hq, S, D] within a step."""
+def attend(query, key, value, scaling: float | None, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention [B, Hq, T, D]: causal within a step, or to the keys of `mask`, bool [B, 1, T, S]."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
+
+
+def widened(*states: torch.Tensor) -> list[torch.Tensor]:
+    """States for attention outside autocast: at least float32 on CPUs, where its backward pass in bfloat16 is several times slower."""
+    on_cpu = states[0].device.type == "cpu"
+    return [state.to(torch.promote_types(state.dtype, torch.float32)) if on_cpu else state for state in states]
 
 
 def attend_merged(query: torch.Tensor, steps: LayerSteps, scaling: float) -> torch.Tensor:
@@ -86,9 +92,7 @@ def unrolled_attention(module, query, key, value, attention_mask, scaling=None, 
     """transformers' attention function. `unrolled` is the dictionary {layer: LayerSteps} of the running `unroll`."""
     scaling, dtype = query.shape[-1] ** -0.5 if scaling is None else scaling, query.dtype
     with torch.autocast(query.device.type, enabled=False):
-        if query.device.type == "cpu":  # where the backward pass in bfloat16 is several times slower
-            wide = torch.promote_types(dtype, torch.float32)
-            query, key, value = query.to(wide), key.to(wide), value.to(wide)
+        query, key, value = widened(query, key, value)
         steps = unrolled.get(module.layer_idx)
         if steps is None:
             unrolled[module.layer_idx] = LayerSteps(key, value)
@@ -101,11 +105,6 @@ def unrolled_attention(module, query, key, value, attention_mask, scaling=None, 
 
 
 AttentionInterface.register(ATTENTION_NAME, unrolled_attention)
-
-
-def attend_unrolled(config: PretrainedConfig) -> None:
-    """Use this attention in the layers of a configuration."""
-    config._attn_implementation = ATTENTION_NAME
 
 
 def unroll(head: nn.Module, batch: Batch, features: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
@@ -143,7 +142,6 @@ class Places:
 
     @classmethod
     def of(cls, batch: Batch, num_steps: int) -> Places:
-        """All places of a batch."""
         mask = batch.ahead(batch.loss_mask, 1)
         mask[:, 0] = False
         rows, places = mask.nonzero(as_tuple=True)
@@ -196,8 +194,8 @@ def soft_cross_entropy(
         return part(hidden, target, best)
     size = max(1, _LOGITS_KEPT // target.shape[1])
     parts = zip(hidden.split(size), target.split(size), best.split(size), strict=True)
-    found = [checkpoint(part, *each, use_reentrant=False) for each in parts]
-    losses, rights = zip(*found, strict=True)
+    results = [checkpoint(part, *tensors, use_reentrant=False) for tensors in parts]
+    losses, rights = zip(*results, strict=True)
     return torch.stack(losses).sum(), torch.stack(rights).sum()
 
 

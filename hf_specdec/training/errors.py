@@ -1,5 +1,0 @@
-"""TrainingError: what every part of training raises."""
-
-
-class TrainingError(ValueError):
-    """Training cannot start or continue; the message says why and what to do."""
