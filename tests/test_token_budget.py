@@ -4,12 +4,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from hf_specdec.serve.scheduler import Scheduler
 
 from hf_specdec import LLM
 from hf_specdec.kernels.native import library
 from hf_specdec.model.native.program import MOST_TOKENS
 from hf_specdec.serve import SamplingParams
+from hf_specdec.serve.engine.scheduler import Scheduler
 
 METHODS = {
     "none": {"method": "none"},
@@ -64,7 +64,7 @@ def test_long_drafts_leave_prompts_their_part(tiny_model, tiny_tokenizer, name):
     a multiple, where a step of many tokens costs what one of few does, as on a GPU."""
     plain, run = (Run(tiny_model, tiny_tokenizer, each, budget=96, rows=32, count=64) for each in ("none", name))
     assert run.drafted > (0 if name == "auto" else 100) and max(run.running) > 20
-    most = len(plain.tokens) + 2 * (name == "auto")  # lengths that are learnt from measured times differ from run to run
+    most = len(plain.tokens)
     assert len(run.tokens) <= most, (len(run.tokens), len(plain.tokens))
 
 

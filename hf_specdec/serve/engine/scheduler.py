@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Collection
 from operator import attrgetter
 
+from ...core.sequence import Sequence
 from ...decoding.decoder import SpeculativeDecoder
 from .request import RequestChoice
 
@@ -63,10 +64,11 @@ class Scheduler:
         """
         running = [choice for choice in self.running if only is None or choice in only]
         pending = [self._pending(choice) for choice in running]
-        num_decoding = sum(count == 1 for count in pending)
+        decoding = [choice.sequence for choice, count in zip(running, pending, strict=True) if count == 1]
+        num_decoding = len(decoding)
         waiting = self.waiting if only is None else [choice for choice in self.waiting if choice in only]
         budget = self._budget(num_decoding)
-        self._limit_drafts(budget, num_decoding, sum(pending) - num_decoding, waiting)
+        self._limit_drafts(budget, decoding, sum(pending) - num_decoding, waiting)
         with_pending = list(zip(running, pending, strict=True))
         left = budget - sum(1 + self._num_drafts(choice) for choice, count in with_pending if count == 1)
         rows, counts = [], []
@@ -127,9 +129,12 @@ class Scheduler:
             most = min(depth, most)
         return most if seq.draft_room is None else min(most, seq.draft_room)
 
-    def _limit_drafts(self, budget: int, num_decoding: int, num_pending: int, waiting: list[RequestChoice]) -> None:
-        """Set the rows' room for drafts so that the drafts of all decoding rows fit the budget together with the prompts."""
-        most = self.decoder.generator.max_draft_nodes
+    def _limit_drafts(
+        self, budget: int, decoding: list[Sequence], num_pending: int, waiting: list[RequestChoice]
+    ) -> None:
+        """Set the rows' room for drafts so that the drafts of all decoding rows fit the budget together with the prompts. No room is kept
+        in a step in which the policy will not draft."""
+        most, num_decoding = self.decoder.generator.max_draft_nodes, len(decoding)
         if not most or not num_decoding:
             return
         left = max(0, budget - num_decoding)
@@ -140,6 +145,8 @@ class Scheduler:
                     break
                 num_pending += len(choice.sequence.tokens)
         allowed = (left - min(num_pending, left // 2)) // num_decoding
+        if self.decoder.policy.is_plain(decoding):
+            allowed = 0
         for choice in self.running:
             choice.sequence.draft_room = None if allowed >= most else allowed
 

@@ -61,7 +61,7 @@ class Lanes:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # somebody else has killed it
                 os.kill(self._pid, signal.SIGKILL)
-            self._process.shutdown(wait=False)
+            self._process.shutdown()  # its thread has nothing to wait for, and must not end while the interpreter does
             self._process = None
 
     async def run(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
