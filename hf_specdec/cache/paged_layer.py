@@ -17,21 +17,37 @@ class SlotsOnDevice(Protocol):
     """Where the tokens of a forward are in the pools on one device, and the operation that writes them there."""
 
     @property
-    def write_slots(self) -> torch.Tensor: ...
+    def write_slots(self) -> torch.Tensor:
+        """int64 [T]: the slot of each token of the forward."""
+        ...
+
     @property
-    def read_slots(self) -> torch.Tensor | None: ...
+    def read_slots(self) -> torch.Tensor | None:
+        """int64 [slots]: the slots that whole rows are gathered from; None if attention reads the pools itself."""
+        ...
+
     @property
-    def write(self) -> Callable[..., Any]: ...
+    def write(self) -> Callable[..., Any]:
+        """The operation that writes keys and values into the pools."""
+        ...
 
 
 class RunningBatch(Protocol):
-    """The batch of a forward, as layers ask for it. `gather`: they return the keys and values of whole rows."""
+    """The batch of a forward, as layers ask for it."""
 
     @property
-    def gather(self) -> bool: ...
+    def gather(self) -> bool:
+        """True if layers return the keys and values of whole rows."""
+        ...
+
     @property
-    def num_keys(self) -> int: ...
-    def on(self, device: torch.device) -> SlotsOnDevice: ...
+    def num_keys(self) -> int:
+        """Number of keys of all rows together."""
+        ...
+
+    def on(self, device: torch.device) -> SlotsOnDevice:
+        """The slots on a device."""
+        ...
 
 
 class PagedLayer(CacheLayerMixin):

@@ -222,15 +222,12 @@ class MayMissSteps:
 
 
 class HasDrafters(ABC):
-    """Has several drafters, among which each sequence chooses by name.
-
-    Attributes:
-        drafters: the names that `Sequence.drafter` may have.
-    """
+    """Has several drafters, among which a sequence chooses by name."""
 
     @property
     @abstractmethod
-    def drafters(self) -> list[str]: ...
+    def drafters(self) -> list[str]:
+        """The names that `Sequence.drafter` may have."""
 
     def drafter_of(self, seq: Sequence) -> str | None:
         """The name of the drafter of the sequence's last draft; None if it is not told apart."""

@@ -181,14 +181,15 @@ class Fastest(DraftLengthPolicy):
     # ---- choosing ---------------------------------------------------------------------------------------------------
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
-        """True if nothing can be chosen for these rows yet, a plain step is due to be measured, or no costs are known."""
+        """True if these rows are quiet, no costs are known, or a plain step is due to be measured."""
         if self.num_steps < self._quiet_until and self._are_quiet(sequences):
             return True
         self._look_at(sequences)
         return not self.cost.target or self._plain_is_due()
 
     def _are_quiet(self, sequences: list[Sequence]) -> bool:
-        """True if nothing was chosen for these sequences, or for others that had just begun, as these have, and had more to write."""
+        """True if the last choice for these sequences was not to draft. A sequence that begins counts as quiet if nothing was chosen for an
+        earlier one that began with at least as much to write."""
         for seq in sequences:
             begins = seq not in self.acceptance and seq.drafter is None
             if seq.id not in self._quiet_rows and not (begins and seq.max_length - len(seq.tokens) <= self._quiet_left):
