@@ -96,7 +96,8 @@ def tables(drafter):
     found = {}
     for space, own in drafter.spaces.shared.items():
         if drafter.config.method == "suffix":
-            found[space] = len(own.trees.cached_requests), own.trees._global_tree.estimate_memory()
+            waiting = sum(trees is own for trees, _ in drafter.waiting)
+            found[space] = len(own.trees.cached_requests) + waiting, own.trees._global_tree.estimate_memory()
         elif drafter.config.method == "lookahead":
             found[space] = {first: list(rest) for first, rest in own.followers.items()}
         else:

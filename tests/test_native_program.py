@@ -47,7 +47,7 @@ def steps(seed: int = 0) -> list[list[RowInput]]:
     ]
 
 
-def outputs(packed, batches, num_steps=4):
+def outputs(packed, batches, num_steps=4, tapped=True):
     """The output of every step."""
     cache = packed.new_cache(num_blocks=40, block_size=4, share_prefixes=False)
     for row in range(3):
@@ -58,7 +58,7 @@ def outputs(packed, batches, num_steps=4):
     found = []
     with torch.no_grad(), packed.active():
         for rows in batches[:num_steps]:
-            found.append(packed.forward(rows, cache))
+            found.append(packed.forward(rows, cache, tapped=tapped))
     return found
 
 
@@ -101,6 +101,9 @@ def test_tapped_states(family):
         assert list(ours.layers) == list(own.layers)
         assert all(is_close(ours.layers[i], own.layers[i]) for i in own.layers)
         assert is_close(ours.all_logits, own.all_logits) and ours.all_logits.shape == own.all_logits.shape
+    for ours, without in zip(found, outputs(native, steps(), tapped=False), strict=True):
+        assert torch.equal(ours.logits, without.logits) and without.last_hidden is without.all_logits is None
+        assert not without.layers
 
 
 @pytest.mark.parametrize("family", BY_TORCH)

@@ -1,7 +1,5 @@
 """Suffix decoding on arctic-inference's trees: what is kept, what is let go, and what its keys do."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -192,13 +190,21 @@ def test_an_error_leaves_nothing_behind(model, when, monkeypatch):
     assert torch.equal(decode(model)[0], first)
 
 
-def test_a_row_that_cannot_start_leaves_nothing_behind():
-    """Ids beyond int32 fail inside arctic-inference or before it; the row must not stay active."""
-    generator, _ = started({}, [1, 2, 3])
-    broken = SimpleNamespace(id=10**6, tokens=[1, 2, "x"], prompt_length=2, num_generated=1)
-    with pytest.raises((ValueError, TypeError)):
-        generator.start(broken)
-    assert len(generator.spaces.shared[""].trees.active_requests) == 1
+def test_texts_that_ended_before_a_draft_was_asked_for_are_read_with_the_next_ones():
+    """They cost nothing until then, a few are added at a time, and they count as past outputs."""
+    generator, _ = started({"suffix_decoding_max_cached_requests": 6}, [1, 2, 3])
+    trees = generator.spaces.shared[""].trees
+    for first in range(10, 90, 10):
+        seq = Sequence([5, 5], max_length=99)
+        generator.start(seq)
+        seq.tokens += range(first, first + 6)
+        generator.stop(seq)
+    assert len(generator.waiting) == 6 and not trees.cached_requests
+    asker = Sequence([5, 80, 81, 82], max_length=99)
+    generator.start(asker)
+    drafts = [generator.propose([asker], [3]).tokens[0].tolist() for _ in range(2)]
+    assert drafts[0] == [] and drafts[-1] == [83, 84, 85] and not generator.waiting
+    generator.stop(asker)
 
 
 @pytest.mark.slow  # a stopwatch

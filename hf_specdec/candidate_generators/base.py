@@ -218,7 +218,15 @@ class ContinuesDrafts(ABC):
 
 
 class MayMissSteps:
-    """Learns less if `observe` is skipped, and is otherwise as good."""
+    """Learns at most less if `observe` is skipped after a step in which it was not asked, and is otherwise as good."""
+
+
+class RestsFromTaps(ABC):
+    """Does not read its taps in every step."""
+
+    @abstractmethod
+    def needs_taps(self, sequences: list[Sequence]) -> bool:
+        """False if it reads none of them in a step that feeds these rows."""
 
 
 class HasDrafters(ABC):

@@ -79,6 +79,8 @@ def _rule_of_parts(whole: SpeculativeConfig) -> str | None:
 
 def configure(generator: CandidateGenerator, config: SpeculativeConfig) -> None:
     """Let a drafter draft for a call whose configuration differs from its own in PER_CALL_KEYS only."""
+    if all(getattr(config, key) == getattr(generator.config, key) for key in PER_CALL_KEYS):
+        return
     generator.config = copy.copy(generator.config)
     vars(generator.config).update({key: getattr(config, key) for key in PER_CALL_KEYS})
     for part in generator.parts if isinstance(generator, CombinedGenerator) else ():

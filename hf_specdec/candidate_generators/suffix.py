@@ -17,6 +17,8 @@ from .base import CandidateGenerator, ContinuesDrafts, DrafterContext, KeepsTabl
 from .lookup_cache import LookupCache, LookupCacheConfig, Spaces, State, ids_within
 from .registry import register
 
+AT_ONCE = 4  # waiting outputs that one proposal adds: each takes about 0.3 ms
+
 
 @dataclass
 class SuffixConfig(LookupCacheConfig):
@@ -67,6 +69,13 @@ class _Trees:
     outputs: deque[np.ndarray] = field(default_factory=deque)
     num_bytes: int = 0
 
+    def add(self, output: np.ndarray) -> None:
+        """Add an output to the shared tree, without the prompt that it followed."""
+        request = object()  # an id that no other output has
+        self.trees.start_request(request, output[:0])
+        self.trees.add_active_response(request, output)
+        self.trees.stop_request(request)
+
     def keep(self, output: np.ndarray, most: int) -> None:
         """Keep an output for the file, which holds at most `most` of them (-1: all)."""
         self.outputs.append(output)
@@ -98,7 +107,8 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
             ) from error
         self.scores: list[float] = []  # of the last proposal
         self.running: dict[int, tuple[Sequence, _Trees]] = {}
-        self.known: dict[int, int] = {}  # per running sequence, how many of its tokens are in the trees
+        self.known: dict[int, int] = {}  # per running sequence that the trees know, how many of its tokens are in them
+        self.waiting: deque[tuple[_Trees, np.ndarray]] = deque()  # outputs of sequences for which no draft was asked
         depth, most = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
         self.spaces = Spaces(lambda shared: _Trees(SuffixDecodingCache(depth, most if shared else 0)))
         self.kept = LookupCache.of(config, target) if most else None
@@ -118,7 +128,7 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
             if ids.ndim != 1 or lengths.dtype.kind != "i" or (lengths < 1).any() or lengths.sum() != len(ids):
                 raise ValueError("its texts do not have the lengths that it gives")
             outputs[space] = np.split(ids, lengths.cumsum()[:-1]) if len(lengths) else []
-        most, request = self.config.suffix_decoding_max_cached_requests, 0
+        most = self.config.suffix_decoding_max_cached_requests
         for space, texts in outputs.items():
             room, newest = self.kept.most_bytes // len(outputs), []
             for text in reversed(texts if most < 0 else texts[-most:]):
@@ -128,29 +138,33 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
                 newest.append(text)
             trees = self.spaces.shared[space] = self.spaces.make(True)
             for text in reversed(newest):
-                request -= 1
-                trees.trees.start_request(request, text[:0])
-                trees.trees.add_active_response(request, text)
-                trees.trees.stop_request(request)
+                trees.add(text)
                 trees.keep(text, most)
 
     def start(self, seq: Sequence) -> None:
-        tokens = np.asarray(seq.tokens, dtype=np.int32)  # first, since it may fail
-        trees = self.spaces.enter(seq)
-        trees.trees.start_request(seq.id, tokens[: seq.prompt_length])
-        self.running[seq.id], self.known[seq.id] = (seq, trees), seq.prompt_length
+        self.running[seq.id] = seq, self.spaces.enter(seq)
 
     def _read_all(self) -> None:
-        """Add to the trees what running sequences have written. This waits until a draft is asked for, since most steps of method "auto"
-        ask for none."""
+        """Add to the trees what sequences have written. This waits until a draft is asked for, since most steps of method "auto" ask for
+        none."""
+        for _ in range(min(len(self.waiting), AT_ONCE)):
+            trees, output = self.waiting.popleft()
+            trees.add(output)
         for seq, _ in self.running.values():
             self._read(seq)
 
     def _read(self, seq: Sequence) -> None:
-        new = seq.tokens[self.known[seq.id] :]
-        if new:
-            self.running[seq.id][1].trees.add_active_response(seq.id, np.asarray(new, dtype=np.int32))
-            self.known[seq.id] += len(new)
+        tokens, trees = (
+            np.asarray(seq.tokens[self.known.get(seq.id, 0) :], dtype=np.int32),
+            self.running[seq.id][1].trees,
+        )
+        if seq.id not in self.known:
+            prompt, tokens = tokens[: seq.prompt_length], tokens[seq.prompt_length :]
+            trees.start_request(seq.id, prompt)
+            self.known[seq.id] = len(prompt)
+        if len(tokens):
+            trees.add_active_response(seq.id, tokens)
+            self.known[seq.id] += len(tokens)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """The likeliest continuation of each row by the suffix trees; empty if nothing matches."""
@@ -190,16 +204,22 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
 
     def stop(self, seq: Sequence) -> None:
         """Free the sequence's own tree; its output stays in its space's, unless the sequence is not shared."""
-        self._read(seq)
+        if seq.id in self.known:
+            self._read(seq)
         _, trees = self.running.pop(seq.id)
-        del self.known[seq.id]
-        trees.trees.stop_request(seq.id)
         self.spaces.leave(seq)
+        output, most = (
+            np.asarray(seq.tokens[seq.prompt_length :], dtype=np.int32),
+            self.config.suffix_decoding_max_cached_requests,
+        )
+        if self.known.pop(seq.id, None) is not None:
+            trees.trees.stop_request(seq.id)
+        elif seq.is_shared and len(output) and most:
+            self.waiting.append((trees, output))
+            if len(self.waiting) > most > 0:
+                self.waiting.popleft()
         if self.kept is not None and seq.is_shared and seq.num_generated:
-            trees.keep(
-                np.asarray(seq.tokens[seq.prompt_length :], dtype=np.int32),
-                self.config.suffix_decoding_max_cached_requests,
-            )
+            trees.keep(output, most)
             shared = self.spaces.shared.values()
             while sum(space.num_bytes for space in shared) > self.kept.most_bytes:
                 max(shared, key=lambda space: space.num_bytes).forget_oldest()

@@ -12,7 +12,7 @@ import torch
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.auto import AutoGenerator
-from ..candidate_generators.base import HasDrafters, SharesPrefixes, active_drafter, known_prefix
+from ..candidate_generators.base import HasDrafters, RestsFromTaps, SharesPrefixes, active_drafter, known_prefix
 from ..candidate_generators.combined import configure
 from ..config import MOST_DRAFT_TOKENS, SpeculativeConfig
 from ..core.clock import StepTimer, clock_for
@@ -52,6 +52,7 @@ class SpeculativeDecoder:
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0
         self._sharer = generator if isinstance(generator, SharesPrefixes) else None
+        self._rests = generator if isinstance(generator, RestsFromTaps) else None
         self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
         self._observes = type(generator).observe is not CandidateGenerator.observe
         measured = generator.policy if isinstance(generator, AutoGenerator) else None
@@ -307,7 +308,8 @@ class SpeculativeDecoder:
         if tracer is not None:
             tracer.end("propose")
         fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
-        tensors = fed.results(self.target.forward(fed.inputs, self.cache, self._all_hidden_states))
+        tapped = self._rests is None or self.learner is not None or self._rests.needs_taps([seq for seq, _ in rows])
+        tensors = fed.results(self.target.forward(fed.inputs, self.cache, self._all_hidden_states, tapped))
         if tracer is not None:
             tracer.end("forward")
         # while the drafter called a row's processors, they may have shown that they must be called in order

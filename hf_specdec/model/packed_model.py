@@ -59,8 +59,8 @@ class SmallForwards(Activated, Protocol):
         """Maximum number of tokens of the forwards that it runs now; 0: it runs none."""
         ...
 
-    def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
-        """The outputs of a forward over `rows`; None if the model must run it itself."""
+    def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None:
+        """The outputs of a forward over `rows`; None if the model must run it itself. `tapped`: the taps, too."""
         ...
 
 
@@ -288,17 +288,19 @@ class PackedModel:
         """Maximum number of tokens of the forwards that run as one native call now; 0: none do. Larger ones cost more per token."""
         return 0 if self.native is None else self.native.most_tokens
 
-    def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
+    def forward(
+        self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False, tapped: bool = True
+    ) -> PackedOutput:
         """One forward over the new tokens of `rows`. Writes their keys and values to their slots.
 
-        Call inside `active()`. Shapes: see PackedBatch and PackedOutput.
+        Call inside `active()`. Shapes: see PackedBatch and PackedOutput. `tapped` False: the taps may be left out.
         """
         if self.graphs is not None and not all_hidden_states:
             output = self.graphs.run([rows], cache)
             if output is not None:
                 return output
         if self.native is not None and not all_hidden_states:
-            output = self.native.run(rows, cache)
+            output = self.native.run(rows, cache, tapped)
             if output is not None:
                 return output
         return self.forward_eagerly(rows, cache, all_hidden_states)

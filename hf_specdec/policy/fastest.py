@@ -191,9 +191,10 @@ class Fastest(DraftLengthPolicy):
         """True if the last choice for these sequences was not to draft. A sequence that begins counts as quiet if nothing was chosen for an
         earlier one that began with at least as much to write."""
         for seq in sequences:
-            begins = seq not in self.acceptance and seq.drafter is None
-            if seq.id not in self._quiet_rows and not (begins and seq.max_length - len(seq.tokens) <= self._quiet_left):
-                return False
+            if seq.id not in self._quiet_rows:
+                begins = seq not in self.acceptance and seq.drafter is None
+                if not begins or seq.max_length - len(seq.tokens) > self._quiet_left:
+                    return False
         return len(sequences) <= len(self._quiet_rows)
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:

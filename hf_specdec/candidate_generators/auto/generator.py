@@ -11,10 +11,11 @@ from ...cache import PagedStaticCache
 from ...core.clock import clock_for
 from ...core.draft_trees import DraftTrees
 from ...core.outcome import StepOutcome
+from ...core.output import Taps
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ...policy import Chooser, Drafter, Fastest
-from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, ScoresDrafts
+from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, RestsFromTaps, ScoresDrafts
 from ..combined import CombinedGenerator, check_drafter, with_common_keys
 from ..registry import register
 from .agreed import AgreedChoice
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @register(AutoConfig)
-class AutoGenerator(CombinedGenerator, HasDrafters):
+class AutoGenerator(CombinedGenerator, HasDrafters, RestsFromTaps):
     """Asks the look-ups first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
     row.
 
@@ -56,6 +57,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters):
         self.names, self.num_lookups = list(self.by_name), len(lookups)
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
+        self._most_nodes = max((part.max_draft_nodes for part in self.parts), default=0)
         self.config = self._bounded(config)
         known = [
             Drafter(name, int(longest), not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5)
@@ -68,13 +70,14 @@ class AutoGenerator(CombinedGenerator, HasDrafters):
         ranks = target.ranks
         self.chooser: Chooser = chooser or (self.policy if ranks is None else AgreedChoice(ranks, self.policy))
         self._heads = [part for part in self.parts if part.taps.whole_text]
+        self._others_tap = any(part.taps != Taps() for part in self.parts if part not in self._heads)
         learning = [i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe]
-        # Indices of the parts that learn: heads, look-ups that may miss steps, and the others, which see every step.
+        # Indices of the parts that learn: heads, parts that may miss steps, and the others, which see every step.
         self._learning_heads = [i for i in learning if self.parts[i] in self._heads]
         self._may_miss = [i for i in learning if isinstance(self.parts[i], MayMissSteps)]
         self._always = [i for i in learning if i not in self._learning_heads and i not in self._may_miss]
-        self.asked = [False] * len(self.parts)  # look-ups that were asked in this step
-        # seconds that each look-up took to learn from the last step, if it may rest
+        self.asked = [False] * len(self.parts)  # parts that were asked in this step
+        # seconds that each part took to learn from the last step, if it may rest
         self.observing = [0.0] * len(self.parts)
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
         # sequence id → its other parts, if heads do not follow it
@@ -115,7 +118,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters):
     @property
     def max_draft_nodes(self) -> int:
         """The nodes of the largest tree."""
-        return max((part.max_draft_nodes for part in self.parts), default=0)
+        return self._most_nodes
 
     # ---- who follows which text -------------------------------------------------------------------------------------
 
@@ -168,6 +171,10 @@ class AutoGenerator(CombinedGenerator, HasDrafters):
         """Whether a part can draft for a sequence."""
         return seq.id not in self._blind or self.parts[index] not in self._heads
 
+    def needs_taps(self, sequences: list[Sequence]) -> bool:
+        """See RestsFromTaps: while heads rest for all of the rows, only other parts may need theirs."""
+        return self._others_tap or any(seq.id not in self._blind for seq in sequences)
+
     def able(self, sequences: list[Sequence]) -> np.ndarray | None:
         """bool [D, B]: which parts follow which rows; None if all parts follow all rows."""
         if not self._blind:
@@ -195,6 +202,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters):
         for index in np.unique(choice.drafter[choice.depth > 0]).tolist():
             chosen = (choice.drafter == index) & (choice.depth > 0)
             depths = np.where(chosen, np.minimum(choice.depth, self.longest[index]), 0)
+            self.asked[index] = True
             own = self._drafts_of(index, sequences, depths, offers[index] if index < self.num_lookups else None)
             self.note(index, sequences, own)
             self.chosen.update((seq.id, self.names[index]) for seq, mine in zip(sequences, chosen, strict=True) if mine)
@@ -218,16 +226,16 @@ class AutoGenerator(CombinedGenerator, HasDrafters):
     def observe(self, outcome: StepOutcome) -> None:
         """As in the base, but only parts that learn are told, and of those not the look-ups that rest. The time that learning takes is
         kept for the choice."""
-        for index in self._always:  # not timed: a draft model takes 1.5 µs, and reading the clock twice takes as long
+        for index in self._always:
             self._tell(index, outcome)
-        for index in self._may_miss:
-            if self.asked[index]:
-                began = self.clock()
-                self._tell(index, outcome)
-                self.observing[index] = self.clock() - began
+        drafted = any(self.asked)
+        for index in [index for index in self._may_miss if self.asked[index]] if drafted else ():
+            began = self.clock()
+            self._tell(index, outcome)
+            self.observing[index] = self.clock() - began
         if self._heads and not (self._blind and all(seq.id in self._blind for seq, _ in outcome.chunks or [])):
             self._tell_heads(outcome)
-        if any(self.asked) or any(self.proposed):
+        if drafted:
             self.asked = [False] * len(self.parts)
             for proposed in self.proposed:
                 proposed.clear()

@@ -26,7 +26,7 @@ from ...model.architectures import has_repository_code
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
-from ..base import CandidateGenerator, DrafterContext, RunsModel
+from ..base import CandidateGenerator, DrafterContext, MayMissSteps, RunsModel
 from ..checkpoints.files import Checkpoint, register_format, versions_of
 from ..growing.grower import Grower, GrowsDrafts
 from ..growing.own_cache import OwnCache, OwnsCache
@@ -130,7 +130,7 @@ def is_known(name: str, revision: str) -> bool:
 
 
 @register(DraftModelConfig)
-class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel):
+class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel, MayMissSteps):
     """Drafts with a causal language model, run like the target by a PackedModel over a paged cache."""
 
     config: DraftModelConfig

@@ -183,7 +183,12 @@ class TreeTemplate:
 
     def num_expanded(self, depth: int) -> int:
         """Nodes that the drafter expands in a draft of that depth."""
-        return sum(len(level.inner) for level in self.levels[: max(depth - 1, 0)])
+        return self._expanded_before[min(depth, self.depth)]
+
+    @cached_property
+    def _expanded_before(self) -> list[int]:
+        """By depth of a draft, from 0 on, how many nodes the drafter expands in it."""
+        return [sum(len(level.inner) for level in self.levels[: max(depth - 1, 0)]) for depth in range(self.depth + 1)]
 
     @cached_property
     def widest(self) -> int:

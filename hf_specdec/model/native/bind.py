@@ -17,7 +17,7 @@ from torch import nn
 
 from ...cache import PagedStaticCache
 from ...core.errors import UnsupportedModel
-from ...core.output import PackedOutput
+from ...core.output import PackedOutput, Taps
 from ...core.rows import RowInput
 from ...kernels.dispatch import uses_native
 from ...kernels.native import TYPES
@@ -240,8 +240,8 @@ class NativeRunner(_Bound):
         packed = self._packed
         return self._find("forward", lambda: ModelForward(packed), _made.setdefault(packed.model, {}))
 
-    def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
-        """The outputs of a forward over `rows`; None if the model must run it itself."""
+    def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None:
+        """See SmallForwards."""
         program = None if torch.is_autocast_enabled("cpu") or interposed() else self._forward()
         if program is None or not 0 < sum([row.num_tokens for row in rows]) <= program.most_tokens:
             return None
@@ -249,13 +249,13 @@ class NativeRunner(_Bound):
             return None
         packed = self._packed
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
-        return _output_of(packed, batch, program.run(batch, addresses(program, cache)))
+        results = program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1)
+        return _output_of(packed.taps if tapped else Taps(), batch, results)
 
 
-def _output_of(packed: PackedModel, batch: PackedBatch, results: list[torch.Tensor]) -> PackedOutput:
+def _output_of(taps: Taps, batch: PackedBatch, results: list[torch.Tensor]) -> PackedOutput:
     """The outputs of a forward from those of the program, in the order of `_outputs_of`."""
     remaining = iter(results)
-    taps = packed.taps
     return PackedOutput(
         logits=next(remaining),
         last_hidden=next(remaining) if taps.last_hidden else None,

@@ -87,12 +87,19 @@ class Program:
             self.slots[slot] = self._filled[-1].data_ptr()
         self.num_positions = num_positions
 
-    def run(self, batch: PackedBatch, pools: np.ndarray, features: torch.Tensor | None = None) -> list[torch.Tensor]:
+    def run(
+        self,
+        batch: PackedBatch,
+        pools: np.ndarray,
+        features: torch.Tensor | None = None,
+        num_outputs: int | None = None,
+    ) -> list[torch.Tensor]:
         """The outputs for a batch of at most `most_tokens` tokens. Writes its keys and values to their slots.
 
         Args:
             pools: int64, the addresses of keys and values of layer 0, of layer 1, ..
             features: [T, F], for programs that read them.
+            num_outputs: how many of the outputs to return, from the first on; None: all.
 
         Raises:
             IndexError: an id or a position has no embedding.
@@ -108,7 +115,7 @@ class Program:
             highest = int(batch.position_ids.max())
             if highest >= self.num_positions:
                 self._fill_tables(self._room_for(highest))
-            return self._call(inputs, features)
+            return self._call(inputs, features, num_outputs)
 
     def _room_for(self, highest: int) -> int:
         """Number of rows for tables that must reach position `highest`: more than necessary, so that they are rarely computed again, but at
@@ -123,12 +130,18 @@ class Program:
         with self._lock:
             return self._call(inputs, features)
 
-    def _call(self, inputs: StepInputs, features: torch.Tensor | None) -> list[torch.Tensor]:
+    def _call(
+        self, inputs: StepInputs, features: torch.Tensor | None, num_outputs: int | None = None
+    ) -> list[torch.Tensor]:
         loaded = library()
         assert loaded is not None
         counts = {Rows.TOKENS: inputs.num_tokens, Rows.SELECTED: inputs.num_selected}
-        results = [torch.empty(counts[output.rows], output.elements, dtype=output.dtype) for output in self.outputs]
-        for output, result in zip(self.outputs, results, strict=True):
+        outputs = self.outputs[:num_outputs]
+        num_ops = len(self.ops) - (
+            len(self.outputs) - len(outputs)
+        )  # the last operations write one output each, in order
+        results = [torch.empty(counts[output.rows], output.elements, dtype=output.dtype) for output in outputs]
+        for output, result in zip(outputs, results, strict=True):
             self.slots[output.slot] = result.data_ptr()
         if self.features is not None:
             assert features is not None
@@ -136,7 +149,7 @@ class Program:
             self.slots[self.features] = features.data_ptr()
         failed = loaded.specdec_run(
             self.ops.ctypes.data,
-            len(self.ops),
+            num_ops,
             self.slots.ctypes.data,
             ctypes.byref(inputs),
             min(torch.get_num_threads(), self._most_threads),
