@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "bundled_models"
-# What the wheel leaves out, so that it stays small. A checkout has all of them; tests/test_wheel.py compares this with MANIFEST.in.
+# What the wheel leaves out, so that it stays small. A checkout has all of them; tests/project/test_wheel.py compares this with MANIFEST.in.
 APART = (
     "tiny-dflash",
     "tiny-eagle",

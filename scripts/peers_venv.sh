@@ -2,7 +2,7 @@
 # An environment of its own for a tool that tests and benchmarks run against this package, in FOLDER/NAME.
 #
 #   scripts/peers_venv.sh FOLDER NAME...      NAME: lm-eval, guidellm, aiperf, vllm, llama-cpp
-#   HF_SPECDEC_PEERS=FOLDER make test PYTEST_ARGS="-m slow tests/test_peers.py"
+#   HF_SPECDEC_PEERS=FOLDER make test PYTEST_ARGS="-m slow tests/project/test_peers.py"
 #
 # They want other versions of what this package uses (aiperf an older huggingface-hub, vllm an older transformers), so they
 # never go into .venv. vllm is its CPU build, 3.4 GB. PYTHON is the interpreter to use (default: python3.11).

@@ -19,8 +19,15 @@ _CACHE = tempfile.TemporaryDirectory(prefix="hf_specdec-")
 os.environ["HF_SPECDEC_CACHE"] = _CACHE.name  # what methods keep between processes
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="only the first case of each test: see `make test-fast`")
+
+
+def pytest_collection_modifyitems(config, items):
     """The longest first, so that no worker is left alone with one at the end."""
+    if config.getoption("fast"):
+        first = {(item.path, item.originalname): item for item in reversed(items)}
+        items[:] = [item for item in items if first[item.path, item.originalname] is item]
     long = ("test_triton_compile.py", "test_triton_interpreted.py")
     items.sort(key=lambda item: not any(name in item.nodeid for name in long))
 

@@ -33,7 +33,7 @@ class RecurrentFamily:
     two_rules: bool = False
 
 
-# By model_type of the text configuration. Each of them gave the text of plain generate() (tests/test_recurrent.py).
+# By model_type of the text configuration. Each of them gave the text of plain generate() (tests/model/test_recurrent.py).
 FAMILIES = {
     "qwen3_next": RecurrentFamily("Qwen3NextGatedDeltaNet", GATED_DELTA),
     "qwen3_5_text": RecurrentFamily("Qwen3_5GatedDeltaNet", GATED_DELTA),

@@ -1,0 +1,123 @@
+"""A server process for tests: started on a free port, asked over plain HTTP, and stopped."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from paths import ROOT
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def children(pid, word):
+    """Ids of the running processes that this one has started, and whose command line contains a word."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                line, status = (folder / "cmdline").read_text(), (folder / "status").read_text()
+            except OSError:
+                continue
+            if word in line and f"PPid:\t{pid}\n" in status and "State:\tZ" not in status:
+                found.append(int(folder.name))
+    return found
+
+
+class Process:
+    """A server in processes of its own. `model`: its name or folder; `before`: code that each of them runs first."""
+
+    def __init__(self, *flags, model="tiny", before=None, **more):
+        self.port, self.headers = free_port(), {}  # headers of every request
+        self.url = f"http://127.0.0.1:{self.port}"
+        code = "import sys; from hf_specdec.cli import main; sys.exit(main())"
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        if before is not None:  # Python imports this module in every process
+            self.folder = tempfile.TemporaryDirectory(prefix="server-")
+            Path(self.folder.name, "sitecustomize.py").write_text(before)
+            environment["PYTHONPATH"] = os.pathsep.join([self.folder.name, environment.get("PYTHONPATH", "")])
+        arguments = ["serve", str(model), "--dtype", "float32", "--port", str(self.port), *flags]
+        self.log = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop a server that says much  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, stdout=self.log,
+            stderr=subprocess.STDOUT, text=True, **more,
+        )  # fmt: skip
+
+    def wait(self, seconds=120):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
+                    assert answer.status == 200
+                    return self
+            except (urllib.error.URLError, ConnectionError):
+                if self.process.poll() is not None:
+                    raise AssertionError(self.said()) from None
+                time.sleep(0.1)
+        raise AssertionError("The server did not come up.")
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, *flags, **options):
+        """A server that is up; it must end well."""
+        made = cls(*flags, **options)
+        try:
+            yield made.wait()
+            assert made.stop() == 0
+        finally:
+            made.process.kill()
+
+    def engine(self):
+        """The id of the engine's process."""
+        (found,) = children(self.process.pid, "engine_process")
+        return found
+
+    def copies(self):
+        """The ids of its other processes: copies of the first."""
+        return set(children(self.process.pid, "hf_specdec.cli")) - {self.engine()}
+
+    def said(self):
+        """What both processes have written."""
+        self.log.seek(0)
+        return self.log.read()
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def post(self, path, body, headers=None):
+        """(status, headers, body)."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path,
+            data,
+            {"Content-Type": "application/json", **self.headers, **(headers or {})},
+            method="POST",
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.headers, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, json.loads(error.read())
+
+    def metrics(self):
+        request = urllib.request.Request(self.url + "/metrics", headers=self.headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return {
+            line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if line[0] != "#"
+        }

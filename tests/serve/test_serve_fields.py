@@ -1,0 +1,298 @@
+"""Every field of a request is acted on, refused, or named in `x-ignored-fields`: a walk through the schemas of all endpoints."""
+
+import json
+import re
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from helpers_server import Process
+from paths import TESTS
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+import hf_specdec
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("llguidance")
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+STORY = "Once upon a time there was a little girl. " * 2 + "Once upon"
+USER = {"role": "user", "content": STORY}
+END, SPECIAL = "3", "1"  # ids of "<|end|>", which ends a text, and of "<|user|>", which does not
+# Shows the model all that a request says about a conversation.
+TEMPLATE = (
+    "{{ mood }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"
+    "{{ message.content }}{{ message.tool_calls }}{{ message.tool_call_id }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PARTS = [
+    {"method": "ngram", "num_speculative_tokens": 4},
+    {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3},
+]
+
+
+@dataclass
+class Case:
+    """What a field does. `more`: what is added to a body that has `base`; `kind`: acts, refused, named or elsewhere."""
+
+    kind: str
+    more: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+
+def acts(more, **base):
+    """The answer is another one."""
+    return Case("acts", more, base)
+
+
+def refused(more, **base):
+    """The answer is an error of the client's."""
+    return Case("refused", more, base)
+
+
+def named(more, **base):
+    """The header names the field."""
+    return Case("named", more, base)
+
+
+def elsewhere(more, where, **base):
+    """The answer is the same by intention; this test, "file::name", shows what the field does."""
+    return Case("elsewhere", more, base, where)
+
+
+def tool(**more):
+    return {"type": "function", "function": {"name": "f", **more}}
+
+
+LONG = {"max_tokens": 100}
+SAMPLED = {"temperature": 1.0, "seed": 1, "speculative_config": {"enabled": False}}
+ENDS = {"logit_bias": {END: 100}}
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}
+TWO_CALLS = {"logit_bias": {"17": 100, "66": -100}}  # "," and "]"
+SAMPLING = {
+    "model": refused({"model": "other"}),
+    "kv_transfer_params": refused({"kv_transfer_params": {"do_remote_decode": True}}),
+    "n": acts({"n": 2}),
+    "stream": acts({"stream": True}),
+    "stream_options": refused({"stream_options": {}}),
+    "stream_options.include_usage": acts({"stream_options": {"include_usage": True}}, stream=True),
+    "stream_options.continuous_usage_stats": acts(
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        stream=True,
+        stream_options={"include_usage": True},
+    ),
+    "temperature": acts({"temperature": 2.0}, **SAMPLED),
+    "top_p": acts({"top_p": 0.01}, **SAMPLED),
+    "top_k": acts({"top_k": 1}, **SAMPLED),
+    "min_p": acts({"min_p": 1.0}, **SAMPLED),
+    "presence_penalty": acts({"presence_penalty": 2.0}, **LONG),
+    "frequency_penalty": acts({"frequency_penalty": 2.0}, **LONG),
+    "repetition_penalty": acts({"repetition_penalty": 3.0}),
+    "seed": acts({"seed": 2}, **SAMPLED),
+    "stop": acts({"stop": "e"}),
+    "stop_token_ids": acts({"stop_token_ids": [226]}, logit_bias={"226": 100}),
+    "include_stop_str_in_output": acts({"include_stop_str_in_output": True}, stop="e"),
+    "ignore_eos": acts({"ignore_eos": True}, **ENDS),
+    "min_tokens": acts({"min_tokens": 3}, **ENDS),
+    "logit_bias": acts({"logit_bias": {"226": 100}}),
+    "allowed_token_ids": acts({"allowed_token_ids": [226]}),
+    "bad_words": acts({"bad_words": ["a"]}, **LONG),
+    "skip_special_tokens": acts({"skip_special_tokens": False}, logit_bias={SPECIAL: 100}),
+    "priority": elsewhere({"priority": -1}, "test_llm.py::test_lower_numbers_run_first"),
+    "max_time": acts({"max_time": 0.001}, **LONG),
+    "speculative_config": acts({"speculative_config": {"enabled": False}}),
+    "speculative_config.method": acts({"speculative_config": {"method": "draft_model"}}),
+    "speculative_config.num_speculative_tokens": acts({"speculative_config": {"num_speculative_tokens": 1}}),
+    "speculative_config.enabled": acts({"speculative_config": {"enabled": False}}),
+    "speculative_config.private": elsewhere(
+        {"speculative_config": {"private": True}}, "test_lookup_cache.py::test_responses_can_be_private"
+    ),
+    "response_format": acts({"response_format": {"type": "json_object"}}),
+    "response_format.type": acts({"response_format": {"type": "json_object"}}),
+    "response_format.json_schema": acts({"response_format": SCHEMA}),
+    "response_format.json_schema.schema": acts({"response_format": SCHEMA}),
+    "response_format.json_schema.strict": named(
+        {"response_format": {**SCHEMA, "json_schema": {**SCHEMA["json_schema"], "strict": False}}}
+    ),
+    "structured_outputs": acts({"structured_outputs": {"choice": ["a"]}}),
+}
+ON_PROMPTS = {"prompt_logprobs": acts({"prompt_logprobs": 1}), "return_token_ids": acts({"return_token_ids": True})}
+CONVERSATION = {
+    "messages": acts({"messages": [{"role": "user", "content": "x"}]}),
+    "messages.role": acts({"messages": [{**USER, "role": "critic"}]}),
+    "messages.content": acts({"messages": [{**USER, "content": "x"}]}),
+    "messages.tool_calls": acts({"messages": [{**USER, "tool_calls": [{"function": {"name": "f"}}]}]}),
+    "messages.tool_call_id": acts({"messages": [{**USER, "tool_call_id": "1"}]}),
+    "add_generation_prompt": acts({"add_generation_prompt": False}),
+    "continue_final_message": acts({"continue_final_message": True}, messages=[{**USER, "role": "assistant"}]),
+    "chat_template_kwargs": acts({"chat_template_kwargs": {"mood": "sad"}}),
+    "tools": acts({"tools": [tool()], "tool_choice": "required"}),
+    "tools.type": refused({"tools": [{**tool(), "type": "x"}]}),
+    "tools.function": acts({"tools": [tool(name="g")]}, tools=[tool()], tool_choice="required"),
+    "tools.function.name": acts({"tools": [tool(name="g")]}, tools=[tool()], tool_choice="required"),
+    "tools.function.description": acts({"tools": [tool(description="x")]}, tools=[tool()], tool_choice="required"),
+    "tools.function.parameters": acts(
+        {"tools": [tool(parameters={"type": "null"})]}, tools=[tool()], tool_choice="required"
+    ),
+    "tool_choice": acts({"tool_choice": "none"}, tools=[tool()], tool_choice="required"),
+    "tool_choice.type": refused({"tool_choice": {**tool(), "type": "x"}}, tools=[tool()]),
+    "tool_choice.function": acts({"tool_choice": tool()}, tools=[tool()], tool_choice="required"),
+    "tool_choice.function.name": acts({"tool_choice": tool()}, tools=[tool()], tool_choice="required"),
+}
+FUNCTION = {"type": "function", "name": "f"}
+FIELDS = {
+    COMPLETIONS: SAMPLING | ON_PROMPTS | {
+        "prompt": acts({"prompt": "x"}),
+        "max_tokens": acts({"max_tokens": 2}),
+        "logprobs": acts({"logprobs": 1}),
+        "echo": acts({"echo": True}),
+    },
+    CHAT: SAMPLING | ON_PROMPTS | CONVERSATION | {
+        "max_tokens": acts({"max_tokens": 2}),
+        "max_completion_tokens": acts({"max_completion_tokens": 2}),
+        "logprobs": acts({"logprobs": True}),
+        "top_logprobs": acts({"top_logprobs": 1}, logprobs=True),
+        "parallel_tool_calls": acts({"parallel_tool_calls": False}, tools=[tool()], tool_choice="required", **TWO_CALLS),
+    },
+    RESPONSES: SAMPLING | {
+        "n": refused({"n": 2}),
+        "stream_options.include_usage": named({"stream_options": {"include_usage": True}}, stream=True),
+        "stream_options.continuous_usage_stats": named({"stream_options": {"continuous_usage_stats": True}}, stream=True),
+        **{name: refused({name: 1}) for name in ("prompt_logprobs", "return_token_ids")},
+        **{name: refused(SAMPLING[name].more) for name in SAMPLING if name.startswith("response_format")},
+        "input": acts({"input": "x"}),
+        "instructions": acts({"instructions": "x"}),
+        "max_output_tokens": acts({"max_output_tokens": 2}),
+        "tools": acts({"tools": [FUNCTION], "tool_choice": "required"}),
+        "tools.type": refused({"tools": [{**FUNCTION, "type": "x"}]}),
+        "tools.name": acts({"tools": [{**FUNCTION, "name": "g"}]}, tools=[FUNCTION], tool_choice="required"),
+        "tools.description": acts({"tools": [{**FUNCTION, "description": "x"}]}, tools=[FUNCTION], tool_choice="required"),
+        "tools.parameters": acts({"tools": [{**FUNCTION, "parameters": {"type": "null"}}]}, tools=[FUNCTION], tool_choice="required"),
+        "tools.strict": named({"tools": [{**FUNCTION, "strict": True}], "tool_choice": "none"}),
+        "tool_choice": acts({"tool_choice": "none"}, tools=[FUNCTION], tool_choice="required"),
+        "tool_choice.type": refused({"tool_choice": {**FUNCTION, "type": "x"}}, tools=[FUNCTION]),
+        "tool_choice.name": refused({"tool_choice": {**FUNCTION, "name": "g"}}, tools=[FUNCTION]),
+        "parallel_tool_calls": acts({"parallel_tool_calls": False}, tools=[FUNCTION], tool_choice="required", **TWO_CALLS),
+        "text": acts({"text": {"format": {"type": "json_object"}}}),
+        "text.format": acts({"text": {"format": {"type": "json_object"}}}),
+        "text.format.type": acts({"text": {"format": {"type": "json_object"}}}),
+        "text.format.schema": acts({"text": {"format": {"type": "json_schema", "schema": {"enum": [1]}}}}),
+        "text.format.strict": named({"text": {"format": {"type": "text", "strict": False}}}),
+        "metadata": acts({"metadata": {"a": "b"}}),
+        "user": acts({"user": "me"}),
+        "truncation": refused({"truncation": "auto"}),
+        "chat_template_kwargs": acts({"chat_template_kwargs": {"mood": "sad"}}),
+    },
+    "/tokenize": CONVERSATION | {
+        "model": refused({"model": "other"}),
+        "prompt": acts({"prompt": "x"}),
+        "add_special_tokens": acts({"add_special_tokens": False}),
+        **{  # the prompt does not say which tool must be called
+            name: elsewhere({"tool_choice": tool()}, "test_tools.py::test_forced_calls", tools=[tool()], tool_choice="required")
+            for name in ("tool_choice.function", "tool_choice.function.name")
+        },
+    },
+    "/detokenize": {"model": refused({"model": "other"}), "tokens": acts({"tokens": [577]})},
+}  # fmt: skip
+BASES = {
+    COMPLETIONS: {"prompt": STORY, "max_tokens": 24, "temperature": 0},
+    CHAT: {"messages": [USER], "max_tokens": 24, "temperature": 0},
+    RESPONSES: {"input": STORY, "max_output_tokens": 24, "temperature": 0},
+    "/tokenize": {"prompt": STORY},
+    "/detokenize": {"tokens": [540]},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    tokenizer = AutoTokenizer.from_pretrained(hf_specdec.bundled("tiny"))
+    first = "<|endoftext|>"  # so that there is a token to add to texts
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
+    tokenizer.chat_template = TEMPLATE
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    tokenizer.save_pretrained(folder)
+    config = json.dumps({"method": "per_request", "methods": PARTS})
+    with Process.running("--speculative-config", config, "--tokenizer", folder, "--max-model-len", "512") as made:
+        yield made
+
+
+def walked(schema, parts, place=""):
+    """The names of all fields of a JSON schema, and of those within them, such as "stream_options.include_usage"."""
+    if "$ref" in schema:
+        schema = parts[schema["$ref"].rpartition("/")[2]]
+    for name, each in schema.get("properties", {}).items():
+        yield place + name
+        yield from walked(each, parts, f"{place}{name}.")
+    for each in (*schema.get("anyOf", []), *schema.get("allOf", []), *filter(None, [schema.get("items")])):
+        yield from walked(each, parts, place)
+
+
+def fields_of(server):
+    """{path: names of the fields of its body} of all endpoints that have one."""
+    with urllib.request.urlopen(server.url + "/openapi.json", timeout=60) as answer:
+        api = json.loads(answer.read())
+    found = {}
+    for path, methods in api["paths"].items():
+        for method in methods.values():
+            if "requestBody" in method:
+                schema = method["requestBody"]["content"]["application/json"]["schema"]
+                found[path] = sorted(set(walked(schema, api["components"]["schemas"])))
+    return found
+
+
+def asked(server, path, body):
+    """(status, ignored fields, what an answer says apart from ids and times)."""
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text, ignored = answer.read().decode(), answer.headers["x-ignored-fields"] or ""
+            return (
+                200,
+                ignored.split(", "),
+                re.sub(r'"(id|item_id|call_id|\w+_ms|created|created_at|cached_tokens)":("[^"]*"|[\d.e-]+)', "", text),
+            )
+    except urllib.error.HTTPError as error:
+        return error.code, [], error.read().decode()
+
+
+def test_every_field_of_every_endpoint_does_something(server):
+    walk, wrong, before = fields_of(server), [], {}
+    assert walk.keys() == FIELDS.keys() and len(walk[CHAT]) > 60
+    for path, names in walk.items():
+        for name in names:
+            case = FIELDS[path].get(name)
+            if case is None:
+                wrong.append(f"{path}: {name} is in no test")
+                continue
+            base = {**BASES[path], **case.base}
+            if "max_tokens" in case.base and path == RESPONSES:
+                base["max_output_tokens"] = base.pop("max_tokens")
+            if path == "/tokenize" and (name in CONVERSATION):
+                base = {key: value for key, value in base.items() if key != "prompt"} | (
+                    {} if "messages" in base else {"messages": [USER]}
+                )
+            key = path + json.dumps(base)
+            if key not in before:
+                before[key] = asked(server, path, base)
+                assert asked(server, path, base) == before[key], "the same request has two answers"
+            status, ignored, text = asked(server, path, base | case.more)
+            if case.kind == "refused":
+                good = 400 <= status < 500 and json.loads(text)["error"]["message"]
+            elif case.kind == "named":
+                good = status == 200 and any(f"{name}.".startswith(f"{each}.") for each in ignored)
+            else:
+                good = (
+                    status == before[key][0] == 200
+                    and name not in ignored
+                    and (text != before[key][2]) == (case.kind == "acts")
+                )
+            if not good:
+                wrong.append(f"{path}: {name} ({case.kind}): {status} {ignored} {text[:200]}")
+            if case.where:
+                file, _, function = case.where.partition("::")
+                assert f"def {function}" in next(TESTS.rglob(file)).read_text(), case.where
+    assert not wrong, "\n".join(wrong)
