@@ -441,9 +441,14 @@ class SpeculativeDecoder:
         if seq.id in self.outside:
             self.cache.load_all(seq.id, self.outside.pop(seq.id))
 
+    def is_plain(self, sequences: list[Sequence]) -> bool:
+        """True if a step of these rows will not draft, whatever their caps."""
+        most = self.config.disable_by_batch_size
+        return not self._drafts or (most is not None and len(sequences) > most) or self.policy.is_plain(sequences)
+
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """Draft depth of each row: the policy's choice, capped by what the row can use. Starts the clock if the policy uses the time."""
-        is_plain = not self._drafts or self.policy.is_plain(sequences)
+        is_plain = self.is_plain(sequences)
         if self.policy.needs_observations:
             self.timer.start(counts=not is_plain or self.policy.wants_plain_time())
         if is_plain:

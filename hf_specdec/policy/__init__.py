@@ -14,8 +14,7 @@ a step that gives row i a draft of depth k_i has the speed
 
     [1 + mean_i sum_{j <= k_i} s(i, j)] * t(B, B, c) / [t(B, B + sum_i k_i, c) + d + o],
 
-and the choice is the fastest one over drafters and depths. In a static batch that ends when its slowest row ends, it is the choice with
-which that row ends soonest.
+and the choice is the fastest one over drafters and depths.
 
 A trial of a drafter that does not seem to pay is worth P * H * g tokens: P is the chance that the drafter pays on the row (the share of
 rows on which it paid, times the likelihood of its failures there, which ages), g what it would gain in a step, H the tokens for which the
@@ -32,10 +31,10 @@ from collections.abc import Callable
 
 from ..config import SpeculativeConfig
 from .fastest import Choice, Chooser, Drafter, Fastest
-from .lengths import DraftedStep, DraftLengthPolicy, LengthPerBatchSize, UpToBatchSize
+from .lengths import DraftedStep, DraftLengthPolicy, LengthPerBatchSize
 
 __all__ = [
-    "Choice", "Chooser", "DraftLengthPolicy", "DraftedStep", "Drafter", "Fastest", "LengthPerBatchSize", "UpToBatchSize", "make_policy",
+    "Choice", "Chooser", "DraftLengthPolicy", "DraftedStep", "Drafter", "Fastest", "LengthPerBatchSize", "make_policy",
 ]  # fmt: skip
 
 
@@ -48,12 +47,11 @@ def make_policy(
         clock: see Fastest.
         measured: the policy that a drafter made of several has for them.
     """
-    policy, longest = DraftLengthPolicy(), config.longest_draft or 1
     if measured is not None:
-        policy = measured
-    elif config.num_speculative_tokens_per_batch_size is not None:
-        policy = LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
-    elif config.draft_length == "auto":
-        policy = Fastest([Drafter(config.method, longest, guess=0.6)], longest, clock)
-    most_rows = config.disable_by_batch_size
-    return policy if most_rows is None else UpToBatchSize(policy, most_rows)
+        return measured
+    if config.num_speculative_tokens_per_batch_size is not None:
+        return LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
+    longest = config.longest_draft or 1
+    if config.draft_length == "auto":
+        return Fastest([Drafter(config.method, longest, guess=0.6)], longest, clock)
+    return DraftLengthPolicy()

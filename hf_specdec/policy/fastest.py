@@ -86,27 +86,6 @@ class Chooser(Protocol):
 
 
 @dataclass
-class Menu:
-    """What the rows of a step may draft.
-
-    Attributes:
-        gains: float [B, K], accepted tokens that drafting to depth d adds to drafting to d - 1.
-        nodes: float [B, K], packed tokens that depth d adds.
-        backlogs: [B], tokens that the drafter has to catch up with before it can draft.
-        room: [B], the deepest that each row may draft.
-        asks: bool [B], rows whose drafts take the drafter's time. The drafts of the other rows are known already.
-        drafter: which drafter is asked.
-    """
-
-    gains: np.ndarray
-    nodes: np.ndarray
-    backlogs: np.ndarray
-    room: np.ndarray
-    asks: np.ndarray
-    drafter: int = 0
-
-
-@dataclass
 class Asked:
     """One round of choosing: sequence id → row; each look-up's drafts and its seconds; the kinds [D, B] of all drafts (see
     `Acceptance`); and what was chosen."""
@@ -144,7 +123,7 @@ class Fastest(DraftLengthPolicy):
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
     QUIET_SHARE = 0.003  # share of the time that choices may take while nothing is chosen
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
-    SPEEDS = 256  # how many speeds of a static batch are compared; and prefixes of the order of draft tokens
+    PREFIXES = 256  # how many prefixes of the order of draft tokens are compared
 
     def __init__(
         self, drafters: list[Drafter], longest: int, clock: Callable[[], float] | None = None,
@@ -161,7 +140,7 @@ class Fastest(DraftLengthPolicy):
         self._depth = np.arange(1, longest + 1)
         self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))  # candidates
         self._knows_price = False  # whether a step with drafts has been timed
-        self._static, self._asked = False, None
+        self._asked: Asked | None = None
         self._quiet_until, self._quiet_rows, self._quiet_left = 0, frozenset[int](), 0
         self._num_rows = 1  # of the last step
         self._of_fresh = 1.0  # tokens a step that heads may gain on a text that begins
@@ -173,10 +152,6 @@ class Fastest(DraftLengthPolicy):
         # Per look-up: seconds of an ask, tokens gained a step, asks since it was useful, and the step of the last ask.
         self.seconds, self._worth, self._idle, self._asked_at = np.zeros((4, self.num_lookups))
         self._drafted_for: set[int] = set()  # ids of the sequences that the last choice drafted for
-
-    def begin_batch(self) -> None:
-        """See DraftLengthPolicy."""
-        self._static = True
 
     # ---- choosing ---------------------------------------------------------------------------------------------------
 
@@ -244,9 +219,7 @@ class Fastest(DraftLengthPolicy):
             drafter, depth = divmod(int(rates.argmax()), rates.shape[2])
             choice = Choice(np.array([drafter]), np.array([depth + 1 if worth[drafter, 0] > 0 else 0]))
         else:
-            choice = self._divided(won, nodes, reach, worth, backlogs, left if self._end_together(sequences) else None)
-            if self._end_together(sequences):
-                room = np.where(left == left.max(), room, 0)  # another row's trial would gain nothing
+            choice = self._divided(won, nodes, reach, worth, backlogs)
         self._value_lookups(worth)
         drafted = {seq.id for seq, depth in zip(sequences, choice.depth.tolist(), strict=True) if depth}
         if any(seq.id in self._drafted_for and seq.id not in drafted for seq in sequences):
@@ -311,13 +284,9 @@ class Fastest(DraftLengthPolicy):
         """Factor on the target's extra times. While nothing is drafted nothing is measured, so it is less and less certain."""
         return max(0.5 ** ((self.num_steps - self._last_drafted) / self.DOUBT), 0.25)
 
-    def _end_together(self, sequences: list[Sequence]) -> bool:
-        """True if the rows of a static batch can only end at their maximum length."""
-        return self._static and not any(seq.eos_token_ids for seq in sequences)
-
     def _divided(
-        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, worth: np.ndarray, backlogs: np.ndarray, left: np.ndarray | None
-    ) -> Choice:  # fmt: skip
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, worth: np.ndarray, backlogs: np.ndarray
+    ) -> Choice:
         """The fastest of the divisions of several rows: all rows look up, or some ask a drafter that serves them better."""
         rows = np.arange(len(worth[0]))
         lookup = worth[: self.num_lookups].argmax(0) if self.num_lookups else np.zeros_like(rows)
@@ -329,34 +298,44 @@ class Fastest(DraftLengthPolicy):
                 continue
             whose, has = np.where(asks, index, lookup), (asks | (value > 0))[:, None]
             at = whose, rows
-            menu = Menu(won[at] * has, nodes[at] * has, backlogs[index] * asks, reach[at], asks, index)
-            depth, faster = self._fastest(menu) if left is None else self._soonest(menu, left)
+            depth, faster = self._fastest(
+                won[at] * has, nodes[at] * has, backlogs[index] * asks, reach[at], asks, index
+            )
             if faster > speed:
                 best, speed = Choice(whose, depth), faster
         return best
 
-    def _fastest(self, menu: Menu) -> tuple[np.ndarray, float]:
+    def _fastest(
+        self, gains: np.ndarray, nodes: np.ndarray, backlogs: np.ndarray, room: np.ndarray, asks: np.ndarray, drafter: int = 0
+    ) -> tuple[np.ndarray, float]:  # fmt: skip
         """int [B]: the depths with the most expected tokens per second; and their speed, 1 for plain decoding.
 
         Draft tokens are sorted by gain per packed token. Of all prefixes of that order, at each depth of drafting, the one with the
         most expected tokens per second is chosen. So an easy row drafts far while a hard row beside it does not draft.
+
+        Args:
+            gains: float [B, K], accepted tokens that drafting to depth d adds to drafting to d - 1.
+            nodes: float [B, K], packed tokens that depth d adds.
+            backlogs: [B], tokens that the drafter has to catch up with before it can draft.
+            room: [B], the deepest that each row may draft.
+            asks: bool [B], rows whose drafts take the time of `drafter`. The drafts of the other rows are known already.
         """
-        num_rows, longest = menu.gains.shape
-        worth = np.minimum.accumulate(menu.gains / np.maximum(menu.nodes, 1e-9), axis=1)  # depths are taken in order
-        allowed = np.arange(longest) < menu.room[:, None]
+        num_rows, longest = gains.shape
+        worth = np.minimum.accumulate(gains / np.maximum(nodes, 1e-9), axis=1)  # depths are taken in order
+        allowed = np.arange(longest) < room[:, None]
         order = np.argsort(-worth.T, axis=None, kind="stable")  # ties: shallow first
         order = order[allowed.T.ravel()[order]]
         if not len(order):
             return np.zeros(num_rows, dtype=np.int64), 1.0
         depth, row = np.divmod(order, num_rows)
-        asks = menu.asks[row]
-        taken = (depth < self._depths[:, None]) | ~asks  # [depths, tokens]
-        won = (menu.gains[row, depth] * taken).cumsum(1)
-        packed = num_rows + (menu.nodes[row, depth] * taken).cumsum(1)
-        missed = ((depth == 0) * asks * menu.backlogs[row]).cumsum() / self.HORIZON
-        ends = np.unique(np.linspace(0, len(order) - 1, min(len(order), self.SPEEDS)).astype(np.int64))
-        asked = (taken & asks).cumsum(1)[:, ends]
-        extra = self._extra(num_rows, packed[:, ends], self._depths[:, None], asked, missed[ends], menu.drafter)
+        asking = asks[row]
+        taken = (depth < self._depths[:, None]) | ~asking  # [depths, tokens]
+        won = (gains[row, depth] * taken).cumsum(1)
+        packed = num_rows + (nodes[row, depth] * taken).cumsum(1)
+        missed = ((depth == 0) * asking * backlogs[row]).cumsum() / self.HORIZON
+        ends = np.unique(np.linspace(0, len(order) - 1, min(len(order), self.PREFIXES)).astype(np.int64))
+        asked = (taken & asking).cumsum(1)[:, ends]
+        extra = self._extra(num_rows, packed[:, ends], self._depths[:, None], asked, missed[ends], drafter)
         rates = (num_rows + won[:, ends]) / (1.0 + extra)
         which, end = np.unravel_index(rates.argmax(), rates.shape)
         if rates[which, end] <= num_rows:
@@ -364,34 +343,6 @@ class Fastest(DraftLengthPolicy):
         prefix = slice(ends[end] + 1)
         depths = np.bincount(row[prefix][taken[which, prefix]], minlength=num_rows)
         return depths, float(rates[which, end]) / num_rows
-
-    def _soonest(self, menu: Menu, left: np.ndarray) -> tuple[np.ndarray, float]:
-        """int [B]: the depths with which the row that ends last ends soonest; and the speed of that row, 1 for plain decoding. A static
-        batch takes as long as its slowest row, so a row ahead of it does not draft.
-
-        Args:
-            left: [B], tokens that each row still has to write.
-        """
-        num_rows, longest = menu.gains.shape
-        won = np.concatenate([np.zeros((num_rows, 1)), menu.gains.cumsum(1)], axis=1)  # [B, K + 1], by depth
-        packed = np.concatenate([np.zeros((num_rows, 1)), menu.nodes.cumsum(1)], axis=1)
-        slowest = int(left.argmax())
-        # Candidates: the speeds, in tokens of the slowest row a step, at which one of the rows ends last. Each of the others then
-        # drafts just deep enough to end with it or before.
-        rates = np.unique(left[slowest] / np.maximum(left, 1)[:, None] * (1.0 + won))
-        rates = np.append(1.0, rates[rates > 1.0])
-        rates = rates[np.linspace(0, len(rates) - 1, min(len(rates), self.SPEEDS)).astype(np.int64)]
-        needed = left / left[slowest] * rates[:, None] - 1.0  # [C, B], accepted tokens a step
-        depth = (won[None, :, :] < needed[:, :, None] - 1e-9).sum(2)  # [C, B]
-        reached = (depth <= np.minimum(menu.room, longest)).all(1)
-        depth = np.minimum(depth, longest)
-        added = np.take_along_axis(packed[None], depth[:, :, None], 2)[:, :, 0].sum(1)
-        asked = depth * menu.asks
-        missed = ((asked > 0) * menu.backlogs).sum(1) / self.HORIZON
-        extra = self._extra(num_rows, num_rows + added, asked.max(1), asked.sum(1), missed, menu.drafter)
-        times = np.where(reached, (1.0 + extra) / rates, np.inf)
-        best = int(times.argmin())
-        return depth[best], float(1.0 / times[best])
 
     # ---- exploring --------------------------------------------------------------------------------------------------
 

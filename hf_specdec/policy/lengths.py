@@ -42,9 +42,6 @@ class DraftLengthPolicy:
 
     needs_observations: ClassVar[bool] = False
 
-    def begin_batch(self) -> None:
-        """The sequences that are added next are a static batch: they start together, and no others take the place of those that end."""
-
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if `limits` would be 0 for every row, whatever the caps: known without looking at them."""
         return False
@@ -82,17 +79,3 @@ class LengthPerBatchSize(DraftLengthPolicy):
         """The table's K for this many rows, within each cap."""
         k = self.lengths[int(np.searchsorted(self.lasts, len(sequences)))]
         return [min(k, cap) for cap in caps]
-
-
-class UpToBatchSize(DraftLengthPolicy):
-    """Another policy's lengths; no drafts in steps in which more than `most_rows` rows decode."""
-
-    def __init__(self, lengths: DraftLengthPolicy, most_rows: int):
-        self.lengths, self.most_rows = lengths, most_rows
-        followed = "needs_observations begin_batch is_plain observe observe_plain wants_plain_time forget"
-        for name in followed.split():
-            setattr(self, name, getattr(lengths, name))
-
-    def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
-        """The other policy's, or 0."""
-        return self.lengths.limits(sequences, caps if len(sequences) <= self.most_rows else [0] * len(caps))

@@ -8,12 +8,12 @@ import re
 import pytest
 import torch
 from oracle import assert_clean, ragged, tiny_llama
+from scheduling import make_decoder
 from test_config import error
 
 import hf_specdec
 from hf_specdec import parse_config
 from hf_specdec.candidate_generators import pasted
-from hf_specdec.policy import make_policy
 
 # The page's configuration → our method. Heads and drafters are bundled ones in place of the page's.
 PAGES = {
@@ -208,12 +208,12 @@ def test_a_key_of_kernels_is_told_what_runs_instead(caplog):
 )
 def test_disable_by_batch_size(length):
     """No drafts where more rows are decoding."""
-    policy = make_policy(parse_config({"method": "ngram", "disable_by_batch_size": 2, **length}))
+    decoder = make_decoder(tiny_llama(), {"method": "ngram", "disable_by_batch_size": 2, **length})
     rows = [hf_specdec.core.sequence.Sequence([1, 2, 3], max_length=50) for _ in range(3)]
     for _ in range(3):
-        policy.observe_plain(rows[:2], 0.01)
-    assert policy.limits(rows, [4, 4, 4]) == [0, 0, 0]
-    assert sum(policy.limits(rows[:2], [4, 4])) > 0
+        decoder.policy.observe_plain(rows[:2], 0.01)
+    assert decoder._draft_limits(rows) == [0, 0, 0]
+    assert sum(decoder._draft_limits(rows[:2])) > 0
 
 
 def drafted(model, inputs, **keys):

@@ -145,7 +145,7 @@ class Scheduler:
                     break
                 num_pending += len(choice.sequence.tokens)
         allowed = (left - min(num_pending, left // 2)) // num_decoding
-        if self.decoder.policy.is_plain(decoding):
+        if self.decoder.is_plain(decoding):
             allowed = 0
         for choice in self.running:
             choice.sequence.draft_room = None if allowed >= most else allowed
