@@ -25,6 +25,7 @@ from ..policy import DraftedStep, DraftLengthPolicy, make_policy
 from ..sampling.grammar import without_impossible_ends
 from ..sampling.logits import calls_in_order, needs_prefix
 from ..verification.verify import begin_verification
+from . import profile
 from .fed_rows import FedRows
 from .outputs import RowStatistics, read_cache
 from .scoring import node_scores
@@ -293,9 +294,8 @@ class SpeculativeDecoder:
         self, sequences: list[Sequence], num_tokens: list[int] | None, next_tokens: dict[int, torch.Tensor]
     ) -> PendingStep:
         """`begin`. `next_tokens`: sequence id → its last token [1], on the device, where the host does not know it yet."""
-        tracer = self.tracer
-        if tracer is not None:
-            tracer.begin(first=True)
+        tracer = self.tracer or profile.phases
+        tracer.begin(first=True)
         rows = self._admit(sequences, num_tokens)
         num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
         decoding = [seq for seq, end in rows if end == len(seq.tokens)]
@@ -305,13 +305,11 @@ class SpeculativeDecoder:
         trees = self._propose(decoding, limits)
         if self.policy.needs_observations and any(limits):
             self.timer.proposed()
-        if tracer is not None:
-            tracer.end("propose")
+        tracer.end("propose")
         fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
         tapped = self._rests is None or self.learner is not None or self._rests.needs_taps([seq for seq, _ in rows])
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self._all_hidden_states, tapped))
-        if tracer is not None:
-            tracer.end("forward")
+        tracer.end("forward")
         # while the drafter called a row's processors, they may have shown that they must be called in order
         if any(trees.lengths) and any(map(calls_in_order, decoding)):
             trees, tensors = tensors.without_drafts(trees)
@@ -327,8 +325,7 @@ class SpeculativeDecoder:
             verdict = begin_verification(
                 trees, tensors.processed, decoding, self.config, tensors.sampling, self.agree_on_verdict
             )
-        if tracer is not None:
-            tracer.end("verify")
+        tracer.end("verify")
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
@@ -357,9 +354,8 @@ class SpeculativeDecoder:
 
         Sequences that were finished or removed in the meantime get nothing.
         """
-        tracer = self.tracer
-        if tracer is not None:
-            tracer.begin()
+        tracer = self.tracer or profile.phases
+        tracer.begin()
         results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
         present = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
         outcome = self._commit(pending, {pending.rows[i][0].id for i in present}, results)
@@ -368,13 +364,11 @@ class SpeculativeDecoder:
         outcome.num_own = [pending.num_own[i] for i in present]
         outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
-        if tracer is not None:
-            tracer.end("verify")
+        tracer.end("verify")
         if outcome.chunks:
             self.generator.observe(self.outcome_for_drafter(outcome))
-        if tracer is not None:
-            tracer.end("observe")
-            tracer.record(outcome)
+        tracer.end("observe")
+        tracer.record(outcome)
         if self.policy.needs_observations and outcome.sequences:
             whole = len(outcome.sequences) == len(pending.rows) == sum(pending.num_own)
             self._inform_policy(outcome, pending, timed=whole)

@@ -11,8 +11,7 @@ import torch
 from ..core.clock import clock_for
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
-
-PHASES = ("propose", "forward", "verify", "observe")
+from .profile import PHASES, Phases
 
 
 class Trace(list[dict[str, Any]]):
@@ -56,7 +55,7 @@ def _shown(tokens: list[str]) -> str:
     return "|".join(token.replace("\n", "\\n") for token in tokens) or "–"
 
 
-class Tracer:
+class Tracer(Phases):
     """Times the phases of a step and keeps what became of its drafts. It waits for the device after each phase.
 
     Args:

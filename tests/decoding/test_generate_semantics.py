@@ -24,6 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import hf_specdec
 from hf_specdec.core.names import CACHE
+from hf_specdec.decoding.profile import PHASES, profiled
 
 METHODS = ["none", "ngram", "chain", "tree"]
 SHAPES = {"single": [9], "ragged": [6, 13, 1, 9]}
@@ -336,6 +337,20 @@ def test_a_trace_accounts_for_every_token(model, configs, name):
             assert sorted(step["accepted"] + step["rejected"]) == sorted(step["drafted"])
             assert step["accepted"] == step["written"][: len(step["accepted"])]
             assert step["forward_ms"] > 0 and step["verify_ms"] > 0 and (not step["drafted"] or step["propose_ms"] > 0)
+
+
+def test_phases_are_ranges_of_the_profiler(model, configs, capsys):
+    with profiled() as found:
+        out = model.generate(
+            **ragged([9]), max_new_tokens=12, return_dict_in_generate=True, speculative_config=configs["chain"]
+        )
+    counts = {event.key: event.count for event in found.key_averages() if event.key.startswith("specdec.")}
+    steps = out.speculation.num_steps
+    assert counts == {f"specdec.{phase}": steps * (1 + (phase == "verify")) for phase in PHASES}
+    assert "specdec.forward" in capsys.readouterr().out
+    with torch.profiler.profile() as later:
+        model.generate(**ragged([9]), max_new_tokens=4, speculative_config=configs["chain"])
+    assert not any(event.key.startswith("specdec.") for event in later.key_averages())
 
 
 def test_the_trace_as_text(tiny_model, tiny_tokenizer):
