@@ -14,7 +14,7 @@ from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.auto import AutoGenerator
 from ..candidate_generators.base import HasDrafters, RestsFromTaps, SharesPrefixes, active_drafter, known_prefix
 from ..candidate_generators.combined import configure
-from ..config import MOST_DRAFT_TOKENS, SpeculativeConfig
+from ..config import SpeculativeConfig
 from ..core.clock import StepTimer, clock_for
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
@@ -488,13 +488,12 @@ class SpeculativeDecoder:
         return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
 
     def _draft_limit(self, seq: Sequence) -> int:
-        """The deepest useful draft: at most the row's or the method's K, the tokens left to write, and the model's positions."""
+        """The deepest useful draft: at most the method's K and the row's, the tokens left to write, and the model's positions."""
         if calls_in_order(seq):
             return 0
-        limit = self.config.num_speculative_tokens if seq.num_speculative_tokens is None else seq.num_speculative_tokens
-        limit = min(limit or 0, MOST_DRAFT_TOKENS, seq.max_length - len(seq.tokens) - 1)
-        if seq.draft_room is not None:
-            limit = min(limit, seq.draft_room)
+        limit = min(self.config.longest_draft, seq.max_length - len(seq.tokens) - 1)
+        for most in (seq.num_speculative_tokens, seq.draft_room):
+            limit = limit if most is None else min(limit, most)
         if self._max_drafted is not None:
             limit = min(limit, self._max_drafted - len(seq.tokens))
         return max(limit, 0)
