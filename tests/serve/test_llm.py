@@ -198,11 +198,13 @@ def test_prefixes_of_other_weights_are_forgotten():
     llm.close()
 
 
-@pytest.mark.parametrize("config", [METHODS[1], METHODS[3]], ids=lambda config: config["method"])
+@pytest.mark.parametrize(
+    "config", [{**METHODS[1], "prompt_lookup_min": 1}, METHODS[3]], ids=lambda config: config["method"]
+)
 def test_requests_may_draft_less_or_not_at_all(make, config):
     llm = make(config)
     params = [GREEDY.copy(num_speculative_tokens=k) for k in (None, 1, 0, 99)]
-    outputs = llm.generate([TEXTS[1]] * 4, params, use_tqdm=False)
+    outputs = llm.generate([TEXTS[4]] * 4, params, use_tqdm=False)
     assert len({tuple(each.outputs[0].token_ids) for each in outputs}) == 1
     drafted = [each.speculation.num_draft_tokens for each in outputs]
     assert drafted[3] == drafted[0] > drafted[1] > drafted[2] == 0  # but not more
