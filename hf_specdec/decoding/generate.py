@@ -93,6 +93,7 @@ def decode(
     for seq in sequences:
         seq.is_text = can_recompute
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
+    decoder.policy.begin_batch()
     decoder.tracer = Tracer(decoder.target.device, decoder.drafter_of) if decoder.config.trace else None
     try:
         decoder.allocate(

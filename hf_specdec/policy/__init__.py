@@ -14,7 +14,8 @@ a step that gives row i a draft of depth k_i has the speed
 
     [1 + mean_i sum_{j <= k_i} s(i, j)] * t(B, B, c) / [t(B, B + sum_i k_i, c) + d + o],
 
-and the choice is the fastest one over drafters and depths.
+and the choice is the fastest one over drafters and depths. In a static batch whose rows are expected to reach
+their greatest lengths, it is the choice with which the row that ends last ends soonest: until then, other rows' tokens save no time.
 
 A trial of a drafter that does not seem to pay is worth P * H * g tokens: P is the chance that the drafter pays on the row (the share of
 rows on which it paid, times the likelihood of its failures there, which ages), g what it would gain in a step, H the tokens for which the

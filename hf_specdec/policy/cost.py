@@ -51,6 +51,10 @@ class FittedCost:
         if len(self._sizes) > self.memory:
             del self._last[self._sizes.popitem(last=False)[0]]
 
+    def largest(self, part: int) -> int:
+        """The largest value of one part of the sizes seen; 0: none was seen."""
+        return max((size[part] for size in self._sizes), default=0)
+
     @property
     def coefficients(self) -> np.ndarray:
         """float [F], seconds per feature; zeros before the first measurement."""
@@ -158,7 +162,8 @@ class StepCost:
     """Seconds of a decoding step without drafting.
 
     By rows and by packed tokens, piecewise linear between `KNOTS` (the cost grows in steps: the second token may cost much, tokens
-    up to the next multiple of a tile nothing). Attention adds what each row and each packed token costs for every token of context.
+    up to the next multiple of a tile nothing). Beyond the most tokens seen, and from `LINEAR` on, a token costs as much as those before
+    it. Attention adds what each row and each packed token costs for every token of context.
 
     Attributes:
         context: mean length of the texts, in units of `CONTEXT` tokens, of the steps that are observed or asked for next.
@@ -167,14 +172,16 @@ class StepCost:
 
     KNOTS = np.array([1.0, 2.0, 3.0, 4.0, 6.0, *2.0 ** np.arange(3, 13)])  # up to 4096 tokens
     CONTEXT = 4096  # while texts are much shorter, they do not show what context costs, and the fit pulls it towards 0
+    LINEAR = 8  # tokens from which steps are small against the rest
     _OCTAVE = 0.1  # initial guess: how much longer a forward gets when its tokens double
 
     def __init__(self):
         self.target = FittedCost(np.concatenate([[0.8, 0.01, 0.0, 0.0], self._OCTAVE * np.diff(np.log2(self.KNOTS))]))
         self.context, self.octave = 0.0, 0
         self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
-        self._plain_fit: np.ndarray | None = None  # the fit that `_plain` was computed from
+        self._fit: np.ndarray | None = None  # the fit that `_plain` and `_curve` were computed from
         self._plain: dict[tuple[int, int], float] = {}  # seconds of a plain step, by rows and octave
+        self._curve = np.zeros(len(self.KNOTS))  # seconds that the tokens up to each knot add
 
     def look_at(self, num_rows: int, num_context: int) -> None:
         """The next observations and questions are about steps of `num_rows` rows whose texts have `num_context` tokens together."""
@@ -197,9 +204,7 @@ class StepCost:
 
     def of_plain(self, num_rows: int) -> float:
         """Seconds of a plain step, as a measure of small times. It is computed once for each fit, number of rows and octave."""
-        coefficients = self.target.coefficients
-        if coefficients is not self._plain_fit:
-            self._plain_fit, self._plain = coefficients, {}
+        self._refit()
         key = num_rows, self.octave
         if key not in self._plain:
             self._plain[key] = float(self.of_target(num_rows, num_rows))
@@ -207,6 +212,17 @@ class StepCost:
 
     def of_target(self, num_rows: int, num_tokens):
         """Seconds of the target (above 0) for packed token counts: a number or an array, fractions allowed."""
-        fixed, per_row, per_read, per_product, *octaves = self.target.coefficients
-        seconds = fixed + per_row * num_rows + np.interp(num_tokens, self.KNOTS, np.cumsum([0.0, *octaves]))
+        fixed, per_row, per_read, per_product = self._refit()[:4]
+        seconds = fixed + per_row * num_rows + np.interp(num_tokens, self.KNOTS, self._curve)
         return np.maximum(seconds + self.context * (per_read * num_rows + per_product * num_tokens), 1e-9)
+
+    def _refit(self) -> np.ndarray:
+        """The coefficients of the fit, and what is computed once for it."""
+        coefficients = self.target.coefficients
+        if coefficients is not self._fit:
+            self._fit, self._plain, octaves = coefficients, {}, coefficients[4:].copy()
+            seen, lengths = self.target.largest(2), np.diff(self.KNOTS)
+            for octave in np.flatnonzero(self.KNOTS[:-1] >= max(seen, self.LINEAR)):
+                octaves[octave] = max(octaves[octave], octaves[octave - 1] * lengths[octave] / lengths[octave - 1])
+            self._curve = np.cumsum([0.0, *octaves])
+        return coefficients

@@ -86,6 +86,27 @@ class Chooser(Protocol):
 
 
 @dataclass
+class Menu:
+    """What the rows of a step may draft.
+
+    Attributes:
+        gains: float [B, K], accepted tokens that drafting to depth d adds to drafting to d - 1.
+        nodes: float [B, K], packed tokens that depth d adds.
+        backlogs: [B], tokens that the drafter has to catch up with before it can draft.
+        room: [B], the deepest that each row may draft.
+        asks: bool [B], rows whose drafts take the drafter's time. The drafts of the other rows are known already.
+        drafter: which drafter is asked.
+    """
+
+    gains: np.ndarray
+    nodes: np.ndarray
+    backlogs: np.ndarray
+    room: np.ndarray
+    asks: np.ndarray
+    drafter: int = 0
+
+
+@dataclass
 class Asked:
     """One round of choosing: sequence id → row; each look-up's drafts and its seconds; the kinds [D, B] of all drafts (see
     `Acceptance`); and what was chosen."""
@@ -123,7 +144,8 @@ class Fastest(DraftLengthPolicy):
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
     QUIET_SHARE = 0.003  # share of the time that choices may take while nothing is chosen
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
-    PREFIXES = 256  # how many prefixes of the order of draft tokens are compared
+    ENDS = 0.98  # decay per row of how rows ended
+    SPEEDS = 256  # how many speeds of a static batch are compared; and prefixes of the order of draft tokens
 
     def __init__(
         self, drafters: list[Drafter], longest: int, clock: Callable[[], float] | None = None,
@@ -140,7 +162,8 @@ class Fastest(DraftLengthPolicy):
         self._depth = np.arange(1, longest + 1)
         self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))  # candidates
         self._knows_price = False  # whether a step with drafts has been timed
-        self._asked: Asked | None = None
+        self._static, self._asked = False, None
+        self._written, self._ended = 512.0, 1.0  # tokens, and rows that ended before they had to; at first a guess
         self._quiet_until, self._quiet_rows, self._quiet_left = 0, frozenset[int](), 0
         self._num_rows = 1  # of the last step
         self._of_fresh = 1.0  # tokens a step that heads may gain on a text that begins
@@ -152,6 +175,10 @@ class Fastest(DraftLengthPolicy):
         # Per look-up: seconds of an ask, tokens gained a step, asks since it was useful, and the step of the last ask.
         self.seconds, self._worth, self._idle, self._asked_at = np.zeros((4, self.num_lookups))
         self._drafted_for: set[int] = set()  # ids of the sequences that the last choice drafted for
+
+    def begin_batch(self) -> None:
+        """See DraftLengthPolicy."""
+        self._static = True
 
     # ---- choosing ---------------------------------------------------------------------------------------------------
 
@@ -219,8 +246,11 @@ class Fastest(DraftLengthPolicy):
             drafter, depth = divmod(int(rates.argmax()), rates.shape[2])
             choice = Choice(np.array([drafter]), np.array([depth + 1 if worth[drafter, 0] > 0 else 0]))
         else:
-            choice = self._divided(won, nodes, reach, worth, backlogs)
-        self._value_lookups(worth)
+            reach_ends = self._reach_their_ends(left)
+            choice = self._divided(won, nodes, reach, worth, backlogs, left if reach_ends else None)
+            if reach_ends:
+                room = np.where(left == left.max(), room, 0)  # another row's trial would gain nothing
+        self._value_lookups(worth, choice)
         drafted = {seq.id for seq, depth in zip(sequences, choice.depth.tolist(), strict=True) if depth}
         if any(seq.id in self._drafted_for and seq.id not in drafted for seq in sequences):
             self._idle *= 0.5  # a text has changed
@@ -252,7 +282,9 @@ class Fastest(DraftLengthPolicy):
         """[D, B, K]: tokens per row in the time of a plain step, if all rows drafted as one row does; 0 where it may not. `doubt`: a
         factor on drafting times."""
         num_rows, plain = won.shape[1], self.cost.of_plain(won.shape[1])
-        seconds = self._doubt * (self.cost.of_target(num_rows, num_rows * (1.0 + nodes.cumsum(2))) - plain)
+        seconds = self._overhead + self._doubt * (
+            self.cost.of_target(num_rows, num_rows * (1.0 + nodes.cumsum(2))) - plain
+        )
         for index in self.models:
             seconds[index] += doubt * self._of_drafting(index, self._depth, num_rows * self._depth, plain)
             seconds[index] += self._of_backlog(index, num_rows * backlogs[index], plain)[:, None]
@@ -260,12 +292,12 @@ class Fastest(DraftLengthPolicy):
         return np.where((self._depth <= reach[:, :, None]) & (nodes > 0), rates, 0.0)
 
     def _of_drafting(self, drafter: int, depth, num_asked, plain: float):
-        """Seconds that a drafter takes to draft, with choosing and learning; look-ups have drafted already."""
+        """Seconds that a drafter takes to draft; look-ups have drafted already."""
         if drafter < self.num_lookups:
             return 0.0
         if not self.drafting[drafter]:
-            return (self.UNKNOWN * plain + self._overhead) * (np.asarray(num_asked) > 0)
-        return self.drafting[drafter].of_draft(depth, num_asked) + self._overhead * (np.asarray(num_asked) > 0)
+            return self.UNKNOWN * plain * (np.asarray(num_asked) > 0)
+        return self.drafting[drafter].of_draft(depth, num_asked)
 
     def _of_backlog(self, drafter: int, num_tokens, plain: float):
         """Seconds that a drafter takes to catch up with tokens that it has not read."""
@@ -273,10 +305,10 @@ class Fastest(DraftLengthPolicy):
         return self.drafting[drafter].of_backlog(num_tokens) if known else self.UNREAD * plain * num_tokens
 
     def _extra(self, num_rows: int, num_packed, depth, num_asked, backlog, drafter: int = 0):
-        """Extra time of a step over a plain one, in plain steps."""
+        """Extra time of a step over a plain one, with choosing and learning, in plain steps."""
         plain = self.cost.of_plain(num_rows)
         drafting = self._of_drafting(drafter, depth, num_asked, plain)
-        seconds = self._doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting
+        seconds = self._doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._overhead
         return (seconds + self._of_backlog(drafter, backlog, plain)) / plain
 
     @property
@@ -284,9 +316,13 @@ class Fastest(DraftLengthPolicy):
         """Factor on the target's extra times. While nothing is drafted nothing is measured, so it is less and less certain."""
         return max(0.5 ** ((self.num_steps - self._last_drafted) / self.DOUBT), 0.25)
 
+    def _reach_their_ends(self, left: np.ndarray) -> bool:
+        """True if the rows of a static batch are expected to write all the tokens [B] that they may, by how often rows ended before."""
+        return self._static and left.max() * self._ended < self._written
+
     def _divided(
-        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, worth: np.ndarray, backlogs: np.ndarray
-    ) -> Choice:
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, worth: np.ndarray, backlogs: np.ndarray, left: np.ndarray | None
+    ) -> Choice:  # fmt: skip
         """The fastest of the divisions of several rows: all rows look up, or some ask a drafter that serves them better."""
         rows = np.arange(len(worth[0]))
         lookup = worth[: self.num_lookups].argmax(0) if self.num_lookups else np.zeros_like(rows)
@@ -298,44 +334,34 @@ class Fastest(DraftLengthPolicy):
                 continue
             whose, has = np.where(asks, index, lookup), (asks | (value > 0))[:, None]
             at = whose, rows
-            depth, faster = self._fastest(
-                won[at] * has, nodes[at] * has, backlogs[index] * asks, reach[at], asks, index
-            )
+            menu = Menu(won[at] * has, nodes[at] * has, backlogs[index] * asks, reach[at], asks, index)
+            depth, faster = self._fastest(menu) if left is None else self._soonest(menu, left)
             if faster > speed:
                 best, speed = Choice(whose, depth), faster
         return best
 
-    def _fastest(
-        self, gains: np.ndarray, nodes: np.ndarray, backlogs: np.ndarray, room: np.ndarray, asks: np.ndarray, drafter: int = 0
-    ) -> tuple[np.ndarray, float]:  # fmt: skip
+    def _fastest(self, menu: Menu) -> tuple[np.ndarray, float]:
         """int [B]: the depths with the most expected tokens per second; and their speed, 1 for plain decoding.
 
         Draft tokens are sorted by gain per packed token. Of all prefixes of that order, at each depth of drafting, the one with the
         most expected tokens per second is chosen. So an easy row drafts far while a hard row beside it does not draft.
-
-        Args:
-            gains: float [B, K], accepted tokens that drafting to depth d adds to drafting to d - 1.
-            nodes: float [B, K], packed tokens that depth d adds.
-            backlogs: [B], tokens that the drafter has to catch up with before it can draft.
-            room: [B], the deepest that each row may draft.
-            asks: bool [B], rows whose drafts take the time of `drafter`. The drafts of the other rows are known already.
         """
-        num_rows, longest = gains.shape
-        worth = np.minimum.accumulate(gains / np.maximum(nodes, 1e-9), axis=1)  # depths are taken in order
-        allowed = np.arange(longest) < room[:, None]
+        num_rows, longest = menu.gains.shape
+        worth = np.minimum.accumulate(menu.gains / np.maximum(menu.nodes, 1e-9), axis=1)  # depths are taken in order
+        allowed = np.arange(longest) < menu.room[:, None]
         order = np.argsort(-worth.T, axis=None, kind="stable")  # ties: shallow first
         order = order[allowed.T.ravel()[order]]
         if not len(order):
             return np.zeros(num_rows, dtype=np.int64), 1.0
         depth, row = np.divmod(order, num_rows)
-        asking = asks[row]
-        taken = (depth < self._depths[:, None]) | ~asking  # [depths, tokens]
-        won = (gains[row, depth] * taken).cumsum(1)
-        packed = num_rows + (nodes[row, depth] * taken).cumsum(1)
-        missed = ((depth == 0) * asking * backlogs[row]).cumsum() / self.HORIZON
-        ends = np.unique(np.linspace(0, len(order) - 1, min(len(order), self.PREFIXES)).astype(np.int64))
-        asked = (taken & asking).cumsum(1)[:, ends]
-        extra = self._extra(num_rows, packed[:, ends], self._depths[:, None], asked, missed[ends], drafter)
+        asks = menu.asks[row]
+        taken = (depth < self._depths[:, None]) | ~asks  # [depths, tokens]
+        won = (menu.gains[row, depth] * taken).cumsum(1)
+        packed = num_rows + (menu.nodes[row, depth] * taken).cumsum(1)
+        missed = ((depth == 0) * asks * menu.backlogs[row]).cumsum() / self.HORIZON
+        ends = np.unique(np.linspace(0, len(order) - 1, min(len(order), self.SPEEDS)).astype(np.int64))
+        asked = (taken & asks).cumsum(1)[:, ends]
+        extra = self._extra(num_rows, packed[:, ends], self._depths[:, None], asked, missed[ends], menu.drafter)
         rates = (num_rows + won[:, ends]) / (1.0 + extra)
         which, end = np.unravel_index(rates.argmax(), rates.shape)
         if rates[which, end] <= num_rows:
@@ -343,6 +369,34 @@ class Fastest(DraftLengthPolicy):
         prefix = slice(ends[end] + 1)
         depths = np.bincount(row[prefix][taken[which, prefix]], minlength=num_rows)
         return depths, float(rates[which, end]) / num_rows
+
+    def _soonest(self, menu: Menu, left: np.ndarray) -> tuple[np.ndarray, float]:
+        """int [B]: the depths with which the row that ends last ends soonest; and the speed of that row, 1 for plain decoding. A static
+        batch takes as long as its slowest row, so a row ahead of it does not draft.
+
+        Args:
+            left: [B], tokens that each row still has to write.
+        """
+        num_rows, longest = menu.gains.shape
+        won = np.concatenate([np.zeros((num_rows, 1)), menu.gains.cumsum(1)], axis=1)  # [B, K + 1], by depth
+        packed = np.concatenate([np.zeros((num_rows, 1)), menu.nodes.cumsum(1)], axis=1)
+        slowest = int(left.argmax())
+        # Candidates: the speeds, in tokens of the slowest row a step, at which one of the rows ends last. Each of the others then
+        # drafts just deep enough to end with it or before.
+        rates = np.unique(left[slowest] / np.maximum(left, 1)[:, None] * (1.0 + won))
+        rates = np.append(1.0, rates[rates > 1.0])
+        rates = rates[np.linspace(0, len(rates) - 1, min(len(rates), self.SPEEDS)).astype(np.int64)]
+        needed = left / left[slowest] * rates[:, None] - 1.0  # [C, B], accepted tokens a step
+        depth = (won[None, :, :] < needed[:, :, None] - 1e-9).sum(2)  # [C, B]
+        reached = (depth <= np.minimum(menu.room, longest)).all(1)
+        depth = np.minimum(depth, longest)
+        added = np.take_along_axis(packed[None], depth[:, :, None], 2)[:, :, 0].sum(1)
+        asked = depth * menu.asks
+        missed = ((asked > 0) * menu.backlogs).sum(1) / self.HORIZON
+        extra = self._extra(num_rows, num_rows + added, asked.max(1), asked.sum(1), missed, menu.drafter)
+        times = np.where(reached, (1.0 + extra) / rates, np.inf)
+        best = int(times.argmin())
+        return depth[best], float(1.0 / times[best])
 
     # ---- exploring --------------------------------------------------------------------------------------------------
 
@@ -434,13 +488,13 @@ class Fastest(DraftLengthPolicy):
         if any(seq not in self.acceptance for seq in sequences):
             self._idle[:] = 0.0
 
-    def _value_lookups(self, worth: np.ndarray) -> None:
-        """Note what each look-up that is awake adds to the best of the other drafters."""
+    def _value_lookups(self, worth: np.ndarray, choice: Choice) -> None:
+        """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen."""
         best, plain = worth.max(0), self.cost.of_plain(worth.shape[1])
         for index in range(self.num_lookups):
             if self.is_awake(index):
                 others = np.delete(worth, index, 0).max(0, initial=0.0)
-                added = float((best - others).mean())
+                added = float(((best - others) * (choice.depth > 0) * (choice.drafter == index)).mean())
                 self._worth[index] += (1.0 - self.WORTH) * (added - self._worth[index])
                 self._idle[index] = 0.0 if added > self._price(index, plain) else self._aged_idle(index) + 1.0
                 self._asked_at[index] = self.num_steps
@@ -540,7 +594,7 @@ class Fastest(DraftLengthPolicy):
                 self.acceptance.saved[slots, 1, index] += 1.0
         if drafted.any() and self.cost.target:
             num_rows, plain = len(slots), self.cost.of_plain(len(slots))
-            spent = (float(self.cost.of_target(num_rows, packed)) - plain + drafting) / plain
+            spent = (float(self.cost.of_target(num_rows, packed)) - plain + drafting + self._overhead) / plain
             saved = gained[drafted] - num_rows * spent / drafted.sum()
             self.acceptance.saved[slots[drafted], :, drafter[drafted]] += np.stack([saved, np.ones(len(saved))], axis=1)
 
@@ -577,7 +631,9 @@ class Fastest(DraftLengthPolicy):
         return float(self._of_drafting(index, depth, num_asked, plain) + self._of_backlog(index, unread, plain))
 
     def forget(self, seq: Sequence) -> None:
-        """Drop the row's estimates."""
+        """Drop the row's estimates, and count how it ended."""
+        self._written = self.ENDS * self._written + seq.num_generated
+        self._ended = self.ENDS * self._ended + (seq.finished and len(seq.tokens) < seq.max_length)
         self.acceptance.forget(seq)
         self._prospects.pop(seq.id, None)
         if self.when_idle is not None and not self.acceptance.num_rows:

@@ -42,6 +42,9 @@ class DraftLengthPolicy:
 
     needs_observations: ClassVar[bool] = False
 
+    def begin_batch(self) -> None:
+        """The sequences that are added next are a static batch: they start together, and no others take the place of those that end."""
+
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if `limits` would be 0 for every row, whatever the caps: known without looking at them."""
         return False

@@ -25,6 +25,7 @@ from hf_specdec.model.prepare import prepare
 from hf_specdec.policy import DraftedStep, Drafter, DraftLengthPolicy, Fastest, LengthPerBatchSize, make_policy
 from hf_specdec.policy import cost as policy_cost
 from hf_specdec.policy.cost import DraftingCost, FittedCost, StepCost
+from hf_specdec.policy.fastest import Menu
 
 TABLE = "num_speculative_tokens_per_batch_size"
 
@@ -338,6 +339,83 @@ def test_a_policy_that_always_drafts_would_fail_that():
     assert world.run(DraftLengthPolicy(), 128)[0] < world.plain() / 1.5
 
 
+class StaticBatch(World):
+    """A world whose rows all end at `length` tokens, and nothing takes their place."""
+
+    def seconds_to_end(self, policy, length):
+        """Seconds until the last row has `length` tokens."""
+        policy.begin_batch()
+        for seq in self.sequences:
+            seq.max_length = length
+        seconds = 0.0
+        while self.sequences:
+            caps = [max(min(self.longest, length - len(seq.tokens) - 1), 0) for seq in self.sequences]
+            seen, took = self.step(policy.limits(self.sequences, caps))
+            tell(policy, seen)
+            seconds += took
+            running = [i for i, seq in enumerate(self.sequences) if len(seq.tokens) < length]
+            for name in ("sequences", "chances", "behind"):
+                setattr(self, name, [getattr(self, name)[i] for i in running])
+        return seconds
+
+
+@pytest.mark.parametrize(("machine", "drafter"), list(itertools.product(MACHINES, DRAFTERS)))
+def test_a_static_batch_is_never_slower_than_its_slowest_row(machine, drafter):
+    """Easy rows that finish early end nothing sooner: drafts for them must not slow down the hard row beside them."""
+    for seed in range(3):
+        world = StaticBatch([0.9] * 7 + [0.0], MACHINES[machine], DRAFTERS[drafter], noise=0.05, seed=seed)
+        policy = learnt(8)
+        length = len(world.sequences[0].tokens) + 512
+        plain = 512 * world.target(8, 8)
+        assert world.seconds_to_end(policy, length) <= 1.03 * plain
+
+
+def test_a_static_batch_of_easy_rows_ends_sooner():
+    world = StaticBatch([0.9] * 8, cpu, lookup, noise=0.05)
+    length = len(world.sequences[0].tokens) + 512
+    plain = 512 * cpu(8, 8)
+    assert world.seconds_to_end(learnt(8), length) < 0.75 * plain
+
+
+def test_the_soonest_end_is_the_best_of_all_lengths():
+    """`_soonest` against every choice of lengths, for exact costs."""
+    random, num_rows, longest = np.random.default_rng(0), 3, 4
+    for _ in range(40):
+        policy = learnt(longest)
+        policy.cost.target.observe((1, 1), np.eye(len(policy.cost.target.prior))[0], 0.02)  # the first is dropped
+        for tokens in (1, 2, 4, 8, 16) * 3:
+            policy.cost.observe_target(num_rows, tokens, cpu(num_rows, tokens))
+        gains = random.random((num_rows, 1)) ** np.arange(1, longest + 1)
+        nodes, backlogs = np.ones((num_rows, longest)), np.zeros(num_rows, dtype=np.int64)
+        left, room = random.integers(20, 40, num_rows), np.full(num_rows, longest)
+        policy.drafting[0].load([[[1, 1, 0], 1e-9, [0.0, 0.0, 0.0, 1.0]]])  # drafting takes no time
+
+        def time(depths, gains=gains, left=left, policy=policy):
+            won = np.array([gains[i, :d].sum() for i, d in enumerate(depths)])
+            extra = policy._extra(num_rows, num_rows + sum(depths), max(depths), sum(depths), 0.0)
+            return float((1 + extra) * (left / (1 + won)).max())
+
+        best = min(time(depths) for depths in itertools.product(range(longest + 1), repeat=num_rows))
+        assert (
+            time(policy._soonest(Menu(gains, nodes, backlogs, room, np.ones(num_rows, dtype=bool)), left)[0])
+            <= 1.001 * best
+        )
+
+
+def test_rows_of_a_static_batch_count_on_what_earlier_rows_did():
+    """Only where rows write all that they may does the slowest one decide when the batch ends."""
+    policy, left = learnt(4), np.array([60, 40])
+    assert not policy._reach_their_ends(left)  # others may take the place of those that end
+    policy.begin_batch()
+    assert policy._reach_their_ends(left) and not policy._reach_their_ends(40 * left)
+    for _ in range(100):
+        row = Sequence([0] * 4, 104)
+        row.accept([9] * 20)
+        row.finished = True
+        policy.forget(row)
+    assert not policy._reach_their_ends(left) and policy._reach_their_ends(np.array([9, 9]))
+
+
 def test_rows_that_turn_easy_are_noticed_and_rows_that_turn_hard_cost_little():
     world = World([0.0] * 4, cpu, lookup, noise=0.05)
     policy = learnt(8)
@@ -626,6 +704,6 @@ def test_a_rows_own_length_bounds_auto(tiny_model):
     decoder.policy = DraftLengthPolicy()
     own = [None, 0, 2, 20]
     sequences = [Sequence([5, 6, 7] * 4, max_length=60, num_speculative_tokens=k) for k in own]
-    assert decoder._draft_limits(sequences) == [8, 0, 2, 20]
+    assert decoder._draft_limits(sequences) == [8, 0, 2, 8]
     sequences[0].max_length = len(sequences[0].tokens) + 3
     assert decoder._draft_limits(sequences)[0] == 2, "one token is the step's own"
