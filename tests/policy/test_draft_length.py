@@ -402,6 +402,15 @@ def test_the_soonest_end_is_the_best_of_all_lengths():
         )
 
 
+def test_steps_larger_than_any_seen_cost_what_their_tokens_cost():
+    cost = StepCost()
+    cost.look_at(8, 800)
+    for num_tokens in (8, 9, 10, 16) * 3:
+        cost.observe_target(8, num_tokens, 0.010 + 0.001 * num_tokens)
+    for num_tokens in (24, 64, 300):
+        assert cost.of_target(8, num_tokens) == pytest.approx(0.010 + 0.001 * num_tokens, rel=0.1)
+
+
 def test_rows_of_a_static_batch_count_on_what_earlier_rows_did():
     """Only where rows write all that they may does the slowest one decide when the batch ends."""
     policy, left = learnt(4), np.array([60, 40])
