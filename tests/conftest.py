@@ -26,10 +26,18 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """The longest first, so that no worker is left alone with one at the end."""
     if config.getoption("fast"):
-        first = {(item.path, item.originalname): item for item in reversed(items)}
-        items[:] = [item for item in items if first[item.path, item.originalname] is item]
+        first = {(item.path, item.originalname): item for item in reversed(items) if _is_fast(item)}
+        items[:] = reversed(first.values())
     long = ("test_triton_compile.py", "test_triton_interpreted.py")
     items.sort(key=lambda item: not any(name in item.nodeid for name in long))
+
+
+def _is_fast(item) -> bool:
+    """Whether a test starts no process, trains nothing, and simulates or interprets nothing."""
+    long = {"gpu", "inflation", "learning", "policy", "project", "training", "verification"}
+    process = {"server", "fleet", "found"} & {*item.fixturenames}
+    slow = process or item.get_closest_marker("slow") or "triton" in item.path.name
+    return item.path.parent.name not in long and not slow
 
 
 @pytest.fixture(autouse=True)
