@@ -19,7 +19,7 @@ if RUNS_HERE:
     from hf_specdec.kernels.verification import triton as verification
     from hf_specdec.kernels.verification.triton import (
         empty_verdict,
-        launch_walk,
+        walk_kernel,
         target_choices,
         verify_choices,
     )
@@ -235,7 +235,10 @@ def test_noise_is_drawn_wherever_it_may_matter():
 def accepted_path(tokens, valid, parents, choices):
     """Walk each tree along given choices int64 [B, N + 1]; results as of `verify_choices`."""
     out = empty_verdict(tokens)
-    launch_walk(None, choices, 1, tokens, parents, valid, torch.empty_like(choices), out)
+    walk_kernel[(len(tokens),)](
+        None, choices, tokens, parents, valid.view(torch.uint8), torch.empty_like(choices), out[0].view(torch.uint8), *out[1:],
+        tokens.shape[1], SPLITS=1, TREE=True, WALK=True, BLOCK_N=8, num_warps=4,
+    )  # fmt: skip
     return out
 
 

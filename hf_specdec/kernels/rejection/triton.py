@@ -18,7 +18,6 @@ vocabulary once per rejection that is followed by another sibling. Chains never 
 # pyright: reportCallIssue=false
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ..dispatch import as_bytes, ceil_div, next_power_of_two
 from ..drafts import prob_index_on, upload_drafts, upload_streams
 from ..random_bits.triton import ACCEPT_STREAM, RESIDUAL_STREAM, uniform_at
 from ..sampling.triton_scores import NO_ID, best_noisy, load_scores, noisy_better, sampling_of
-from ..verification.triton import check_rows, empty_verdict, split_vocabulary
+from ..verification.triton import empty_verdict, split_vocabulary
 
 _LEAST = tl.constexpr(1.2e-38)  # the smallest normal float32; a smaller constant would become a float64
 
@@ -385,10 +384,10 @@ def verify_rejection(
 
     Args:
         logits: float32, bfloat16 or float16 [R, V], without NaN; ids adjacent, rows may be strided.
-        index: int64 [B, N + 1], the row of logits after the root and each node.
+        index: int64 [B, N + 1], contiguous, the row of logits after the root and each node.
         tokens, valid, parents: int64, bool, int64 [B, N]; parents None: chains.
         seeds, positions, steps: int64 [B], each row's stream, the index of the token after its root, and its round.
-        probs: float32 [B, M, V], the distributions of the drafts; None: deterministic drafts.
+        probs: float32 [B, M, V], contiguous, the distributions of the drafts; None: deterministic drafts.
         prob_index: int64 [B, N], which of them each node was drawn from; siblings share one. Required with probs.
         temperature: float32 [B]; None: 1.
         thresholds: float32 [R] and int32 [R] from `sampling.triton.sampling_thresholds`.
@@ -399,117 +398,64 @@ def verify_rejection(
     Memory traffic: for deterministic chains each row of logits once, in 2 launches; otherwise those of inner nodes and one more per
     sequence, in 4 launches. With probs, also one of their rows per sequence.
     """
-    check_rows(logits, index, thresholds)
-    if (probs is None) != (prob_index is None) or (probs is not None and not probs.is_contiguous()):
-        raise ValueError("probs must be contiguous [B, M, V] and come with prob_index [B, N].")
-    if tokens.shape != valid.shape or index.shape[1] != tokens.shape[1] + 1:
-        raise ValueError("tokens and valid must be [B, N], index [B, N + 1].")
     out = out if out is not None else empty_verdict(tokens)
-    if not len(tokens):
+    (batch, num_nodes), vocab, stride = tokens.shape, logits.shape[1], logits.stride(0)
+    if not batch:
         return out
+    valid = valid.view(torch.uint8)
+    noise, scores = (seeds, positions, steps), (temperature, *(thresholds or (None, None)))
     sampling: dict[str, Any] = dict(HAS_TEMPERATURE=temperature is not None, HAS_THRESHOLDS=thresholds is not None)
-    walk = _Walk(
-        logits, index, tokens, parents, valid.view(torch.uint8), probs, prob_index, (seeds, positions, steps),
-        (temperature, *(thresholds or (None, None))), sampling, out, block,
-    )  # fmt: skip
-    if parents is None and probs is None:
-        _launch_chains(walk)
-    else:
-        _launch_drafts(walk)
-    return out
+    is_tree, points = parents is not None, probs is None
+    drawn = points and not is_tree  # deterministic chains: `chain_kernel` draws the next token at every node
+    above = parents if parents is not None else tokens  # not read for chains
+    places = batch * (num_nodes + 1)
+    splits, per_split = split_vocabulary(places, vocab, block)
+    num_blocks = splits if drawn else ceil_div(vocab, block)
 
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=logits.device)
 
-@dataclass(frozen=True)
-class _Walk:
-    """The arguments of `verify_rejection` as the kernels take them."""
-
-    logits: torch.Tensor
-    index: torch.Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    tokens: torch.Tensor
-    parents: torch.Tensor | None
-    valid: torch.Tensor
-    probs: torch.Tensor | None
-    prob_index: torch.Tensor | None
-    noise: tuple[torch.Tensor, ...]  # seeds, positions, steps
-    scores: tuple[torch.Tensor | None, ...]  # temperature, thresholds, their ids
-    sampling: dict[str, Any]  # flags of the kernels
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    block: int
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=self.logits.device)
-
-
-def _launch_chains(walk: _Walk) -> None:
-    """Deterministic chains: read each row of logits once, then walk."""
-    (batch, num_nodes), vocab, block = walk.tokens.shape, walk.logits.shape[1], walk.block
-    splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
-    sums = walk.empty(4, batch * (num_nodes + 1), splits)
-    chain_kernel[(batch * (num_nodes + 1), splits)](
-        walk.logits, walk.index, walk.tokens, walk.valid, *walk.noise, *walk.scores, sums[0], sums[1], sums[2],
-        sums[3].view(torch.int32), vocab, walk.logits.stride(0), num_nodes, STEPS=per_split, LANES=block // 32,
-        num_warps=ceil_div(block, 1024), **walk.sampling,
-    )  # fmt: skip
-    _launch_walk(walk, sums, drawn=True)
-
-
-def _launch_drafts(walk: _Walk) -> None:
-    """Trees, and drafts with distributions: sums without children, the walk, and the draw of the next token in two launches."""
-    (batch, num_nodes), vocab, block = walk.tokens.shape, walk.logits.shape[1], walk.block
-    num_blocks = ceil_div(vocab, block)
-    sums = walk.empty(4, batch * (num_nodes + 1), num_blocks)
-    parents = walk.tokens if walk.parents is None else walk.parents  # not read for chains
-    flags = dict(
-        TREE=walk.parents is not None, BLOCK_N=next_power_of_two(num_nodes), BLOCK=block, num_warps=8, **walk.sampling
-    )
-    if num_nodes:
-        splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
-        sums_kernel[(batch * (num_nodes + 1), splits)](
-            walk.logits, walk.index, walk.tokens, parents, walk.valid, *walk.scores, sums[0], sums[1], vocab,
-            walk.logits.stride(0), num_nodes, num_blocks, per_split, **flags,
+    maxima, sums, best_scores = empty(3, places, num_blocks)
+    best_ids = empty(places, num_blocks, dtype=torch.int32)
+    masses, kept = empty(2, batch, max(num_nodes, 1))
+    ends, scales = empty(batch, 2, dtype=torch.int32), empty(batch, 2)
+    block_n = next_power_of_two(num_nodes)
+    flags = dict(TREE=is_tree, BLOCK_N=block_n, BLOCK=block, num_warps=8, **sampling)
+    if drawn:
+        chain_kernel[(places, splits)](
+            logits, index, tokens, valid, *noise, *scores, maxima, sums, best_scores, best_ids, vocab, stride, num_nodes,
+            STEPS=per_split, LANES=block // 32, num_warps=ceil_div(block, 1024), **sampling,
         )  # fmt: skip
-    masses, ends, scales = _launch_walk(walk, sums, drawn=False)
-    splits, per_split = split_vocabulary(batch, vocab, block)
-    best_scores, best_ids = walk.empty(batch, splits), walk.empty(batch, splits, dtype=torch.int32)
-    num_probs = 0 if walk.probs is None else walk.probs.shape[1]
-    for merge in (False, True):
-        draw_kernel[(batch, 1 if merge else splits)](
-            walk.logits, walk.index, walk.tokens, parents, walk.valid, walk.probs, walk.prob_index, *walk.noise,
-            *walk.scores, masses[0], masses[1], ends, scales, walk.out[1], best_scores, best_ids, walk.out[2], vocab,
-            walk.logits.stride(0), num_nodes, num_probs, per_split, splits, MERGE=merge, POINTS=walk.probs is None, **flags,
+    elif num_nodes:
+        sums_kernel[(places, splits)](
+            logits, index, tokens, above, valid, *scores, maxima, sums, vocab, stride, num_nodes, num_blocks, per_split, **flags,
         )  # fmt: skip
-
-
-def _launch_walk(walk: _Walk, sums: torch.Tensor, drawn: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Walk each row's tree. Returns what `draw_kernel` reads: masses and kept [2, B, N], ends and scales [B, 2].
-
-    Args:
-        sums: float32 [4, B (N + 1), blocks]: maxima and sums, and if `drawn` the scores and ids of the tokens drawn at each node.
-    """
-    (batch, num_nodes), vocab = walk.tokens.shape, walk.logits.shape[1]
-    masses = walk.empty(2, batch, max(num_nodes, 1))
-    ends, scales = walk.empty(batch, 2, dtype=torch.int32), walk.empty(batch, 2)
-    is_tree, points = walk.parents is not None, walk.probs is None
-    path, lengths, next_tokens = walk.out
+    path, lengths, next_tokens = out
+    num_probs = 0 if probs is None else probs.shape[1]
     rejection_walk_kernel[(batch,)](
-        walk.logits, walk.index, walk.tokens, walk.tokens if walk.parents is None else walk.parents, walk.valid, walk.probs,
-        walk.prob_index, *walk.noise, *walk.scores, sums[0], sums[1], sums[2], sums[3].view(torch.int32), masses[0], masses[1],
-        ends, scales, as_bytes(path), lengths, next_tokens, vocab, walk.logits.stride(0), num_nodes, sums.shape[2],
-        0 if walk.probs is None else walk.probs.shape[1], DRAWN=drawn, TREE=is_tree, POINTS=points,
-        BLOCK_N=next_power_of_two(num_nodes), BLOCK_S=next_power_of_two(sums.shape[2]), BLOCK=1024 if drawn else walk.block,
-        num_warps=1 if not is_tree else 4 if points else 16, **walk.sampling,
+        logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, maxima, sums, best_scores, best_ids, masses,
+        kept, ends, scales, as_bytes(path), lengths, next_tokens, vocab, stride, num_nodes, num_blocks, num_probs, DRAWN=drawn,
+        TREE=is_tree, POINTS=points, BLOCK_N=block_n, BLOCK_S=next_power_of_two(num_blocks), BLOCK=1024 if drawn else block,
+        num_warps=1 if not is_tree else 4 if points else 16, **sampling,
     )  # fmt: skip
-    return masses, ends, scales
+    if not drawn:
+        splits, per_split = split_vocabulary(batch, vocab, block)
+        for merge in (False, True):
+            draw_kernel[(batch, 1 if merge else splits)](
+                logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, masses, kept, ends, scales, lengths,
+                best_scores, best_ids, next_tokens, vocab, stride, num_nodes, num_probs, per_split, splits, MERGE=merge,
+                POINTS=points, **flags,
+            )  # fmt: skip
+    return out
 
 
 def verify_tokens(drafts, scores, score_rows, streams, temperature=None, thresholds=None):
     """See `reference.verify_tokens`."""
-    device = scores.device
-    index, tokens, valid, parents = upload_drafts(drafts, score_rows, device)
-    seeds, positions, steps, _ = upload_streams(streams, device)
-    prob_index = None if drafts.probs is None else prob_index_on(drafts, device).contiguous()
-    path, _, next_tokens = verify_rejection(
-        scores, index, tokens, valid, seeds, positions, steps, parents, drafts.probs, prob_index,
-        temperature=temperature, thresholds=thresholds,
-    )  # fmt: skip
+    index, tokens, valid, parents = upload_drafts(drafts, score_rows, scores.device)
+    *keys, _ = upload_streams(streams, scores.device)
+    probs = prob_index = None
+    if drafts.probs is not None:
+        probs, prob_index = drafts.probs.contiguous(), prob_index_on(drafts, scores.device).contiguous()
+    given = parents, probs, prob_index, temperature, thresholds
+    path, _, next_tokens = verify_rejection(scores, index, tokens, valid, *keys, *given)
     return path, next_tokens

@@ -137,38 +137,6 @@ def split_vocabulary(num_rows: int, vocab_size: int, block: int) -> tuple[int, i
     return ceil_div(blocks, steps), steps
 
 
-def check_rows(logits: torch.Tensor, index: torch.Tensor, thresholds: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-    """Raise ValueError if shapes do not fit."""
-    if logits.dim() != 2 or logits.stride(1) != 1:
-        raise ValueError(f"logits must be [R, V] with adjacent ids, not {tuple(logits.shape)} by {logits.stride()}.")
-    if index.dim() != 2 or not index.is_contiguous():
-        raise ValueError("index must be a contiguous [B, N + 1].")
-    if thresholds is not None and any(threshold.shape != logits.shape[:1] for threshold in thresholds):
-        raise ValueError("thresholds must be two tensors [R].")
-
-
-def _launch_choices(
-    logits, index, parents, valid, block, seeds=None, positions=None, do_sample=None, temperature=None, thresholds=None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Launch the choice after every root and node. Returns scores and ids of the best token per (row, slot, split), and the splits."""
-    check_rows(logits, index, thresholds)
-    batch, width = index.shape
-    splits, steps = split_vocabulary(batch * width, logits.shape[1], block)
-    scores = torch.empty(batch * width, splits, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(batch * width, splits, dtype=torch.int32, device=logits.device)
-    sample = do_sample is not None
-    if sample and (seeds is None or positions is None):
-        raise ValueError("Rows that sample need seeds and positions.")
-    if batch:
-        choices_kernel[(batch * width, splits)](
-            logits, index, parents, as_bytes(valid), seeds, positions, as_bytes(do_sample), temperature,
-            *(thresholds or (None, None)), scores, ids, logits.shape[1], logits.stride(0), width - 1,
-            TREE=parents is not None, SAMPLE=sample, HAS_TEMPERATURE=temperature is not None,
-            HAS_THRESHOLDS=thresholds is not None, STEPS=steps, LANES=block // 32, num_warps=ceil_div(block, 1024),
-        )  # fmt: skip
-    return scores, ids, splits
-
-
 def target_choices(
     logits: torch.Tensor,
     index: torch.Tensor,
@@ -180,6 +148,8 @@ def target_choices(
     temperature: torch.Tensor | None = None,
     thresholds: tuple[torch.Tensor, torch.Tensor] | None = None,
     block: int = BLOCK,
+    tokens: torch.Tensor | None = None,
+    verdict: tuple[Any, Any, Any] = (None, None, None),
 ) -> torch.Tensor:
     """The target's own token after the root and after each node: int64 [B, N + 1], 0 after padding.
 
@@ -188,69 +158,59 @@ def target_choices(
 
     Args:
         logits: float32, bfloat16 or float16 [R, V], without NaN; ids adjacent, rows may be strided.
-        index: int64 or int32 [B, N + 1], the row of logits after the root and each node.
+        index: int64 or int32 [B, N + 1], contiguous, the row of logits after the root and each node.
         valid: bool [B, N], which entries are nodes.
         parents: int64 [B, N], -1: the root; None: chains.
         seeds, positions: int64 [B], each row's stream and the index of the token after its root. Required with do_sample.
         do_sample: bool [B]; None: all rows are greedy.
         temperature: float32 [B]; None: 1.
         thresholds: float32 [R] and int32 [R] from `sampling.triton.sampling_thresholds`; None: no token is removed.
+        tokens, verdict: drafted ids int64 [B, N], contiguous, and the results of `verify_choices` to write; None: walk no tree.
 
-    Memory traffic: the logits of existing nodes read once; 2 launches.
+    Memory traffic: the logits of existing nodes read once; 2 launches. Rows that sample also compute a fourth of a Philox call per 8 ids
+    to bound their noise, and the noise of a few ids.
     """
-    scores, ids, splits = _launch_choices(
-        logits, index, parents, valid, block, seeds, positions, do_sample, temperature, thresholds
-    )
-    batch, width = index.shape
-    choices = torch.empty(batch, width, dtype=torch.int64, device=logits.device)
+    (batch, width), (vocab, device) = index.shape, (logits.shape[1], logits.device)
+    splits, steps = split_vocabulary(batch * width, vocab, block)
+    scores = torch.empty(batch * width, splits, dtype=torch.float32, device=device)
+    ids = torch.empty(batch * width, splits, dtype=torch.int32, device=device)
+    choices = torch.empty(batch, width, dtype=torch.int64, device=device)
     if batch:
+        choices_kernel[(batch * width, splits)](
+            logits, index, parents, as_bytes(valid), seeds, positions, as_bytes(do_sample), temperature,
+            *(thresholds or (None, None)), scores, ids, vocab, logits.stride(0), width - 1, TREE=parents is not None,
+            SAMPLE=do_sample is not None, HAS_TEMPERATURE=temperature is not None, HAS_THRESHOLDS=thresholds is not None,
+            STEPS=steps, LANES=block // 32, num_warps=ceil_div(block, 1024),
+        )  # fmt: skip
+        path, lengths, next_tokens = verdict
         walk_kernel[(batch,)](
-            scores, ids, None, None, None, choices, None, None, None, width - 1, SPLITS=splits, TREE=False, WALK=False,
-            BLOCK_N=next_power_of_two(width), num_warps=4,
+            scores, ids, tokens, parents, as_bytes(valid), choices, as_bytes(path), lengths, next_tokens, width - 1,
+            SPLITS=splits, TREE=parents is not None, WALK=tokens is not None, BLOCK_N=next_power_of_two(width),
+            num_warps=1 if parents is None else 4,
         )  # fmt: skip
     return choices
 
 
 def verify_choices(
-    logits: torch.Tensor,
-    index: torch.Tensor,
-    tokens: torch.Tensor,
-    valid: torch.Tensor,
-    parents: torch.Tensor | None = None,
+    logits,
+    index,
+    tokens,
+    valid,
+    parents=None,
     *,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    block: int = BLOCK,
     **sampling: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Walk each tree along the target's own choices (definition: `reference.accepted_nodes`).
+    """Walk each tree along the target's own choices (definition: `reference.accepted_nodes`). Arguments: see `target_choices`.
 
     Args:
-        tokens: int64 [B, N], the drafted ids. For the others, see `target_choices`.
         out: bool [B, N], int32 [B], int64 [B] to write to.
-        sampling: seeds, positions, do_sample, temperature and thresholds, as in `target_choices`.
 
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
-
-    Memory traffic: the logits of existing nodes read once; 2 launches. Coupled rows also compute a fourth of a Philox call per 8 ids
-    to bound their noise, and the noise of a few ids.
     """
-    if tokens.shape != valid.shape or index.shape[1] != tokens.shape[1] + 1 or not tokens.is_contiguous():
-        raise ValueError("tokens and valid must be contiguous [B, N], index [B, N + 1].")
-    scores, ids, splits = _launch_choices(logits, index, parents, valid, block, **sampling)
-    path, lengths, next_tokens = out if out is not None else empty_verdict(tokens)
-    if tokens.shape[0]:
-        choices = torch.empty(index.shape, dtype=torch.int64, device=logits.device)
-        launch_walk(scores, ids, splits, tokens, parents, valid, choices, (path, lengths, next_tokens))
-    return path, lengths, next_tokens
-
-
-def launch_walk(scores, ids, splits, tokens, parents, valid, choices, out) -> None:
-    batch, num_nodes = tokens.shape
-    walk_kernel[(batch,)](
-        scores, ids, tokens, parents, as_bytes(valid), choices, as_bytes(out[0]), out[1], out[2], num_nodes,
-        SPLITS=splits, TREE=parents is not None, WALK=True,
-        BLOCK_N=next_power_of_two(num_nodes + 1), num_warps=1 if parents is None else 4,
-    )  # fmt: skip
+    out = out if out is not None else empty_verdict(tokens)
+    target_choices(logits, index, valid, parents, tokens=tokens, verdict=out, **sampling)
+    return out
 
 
 def empty_verdict(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
