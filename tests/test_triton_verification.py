@@ -19,9 +19,9 @@ if RUNS_HERE:
     from hf_specdec.kernels.verification import triton as verification
     from hf_specdec.kernels.verification.triton import (
         empty_verdict,
-        walk_kernel,
         target_choices,
         verify_choices,
+        walk_kernel,
     )
 
     @triton.jit

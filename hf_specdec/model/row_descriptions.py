@@ -12,8 +12,7 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import Chunks, RowInput
-from ..kernels.attention import NativeRow, NativeRows, PaddedRows, RowDescription
-from ..kernels.transfer import upload
+from ..kernels.attention import NativeRow, NativeRows, RowDescription
 
 
 def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
@@ -88,9 +87,6 @@ def _causal_prefix(paths: list[np.ndarray], start: int) -> int:
 
 # ---- masks ----
 
-# Measured: a CPU copies this many bytes of one row's keys and values in a layer in the time of one more product.
-PADDED_BYTES = 256 << 10
-
 
 def visible(row: RowInput, window: int | Chunks | None) -> np.ndarray | None:
     """bool [t, S]: which of the row's S keys each of its t new tokens sees; None if all see all keys."""
@@ -139,11 +135,10 @@ def additive_masks(
 
 
 def _additive(allowed: np.ndarray | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    return None if allowed is None else _minus_infinity_where(~allowed, dtype).repeat(group, 1).to(device)
-
-
-def _minus_infinity_where(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+    if allowed is None:
+        return None
+    mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+    return mask.repeat(group, 1).to(device)
 
 
 def block_diagonal_mask(rows: Sequence[RowInput], window: int | Chunks | None, dtype: torch.dtype) -> torch.Tensor:
@@ -161,32 +156,3 @@ def block_diagonal_mask(rows: Sequence[RowInput], window: int | Chunks | None, d
             block.masked_fill_(torch.from_numpy(allowed), 0)
         first_token, first_key = first_token + row.num_tokens, first_key + length
     return mask
-
-
-def is_worth_padding(rows: Sequence[RowInput], slot_bytes: int) -> bool:
-    """True if copying keys to one length costs less than attending row by row: several short rows of one token each.
-
-    Args:
-        slot_bytes: bytes of a slot's keys and values in one layer.
-    """
-    if len(rows) == 1 or any(row.num_tokens > 1 or row.visibility is not None for row in rows):
-        return False
-    return (1 + max(row.start for row in rows)) * slot_bytes <= PADDED_BYTES
-
-
-def padded_rows(
-    rows: Sequence[RowInput], cache: PagedStaticCache, window: int | None, dtype: torch.dtype, device: torch.device
-) -> PaddedRows:
-    """Rows of one token each, their keys padded to the longest row's length."""
-    lengths = np.array([row.start + 1 for row in rows])
-    size = int(lengths.max())
-    slots = np.empty((len(lengths), size), dtype=np.int64)
-    for own, row, length in zip(slots, rows, lengths, strict=True):
-        table = cache.tables[row.seq_id].slots
-        own[:length], own[length:] = table[:length], table[0]
-    keys = np.arange(size)
-    seen = keys < lengths[:, None]
-    if window is not None:
-        seen &= lengths[:, None] - 1 - keys < window
-    mask = None if seen.all() else _minus_infinity_where(~seen, dtype)[:, None, None].to(device)
-    return PaddedRows(upload(slots.ravel(), device), mask)

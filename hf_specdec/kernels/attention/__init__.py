@@ -14,13 +14,10 @@ from . import reference
 from .inputs import (
     AttentionBatch,
     AttentionInputs,
-    AttentionPlan,
     AttentionRow,
     InputSizes,
-    LinearRow,
     NativeRow,
     NativeRows,
-    PaddedRows,
     RowDescription,
     attention_inputs,
     fill_inputs,
@@ -30,8 +27,8 @@ from .inputs import (
 )
 
 __all__ = [
-    "AttentionBatch", "AttentionInputs", "AttentionPlan", "AttentionRow", "InputSizes", "LinearRow", "NativeRow", "NativeRows",
-    "PaddedRows", "RowDescription", "attention_for", "attention_inputs", "fill_inputs", "pack_visibility", "sizes_of", "visibility_words",
+    "AttentionBatch", "AttentionInputs", "AttentionRow", "InputSizes", "NativeRow", "NativeRows", "RowDescription", "attention_for",
+    "attention_inputs", "fill_inputs", "pack_visibility", "sizes_of", "visibility_words",
 ]  # fmt: skip
 
 # (query [T, H, D], key_pool, value_pool, batch, scaling, *, window, softcap, sinks) -> [T, H, Dv]

@@ -371,7 +371,7 @@ def paged_attention(
     _, num_kv_heads, value_width = value_pool.shape
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_width)
-    _check(query, key_pool, value_pool, inputs, scaling, window, out)
+    _check(query, key_pool, value_pool, scaling, out)
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
     shape = _shape_of(query, value_pool, inputs, window is not None)
@@ -457,24 +457,16 @@ def _shape_of(query, value_pool, inputs: AttentionInputs, windowed: bool) -> Att
     )
 
 
-def _check(query, key_pool, value_pool, inputs, scaling, window, out):
-    num_tokens, num_heads, width = query.shape
-    kv_heads, value_width = value_pool.shape[1:]
+def _check(query, key_pool, value_pool, scaling, out):
+    _, num_heads, width = query.shape
+    kv_heads = value_pool.shape[1]
     if key_pool.shape[1:] != (kv_heads, width) or num_heads % kv_heads or key_pool.shape[0] != value_pool.shape[0]:
         raise ValueError(
             f"query {tuple(query.shape)}, keys {tuple(key_pool.shape)} and values {tuple(value_pool.shape)} do not fit together."
         )
     if not query.dtype == key_pool.dtype == value_pool.dtype == out.dtype:
         raise ValueError(f"dtypes differ: {query.dtype}, {key_pool.dtype}, {value_pool.dtype}, {out.dtype}.")
-    if tuple(out.shape) != (num_tokens, num_heads, value_width):
-        raise ValueError(f"`out` must have shape {(num_tokens, num_heads, value_width)}, not {tuple(out.shape)}.")
     if any(tensor.stride(2) != 1 for tensor in (query, key_pool, value_pool, out)):
         raise ValueError("the last dimension of query, pools and out must be contiguous.")
     if scaling <= 0:
         raise ValueError(f"`scaling` must be above 0, not {scaling}.")
-    if window is not None and inputs.positions is None:
-        raise ValueError("sliding windows need `inputs.positions`.")
-    for name in ("visibility", "positions"):
-        tensor = getattr(inputs, name)
-        if tensor is not None and tensor.shape[0] < num_tokens:
-            raise ValueError(f"`{name}` has {tensor.shape[0]} of {num_tokens} tokens.")
