@@ -47,21 +47,13 @@ class Activated(Protocol):
 
 
 class SmallForwards(Activated, Protocol):
-    """Runs small forward passes in place of the model while its context is entered (see `native`)."""
+    """Runs small forwards in place of the model while its context is entered: `native.bind.NativeRunner`, where these are documented."""
 
     @property
-    def refused(self) -> str | None:
-        """Why it runs no forward; None: it can, or no attempt was made yet."""
-        ...
-
+    def refused(self) -> str | None: ...
     @property
-    def most_tokens(self) -> int:
-        """Maximum number of tokens of the forwards that it runs now; 0: it runs none."""
-        ...
-
-    def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
-        """The outputs of a forward over `rows`; None if the model must run it itself."""
-        ...
+    def most_tokens(self) -> int: ...
+    def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None: ...
 
 
 class PackedModel:

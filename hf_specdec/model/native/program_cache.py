@@ -48,13 +48,13 @@ def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
     except NotLowered as error:
         logger.info("%s runs operator by operator on the CPU: %s.", subject.name, error)
         found = str(error)
-    return called.assumptions(subject.modules()), found
+    return called.assumptions(subject.modules), found
 
 
 def state_of(subject: Traceable) -> tuple:
     """Everything that a program depends on, except the values of weights: modules, their settings, addresses of weights."""
     found: list[Any] = []
-    for module in subject.modules():
+    for module in subject.modules:
         kind = type(module)
         settings = tuple(setting for value in vars(module).values() if (setting := _setting(value)) is not _NONE)
         found.append((kind, kind.forward, settings, hooks_of(module), "forward" in vars(module)))
@@ -65,7 +65,7 @@ def state_of(subject: Traceable) -> tuple:
                 else (_address(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
                 for tensor in tensors.values()
             ]
-    config = subject.config()
+    config = subject.config
     return tuple(found), repr(sorted((name, repr(value)) for name, value in vars(config).items())) if config else ""
 
 
@@ -93,13 +93,12 @@ def obstacle(subject: Traceable) -> str | None:
     Modules must be torch's or transformers' own (in a drafter also ours), without hooks or wrappers: adapters and layers that others
     quantized keep settings in places that `state_of` does not compare.
     """
-    config = subject.config()
-    text = None if config is None else config.get_text_config(decoder=True)
+    text = None if subject.config is None else subject.config.get_text_config(decoder=True)
     kinds = {each.get("rope_type") for each in _rope_parameters(getattr(text, "rope_parameters", None))}
     if kinds & {"dynamic", "longrope"} and not subject.ours:
         return "its rotary frequencies depend on the length of the text"
     known = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
-    for module in subject.modules():
+    for module in subject.modules:
         name = type(module).__name__
         if not type(module).__module__.startswith(known):
             return f"{name} is neither torch's nor transformers'"
