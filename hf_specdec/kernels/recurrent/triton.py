@@ -1,4 +1,4 @@
-"""Recurrences and short convolutions over drafts in Triton (definition: `reference`).
+"""Recurrences and short convolutions over drafts in Triton.
 
 A program of a recurrence holds one tile of one head's state, in float32, while it reads a line from left to right. A token that
 follows the one read last starts from the tile as it is; others load their parent's, which the same program has saved.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import ceil_div, next_power_of_two
-from .reference import Walk
+from . import Walk
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def gated_delta_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PER_CHANNEL: tl.constexpr,
     SAVES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`reference.gated_delta_step` along the lines. A program is a line, a head and BLOCK_V columns of its state [dk, dv]."""
+    """`gated_delta` along the lines. A program is a line, a head and BLOCK_V columns of its state [dk, dv]."""
     line = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -104,7 +104,7 @@ def mamba2_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROUNDS_SKIP: tl.constexpr,
     SAVES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`reference.mamba2_step` along the lines. A program is a line, a head and BLOCK_P rows of its state [p, N]."""
+    """`mamba2` along the lines. A program is a line, a head and BLOCK_P rows of its state [p, N]."""
     line = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -149,7 +149,7 @@ def convolution_kernel(
     out, x, windows, weight, bias, into, pool, tokens, channels, length, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`reference.convolution` for one token and BLOCK channels. A program is a token of a line."""
+    """`convolution` for one token and BLOCK channels. A program is a token of a line."""
     at = tl.program_id(0).to(tl.int64)
     line = at // tokens
     own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -178,8 +178,18 @@ _TILE = 4096  # elements of a state that a program holds: 32 registers of each o
 _CHANNELS = 256  # of a convolution's program
 
 
-def gated_delta(inputs, before, walk, pool) -> torch.Tensor:
-    """See `reference.gated_delta`.
+def gated_delta(inputs: tuple[torch.Tensor, ...], before: torch.Tensor, walk: Walk, pool: torch.Tensor) -> torch.Tensor:
+    """The gated delta rule (https://arxiv.org/abs/2412.06464), or Kimi's with a decay per channel, over lines.
+
+    S' = e^g S + k (beta (v - k e^g S)) and the output q S' / sqrt(dk), with q and k of length 1: all in float32.
+
+    Args:
+        inputs: query and key [n, T, Hk, dk], value [n, T, H, dv], log of the decay g [n, T, H] or [n, T, H, dk], and the rate
+            beta [n, T, H]. Each key head serves H / Hk value heads in turn.
+        before: S [n, H, dk, dv] float32, the states before the lines.
+        pool: [.., H, dk, dv] float32; the states that `walk.into` names are written.
+
+    Returns: outputs [n, T, H, dv] in the query's dtype; zeros where there is no token.
 
     Memory traffic: each line's state is read once and each kept state is written once; the inputs are small beside them.
     """
@@ -197,8 +207,26 @@ def gated_delta(inputs, before, walk, pool) -> torch.Tensor:
     return out
 
 
-def mamba2(inputs, constants, before, walk, pool) -> torch.Tensor:
-    """See `reference.mamba2`; memory traffic as `gated_delta`."""
+def mamba2(
+    inputs: tuple[torch.Tensor, ...],
+    constants: tuple[torch.Tensor, ...],
+    before: torch.Tensor,
+    walk: Walk,
+    pool: torch.Tensor,
+) -> torch.Tensor:
+    """Mamba-2's recurrence (https://arxiv.org/abs/2405.21060) over lines, rounded as transformers' one-token function rounds.
+
+    S' = e^(dt A) S + (dt B) x and the output C S' + D x; products of B, x and C are rounded to their dtypes.
+    Memory traffic: as `gated_delta`.
+
+    Args:
+        inputs: x [n, T, H, p], the time step dt before its bias and softplus [n, T, H], B and C [n, T, groups, N].
+        constants: A (negative), D and the time step's bias, each [H].
+        before: S [n, H, p, N] float32, the states before the lines.
+        pool: [.., H, p, N] float32; the states that `walk.into` names are written.
+
+    Returns: outputs [n, T, H, p] in x's dtype; zeros where there is no token.
+    """
     x, steps, into_state, out_of_state = (each.contiguous() for each in inputs)
     rate, skip, bias = (constant.contiguous() for constant in constants)
     num_lines, tokens, heads, width = x.shape
@@ -247,7 +275,17 @@ def _places(walk: Walk, before: torch.Tensor) -> torch.Tensor:
 
 
 def convolution(x, windows, weight, bias, silu, into, pool) -> torch.Tensor:
-    """See `reference.convolution`.
+    """A depthwise convolution whose k inputs at each token are given, and those inputs kept as the state after the token.
+
+    Args:
+        x: [n, C, k + T], the inputs before the lines, then the lines' own.
+        windows: int32 [n, T, k], the columns of each token's inputs, oldest first.
+        weight, bias: [C, k] and [C].
+        silu: whether SiLU follows.
+        into: int32 [n, T], the place in the pool for the inputs at each token; -1: they are not kept.
+        pool: [.., C, k]; those places are written.
+
+    Returns: [n, C, T] in x's dtype; sums are in float32, rounded to the weight's dtype before and after SiLU.
 
     Raises:
         ValueError: the pool is not contiguous, or not of x's dtype and channels.

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from ...cache.state_pool import StatePool
 from ...core.errors import UnsupportedModel
 from ...core.names import cache_argument
-from ...kernels import recurrent
 from ...kernels.dispatch import uses_triton
 from .families import RecurrentFamily, mixers_of
 from .functions import ModuleFunctions
@@ -341,7 +340,9 @@ def _convolution_over_lines(lines: LinesOnDevice, pool: torch.Tensor):
     ) -> torch.Tensor:
         if activation is not None and activation not in _SILU:
             raise ValueError(f"A convolution followed by {activation!r} is not known to the kernels.")
+        from ...kernels.recurrent import triton as kernels
+
         windows = lines.windows_of(weight.shape[-1])
-        return recurrent.convolution(x, windows, weight, bias, activation is not None, lines.walk[2], pool)
+        return kernels.convolution(x, windows, weight, bias, activation is not None, lines.walk[2], pool)
 
     return replacement
