@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..architectures import _rope_parameters
+from ..architectures import rope_parameters
 from ..options.native_weights import NativeWeight
 from ..structure import hooks_of, number_of
 from .check import Assumption, CalledCode, Traceable, build, hold
@@ -94,7 +94,7 @@ def obstacle(subject: Traceable) -> str | None:
     quantized keep settings in places that `state_of` does not compare.
     """
     text = None if subject.config is None else subject.config.get_text_config(decoder=True)
-    kinds = {each.get("rope_type") for each in _rope_parameters(getattr(text, "rope_parameters", None))}
+    kinds = {each.get("rope_type") for each in rope_parameters(getattr(text, "rope_parameters", None))}
     if kinds & {"dynamic", "longrope"} and not subject.ours:
         return "its rotary frequencies depend on the length of the text"
     known = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
