@@ -33,7 +33,7 @@ class Drafts(Protocol):
 
     @property
     def ancestors(self) -> np.ndarray:
-        """bool [B, N + 1, N + 1] over (root, nodes): see `verification.reference.ancestor_matrix`."""
+        """bool [B, N + 1, N + 1] over (root, node 0, .. node N - 1): `[b, i, j]` is True if j is i or an ancestor of i."""
         ...
 
     @property

@@ -13,8 +13,7 @@ exact up to the rounding of the masses.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -284,21 +283,17 @@ def sampling_thresholds(
     Memory traffic: the logits are read three times to find the likeliest tokens (once is the least possible). The search then reads only
     these, 12 times for top-k and 13 for top-p; if they are more than `capacity`, it reads the logits. One program per row.
     """
-    if logits.dim() != 2 or logits.stride(1) != 1:
-        raise ValueError(f"logits must be [R, V] with adjacent ids, not {tuple(logits.shape)} by {logits.stride()}.")
     rows, vocab = logits.shape
-    device = logits.device
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=logits.device)
+
     if out is None:
-        out = (
-            torch.empty(rows, dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.int32, device=device),
-        )
+        out = empty(rows, dtype=torch.float32), empty(rows, dtype=torch.int32)
     if not rows:
         return out
-    scores = torch.empty(rows, capacity, dtype=torch.float32, device=device)
-    ids = torch.empty(rows, capacity, dtype=torch.int32, device=device)
-    counts = torch.empty(rows, dtype=torch.int32, device=device)
-    outside = torch.empty(rows, dtype=torch.float32, device=device)
+    scores, ids = empty(rows, capacity, dtype=torch.float32), empty(rows, capacity, dtype=torch.int32)
+    counts, outside = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.float32)
     flags: dict[str, Any] = dict(
         HAS_OWNERS=owners is not None, HAS_TOP_K=top_k is not None, HAS_TOP_P=top_p is not None,
         HAS_MIN_P=min_p is not None, BLOCK=block, num_warps=16,
@@ -318,15 +313,8 @@ def sampling_thresholds(
     return out
 
 
-@dataclass
-class Noise:
-    """The Gumbel noise to add to rows of logits.
-
-    Attributes:
-        seeds, positions, steps: int64 [R].
-        do_sample: bool [R], rows that get noise.
-        stream: one of the streams of `random_bits`.
-    """
+class Noise(NamedTuple):
+    """Gumbel noise for rows of logits: seeds, positions and steps int64 [R], bool [R] rows that get noise, a stream of `random_bits`."""
 
     seeds: torch.Tensor
     positions: torch.Tensor
@@ -354,14 +342,8 @@ def sampling_scores(
     logarithms per id.
     """
     rows, vocab = logits.shape
-    if logits.stride(1) != 1 or (
-        thresholds is not None and any(threshold.shape != (rows,) for threshold in thresholds)
-    ):
-        raise ValueError("logits must be [R, V] with adjacent ids, thresholds two tensors [R].")
     out = out if out is not None else torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    given = (None, None, None, None)
-    if noise is not None:
-        given = noise.seeds, noise.positions, noise.steps, as_bytes(noise.do_sample)
+    given = (None,) * 4 if noise is None else (*noise[:3], as_bytes(noise.do_sample))
     if rows and vocab:
         scores_kernel[(rows, triton.cdiv(vocab, block))](
             logits, owners, temperature, *(thresholds or (None, None)), *given, out, vocab, logits.stride(0),

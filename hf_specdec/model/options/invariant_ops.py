@@ -64,11 +64,8 @@ class InvariantOps(ExclusiveMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            self._direct
-            or func.namespace in _COLLECTIVES
-            or (_passes(func) and not (kwargs and kwargs.get("alpha", 1) != 1))
-        ):
+        passes = self._direct or func.namespace in _COLLECTIVES or (_passes(func) and kwargs.get("alpha", 1) == 1)
+        if passes:
             return func(*args, **kwargs)
         tensors = _tensors(args, kwargs)
         floats = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
@@ -107,12 +104,8 @@ def _passes(func: Any) -> bool:
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    found = []
-    for arg in (*args, *kwargs.values()):
-        found += [
-            each for each in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(each, torch.Tensor)
-        ]
-    return found
+    lists = (arg if isinstance(arg, (list, tuple)) else (arg,) for arg in (*args, *kwargs.values()))
+    return [each for arg in lists for each in arg if isinstance(each, torch.Tensor)]
 
 
 def _vectorised(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -173,19 +166,16 @@ def _reduced(x: torch.Tensor, dim: Any, keepdim: bool, reduce: Callable[[torch.T
 
 def _sum(x, dim=None, keepdim=False, *, dtype=None):
     x = x if dtype is None else x.to(dtype)
-    wide = invariant.wide(x)
-    return _reduced(wide, dim, keepdim, invariant.sum_last).to(x.dtype)
+    return _reduced(invariant.wide(x), dim, keepdim, invariant.sum_last).to(x.dtype)
 
 
 def _mean(x, dim=None, keepdim=False, *, dtype=None):
-    x = x if dtype is None else x.to(dtype)
-    sums = invariant.sum_last
-    return _reduced(x, dim, keepdim, lambda lines: invariant.mean_last(lines, sums))
+    return _reduced(x if dtype is None else x.to(dtype), dim, keepdim, invariant.mean_last)
 
 
 def _var(x, dim=None, *, correction=None, keepdim=False):
-    sums, correction = invariant.sum_last, 1 if correction is None else correction
-    return _reduced(x, dim, keepdim, lambda lines: invariant.variance_last(lines, correction, sums))
+    correction = 1 if correction is None else correction
+    return _reduced(x, dim, keepdim, lambda lines: invariant.variance_last(lines, correction))
 
 
 def _std(x, dim=None, *, correction=None, keepdim=False):
@@ -211,7 +201,7 @@ def _along(over_last: Callable[..., torch.Tensor], x, dim, half_to_float=False):
 def _layer_norm(x, shape, weight, bias, eps):
     lines = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
     flat = [None if each is None else each.reshape(-1) for each in (weight, bias)]
-    out, mean, rstd = invariant.layer_norm(lines, flat[0], flat[1], eps, invariant.sum_last)
+    out, mean, rstd = invariant.layer_norm(lines, flat[0], flat[1], eps)
     statistics = [*lines.shape[:-1], *(1 for _ in shape)]
     return out.reshape(x.shape), mean.reshape(statistics), rstd.reshape(statistics)
 
@@ -220,7 +210,7 @@ def _rms_norm(x, shape, weight, eps):
     lines = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
     eps = torch.finfo(invariant.wide(x).dtype).eps if eps is None else eps
     flat = None if weight is None else weight.reshape(-1)
-    out, rstd = invariant.rms_norm(lines, flat, eps, invariant.sum_last)
+    out, rstd = invariant.rms_norm(lines, flat, eps)
     return out.reshape(x.shape), rstd.reshape(*lines.shape[:-1], *(1 for _ in shape))
 
 
