@@ -14,40 +14,31 @@ from . import memory
 
 
 class SlotsOnDevice(Protocol):
-    """Where the tokens of a forward are in the pools on one device, and the operation that writes them there."""
+    """Where the tokens of a forward are in the pools on one device, and the operation that writes them there.
+
+    `write_slots` int64 [T]: the slot of each token of the forward. `read_slots` int64 [slots]: those that whole rows are gathered from;
+    None if attention reads the pools itself. `write`: writes keys and values into the pools.
+    """
 
     @property
-    def write_slots(self) -> torch.Tensor:
-        """int64 [T]: the slot of each token of the forward."""
-        ...
-
+    def write_slots(self) -> torch.Tensor: ...
     @property
-    def read_slots(self) -> torch.Tensor | None:
-        """int64 [slots]: the slots that whole rows are gathered from; None if attention reads the pools itself."""
-        ...
-
+    def read_slots(self) -> torch.Tensor | None: ...
     @property
-    def write(self) -> Callable[..., Any]:
-        """The operation that writes keys and values into the pools."""
-        ...
+    def write(self) -> Callable[..., Any]: ...
 
 
 class RunningBatch(Protocol):
-    """The batch of a forward, as layers ask for it."""
+    """The batch of a forward, as layers ask for it.
+
+    `gather`: layers return the keys and values of whole rows. `num_keys`: number of keys of all rows together.
+    """
 
     @property
-    def gather(self) -> bool:
-        """True if layers return the keys and values of whole rows."""
-        ...
-
+    def gather(self) -> bool: ...
     @property
-    def num_keys(self) -> int:
-        """Number of keys of all rows together."""
-        ...
-
-    def on(self, device: torch.device) -> SlotsOnDevice:
-        """The slots on a device."""
-        ...
+    def num_keys(self) -> int: ...
+    def on(self, device: torch.device) -> SlotsOnDevice: ...
 
 
 class PagedLayer(CacheLayerMixin):

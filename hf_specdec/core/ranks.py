@@ -241,11 +241,8 @@ def digest(*things: Any) -> int:
     """A 32-bit digest of numbers, texts and tensors, the same in every process."""
     value = 0
     for thing in things:
-        data = (
-            thing.detach().cpu().contiguous().numpy().tobytes()
-            if isinstance(thing, torch.Tensor)
-            else repr(thing).encode()
-        )
+        is_tensor = isinstance(thing, torch.Tensor)
+        data = thing.detach().cpu().contiguous().numpy().tobytes() if is_tensor else repr(thing).encode()
         value = zlib.crc32(data, value)
     return value
 

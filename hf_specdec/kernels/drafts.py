@@ -11,7 +11,12 @@ from .transfer import upload, upload_together
 
 
 class Drafts(Protocol):
-    """Draft trees of B rows with up to N nodes: drafted ids on a device, everything else on the host (see `core.DraftTrees`)."""
+    """Draft trees of B rows with up to N nodes: drafted ids on a device, everything else on the host (see `core.DraftTrees`).
+
+    `valid` bool [B, N]: which entries are nodes. `parent_index` int64 [B, N]: each node's parent, -1 for children of the root.
+    `ancestors` bool [B, N + 1, N + 1] over (root, nodes): `[b, i, j]` is True if j is i or an ancestor of i. `depths` int64 [B, N]: 1 for
+    the root's children.
+    """
 
     tokens: torch.Tensor
     lengths: list[int]
@@ -20,26 +25,14 @@ class Drafts(Protocol):
 
     @property
     def is_chain(self) -> bool: ...
-
     @property
-    def valid(self) -> np.ndarray:
-        """bool [B, N]: which entries are nodes."""
-        ...
-
+    def valid(self) -> np.ndarray: ...
     @property
-    def parent_index(self) -> np.ndarray:
-        """int64 [B, N]: each node's parent, -1 for children of the root."""
-        ...
-
+    def parent_index(self) -> np.ndarray: ...
     @property
-    def ancestors(self) -> np.ndarray:
-        """bool [B, N + 1, N + 1] over (root, node 0, .. node N - 1): `[b, i, j]` is True if j is i or an ancestor of i."""
-        ...
-
+    def ancestors(self) -> np.ndarray: ...
     @property
-    def depths(self) -> np.ndarray:
-        """int64 [B, N]: 1 for the root's children."""
-        ...
+    def depths(self) -> np.ndarray: ...
 
 
 class RowStreams(NamedTuple):

@@ -60,9 +60,8 @@ class SamplingBuffers:
         names = [field.name for field in fields(SamplingParameters)]
         for name, off in zip(names, astuple(OFF), strict=True):
             self._views[name][:] = off
-        for name, column in zip(
-            ("seeds", "positions", "steps", "do_sample", *names), zip(*rows, strict=True), strict=True
-        ):
+        names = ["seeds", "positions", "steps", "do_sample", *names]
+        for name, column in zip(names, zip(*rows, strict=True), strict=True):
             self._views[name][: len(rows)] = column
         upload_into(self._device, self._host)
 
@@ -70,17 +69,9 @@ class SamplingBuffers:
         """See `kernels.sampling.apply_parameters`."""
         return sampling.apply_parameters(logits, self.parameters, rows)
 
-    def noisy(
-        self,
-        logits: torch.Tensor,
-        ahead: int,
-        stream: int,
-        shared: bool,
-        rows: torch.Tensor | None = None,
-        applied: bool = False,
-    ) -> torch.Tensor:
-        """See `kernels.sampling.noisy_scores`."""
-        return sampling.noisy_scores(logits, self.parameters, ahead, stream, shared, rows, applied)
+    def noisy(self, logits: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+        """See `kernels.sampling.noisy_scores`; further arguments as there, after the parameters."""
+        return sampling.noisy_scores(logits, self.parameters, *more, **options)
 
     def choices(self, logits: torch.Tensor, ahead: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See `kernels.sampling.choices`."""

@@ -28,15 +28,8 @@ _SEQUENCES = (list, tuple, collections.deque)
 _SETS = (set, frozenset)
 _CONTAINERS = (*_SEQUENCES, *_SETS, dict)
 _MOST_BYTES = 32 << 20  # the most bytes of tensors and arrays to copy and compare
-_LIBRARIES = {
-    "builtins",
-    "abc",
-    "collections",
-    "typing",
-    "numpy",
-    "torch",
-    "transformers",
-}  # their classes hold no state
+# Their classes hold no state.
+_LIBRARIES = {"builtins", "abc", "collections", "typing", "numpy", "torch", "transformers"}
 _CODE = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -204,15 +197,15 @@ def _data_of(kind: type) -> dict[tuple[type | None, str], Any]:
 
 def _slots(kind: type) -> tuple[str, ...]:
     names = vars(kind).get("__slots__", ())
-    names = (names,) if isinstance(names, str) else names
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    return tuple(
+        each for each in ((names,) if isinstance(names, str) else names) if each not in ("__dict__", "__weakref__")
+    )
 
 
 def _is_of_python(kind: type) -> bool:
     """True if objects of a class hold only attributes: their memory has no room for anything else."""
-    pointers = (
-        sum(len(_slots(each)) for each in kind.__mro__) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
-    )
+    slots = sum(len(_slots(each)) for each in kind.__mro__)
+    pointers = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ <= object.__basicsize__ + pointers * tuple.__itemsize__ and kind.__itemsize__ == 0
 
 
