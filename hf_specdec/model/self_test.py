@@ -180,17 +180,12 @@ def _judge(packed: PackedModel) -> str:
         problem = _problem(packed, expected)
         if problem is None:
             if problems:
-                logger.warning(
-                    "%s: with attention through the paged cache, %s. It runs with gathered keys instead, which is slower.",
-                    what,
-                    problems[0],
-                )
+                message = "%s: with attention through the paged cache, %s. It runs with gathered keys instead, which is slower."
+                logger.warning(message, what, problems[0])
             return way
         problems.append(problem)
-    others = interventions(packed.model)
-    because = (
-        f" Rows are packed into one line of tokens, which these must not notice: {', '.join(others)}." if others else ""
-    )
+    others = ", ".join(interventions(packed.model))
+    because = f" Rows are packed into one line of tokens, which these must not notice: {others}." if others else ""
     raise UnsupportedModel(
         f"{what} does not compute the same logits over packed rows as alone: "
         f"{'; '.join(map('{}: {}'.format, ways, problems))}.{because} Call generate() without speculative_config."
@@ -258,9 +253,8 @@ class _Expected:
         """
         texts = lines[1:, : _TRIAL.lengths[1]]
         error = max(relative_error(text, texts[0]) for text in texts[1:])
-        if error > TOLERANCES.get(self.packed.model.dtype, 5e-2) or (
-            error > 0 and self._has_gradient_from_later(batch)
-        ):
+        tolerance = TOLERANCES.get(self.packed.model.dtype, 5e-2)
+        if error > tolerance or (error > 0 and self._has_gradient_from_later(batch)):
             name = type(self.packed.model).__name__
             raise UnsupportedModel(
                 f"{name} attends to later tokens: its logits at a token change by {error:.2g} of their spread with the tokens "
@@ -306,10 +300,9 @@ class _Expected:
         return relative_error(_TRIAL.in_packed_order(lines), self.logits)
 
     def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if self._by_token:
-            with architectures.first_layers(self.packed.model, self.packed.num_layers):
-                return self._token_by_token(ids)
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
+            if self._by_token:
+                return self._token_by_token(ids)
             more = architectures.causal_inputs(self.packed.model, ids) | self._positions(ids)
             return self.packed.model(input_ids=ids, use_cache=False, return_dict=True, **more).logits.float()
 
@@ -333,13 +326,10 @@ class _Expected:
         if self.packed.recurrent is not None:
             given = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)}
         for piece in (slice(0, _TRIAL.read), *(slice(i, i + 1) for i in range(_TRIAL.read, ids.shape[1]))):
-            output = self.packed.model(
-                input_ids=ids[:, piece],
-                use_cache=True,
-                return_dict=True,
-                **{name: positions[:, piece] for name, positions in given.items()},
-                **{self.packed.cache_argument: cache},
-            )
+            more = {name: positions[:, piece] for name, positions in given.items()} | {
+                self.packed.cache_argument: cache
+            }
+            output = self.packed.model(input_ids=ids[:, piece], use_cache=True, return_dict=True, **more)
             cache = getattr(output, CACHE)
             logits.append(output.logits.float())
         return torch.cat(logits, dim=1)

@@ -118,9 +118,7 @@ def _sizes(subject: Traceable) -> tuple[int, int]:
         heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0) or 1
         taken |= {heads // groups, getattr(config, "hidden_size", 0) // max(heads, 1)}
     for module in subject.modules:
-        taken |= {
-            size for parameter in module._parameters.values() if parameter is not None for size in parameter.shape
-        }
+        taken.update(*(parameter.shape for parameter in module._parameters.values() if parameter is not None))
     free = [size for size in _SIZES if size not in taken]
     if len(free) < 2:
         raise NotLowered("its dimensions, which leave no number of tokens that differs from all of them")
@@ -252,12 +250,9 @@ class CalledCode:
         if event != "call" or frame.f_code in self._codes:
             return
         self._codes[frame.f_code] = frame.f_globals
-        name = str(frame.f_globals.get("__name__"))
-        if name.partition(".")[0] not in _LIBRARIES and not name.startswith("namedtuple_"):
-            self.foreign = (
-                self.foreign
-                or f"{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name} of {name}"
-            )
+        name, code = str(frame.f_globals.get("__name__")), frame.f_code
+        if self.foreign is None and name.partition(".")[0] not in _LIBRARIES and not name.startswith("namedtuple_"):
+            self.foreign = f"{code.co_qualname if sys.version_info >= (3, 11) else code.co_name} of {name}"
 
     def assumptions(self, modules: Iterable[nn.Module]) -> list[Assumption]:
         """What the code looked up: globals, attributes of modules of Python, and attributes of the classes of `modules`."""

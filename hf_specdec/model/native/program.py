@@ -107,14 +107,12 @@ class Program:
         with self._lock:
             highest = int(batch.position_ids.max())
             if highest >= self.num_positions:
-                self._fill_tables(self._room_for(highest))
+                # More rows than necessary, so that tables are rarely computed again, but at most the model's own number of positions,
+                # unless the text itself is longer.
+                room = max(_POSITIONS_AT_FIRST, 2 * (highest + 1))
+                most = room if self.max_positions is None or highest >= self.max_positions else self.max_positions
+                self._fill_tables(min(room, most))
             return self._call(inputs, features)
-
-    def _room_for(self, highest: int) -> int:
-        """Number of rows for tables that must reach position `highest`: more than necessary, so that they are rarely computed again, but at
-        most the model's own number of positions, unless the text itself is longer."""
-        room = max(_POSITIONS_AT_FIRST, 2 * (highest + 1))
-        return room if self.max_positions is None or highest >= self.max_positions else min(room, self.max_positions)
 
     def run_rows(self, features: torch.Tensor) -> list[torch.Tensor]:
         """The outputs for features [n, F] of at most `most_tokens` rows, for programs that read nothing else."""
@@ -134,14 +132,8 @@ class Program:
             assert features is not None
             features = features.contiguous()
             self.slots[self.features] = features.data_ptr()
-        failed = loaded.specdec_run(
-            self.ops.ctypes.data,
-            len(self.ops),
-            self.slots.ctypes.data,
-            ctypes.byref(inputs),
-            min(torch.get_num_threads(), self._most_threads),
-        )
-        if failed >= 0:
+        threads, step = min(torch.get_num_threads(), self._most_threads), ctypes.byref(inputs)
+        if loaded.specdec_run(self.ops.ctypes.data, len(self.ops), self.slots.ctypes.data, step, threads) >= 0:
             raise IndexError("index out of range: an id or a position that the model has no embedding for")
         return results
 
@@ -223,11 +215,12 @@ def _allocated(steps: list[TapeStep], registers: list[Register]) -> tuple[np.nda
     places: dict[int, tuple[int, int]] = {}
     used = 0
     for index, step in enumerate(steps):
-        own = {
-            id(each): each
+        buffers = (
+            each
             for each in _registers(step)
-            if not (each.tensor is not None or each.table or each.features or each.output)
-        }
+            if each.tensor is None and not (each.table or each.features or each.output)
+        )
+        own = {id(each): each for each in buffers}
         for key, register in own.items():
             if key in places:
                 continue
@@ -303,17 +296,13 @@ def _waits(steps: list[TapeStep], memory_of: dict[int, int]) -> list[bool]:
         is_shared = step.operation in _SHARED
         sources = {memory_of[id(each)] for each in step.inputs}
         targets = set() if step.out is None else {memory_of[id(step.out.register)]}
-        if is_shared:
-            wait = alone or not written.isdisjoint(sources | targets) or not read.isdisjoint(targets)
-        else:
-            wait = shared
+        collides = not written.isdisjoint(sources | targets) or not read.isdisjoint(targets)
+        wait = alone or collides if is_shared else shared
         if wait:
             read, written, shared, alone = set(), set(), False, False
         if is_shared:
-            shared = True
             read |= sources
             written |= targets
-        else:
-            alone = True
+        shared, alone = shared or is_shared, alone or not is_shared
         waits.append(wait)
     return waits

@@ -59,18 +59,14 @@ def state_of(subject: Traceable) -> tuple:
         settings = tuple(setting for value in vars(module).values() if (setting := _setting(value)) is not _NONE)
         found.append((kind, kind.forward, settings, hooks_of(module), "forward" in vars(module)))
         for tensors in (module._parameters, module._buffers):
-            found += [
-                None
-                if tensor is None
-                else (_address(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-                for tensor in tensors.values()
-            ]
+            found += [None if tensor is None else _place(tensor) for tensor in tensors.values()]
     config = subject.config
     return tuple(found), repr(sorted((name, repr(value)) for name, value in vars(config).items())) if config else ""
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.panels.data_ptr() if isinstance(tensor, NativeWeight) else tensor.data_ptr()
+def _place(tensor: torch.Tensor) -> tuple:
+    address = tensor.panels.data_ptr() if isinstance(tensor, NativeWeight) else tensor.data_ptr()
+    return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 _SCALARS = {int, float, bool, str, type(None)}

@@ -304,12 +304,8 @@ class Tape:
 
     def embedding(self, weight: Value, ids: Value, shape) -> Value:
         """Rows of weight [V, H] at ids, which are the tokens' ids or positions."""
-        if (
-            ids.register.ids is None
-            or weight.rows != Rows.ONE
-            or weight.shadow.dim() != 2
-            or weight.shadow.stride(1) != 1
-        ):
+        plain = weight.rows == Rows.ONE and weight.shadow.dim() == 2 and weight.shadow.stride(1) == 1
+        if ids.register.ids is None or not plain:
             raise NotLowered("an embedding of other numbers than ids and positions")
         self.row_axis(ids)
         out = self.new(shape, weight.dtype, ids.rows)
@@ -358,13 +354,13 @@ _VIEWS = {
 _UNARY = {
     aten.neg.default: "negate", aten.rsqrt.default: "rsqrt", aten.sqrt.default: "sqrt", aten.exp.default: "exp",
     aten.silu.default: "silu", aten.relu.default: "relu", aten.tanh.default: "tanh", aten.sigmoid.default: "sigmoid",
-    aten.reciprocal.default: "reciprocal", aten.abs.default: "absolute", aten.clone.default: "copy",
+    aten.reciprocal.default: "reciprocal", aten.abs.default: "absolute", aten.clone.default: "copy", aten._to_copy.default: "copy",
 }  # fmt: skip
 _BINARY = {
     aten.add.Tensor: "add", aten.sub.Tensor: "subtract", aten.mul.Tensor: "multiply", aten.div.Tensor: "divide",
     aten.maximum.default: "maximum", aten.minimum.default: "minimum",
 }  # fmt: skip
-_WITH_NUMBER = {"add": "plus", "multiply": "times", "divide": "over"}
+_WITH_NUMBER = {"add": "plus", "subtract": "minus_from", "multiply": "times", "divide": "over"}
 
 
 def lower(tape: Tape, function: Any, args: tuple, kwargs: dict, result: Any) -> Any:
@@ -397,12 +393,8 @@ def _view(tape: Tape, function: Any, args: tuple, kwargs: dict) -> Any:
         value = tape.copied(value)
         shadows = function(value.shadow, *args[1:], **kwargs)
     if not isinstance(shadows, torch.Tensor):
-        return [_seen(value, shadow) for shadow in shadows]
-    return _seen(value, shadows)
-
-
-def _seen(value: Value, shadow: torch.Tensor) -> Value:
-    return replace(value, shadow=shadow)
+        return [replace(value, shadow=shadow) for shadow in shadows]
+    return replace(value, shadow=shadows)
 
 
 def _of_ids(tape: Tape, function: Any, args: tuple, result: torch.Tensor) -> Value:
@@ -421,20 +413,14 @@ def _binary(tape: Tape, name: str, args: tuple, kwargs: dict, result: torch.Tens
     if isinstance(a, Value) and isinstance(b, Value):
         return tape.binary(name, a, b, result.shape, result.dtype)
     value, number = (a, b) if isinstance(a, Value) else (b, a)
-    if isinstance(number, torch.Tensor) or name not in ("add", "subtract", "multiply", "divide"):
+    shape, dtype = result.shape, result.dtype
+    if isinstance(number, torch.Tensor) or name not in _WITH_NUMBER:
         raise NotLowered(f"{name} of a tensor that does not come from the ids")
-    if name == "subtract":
-        if value is a:
-            return tape.unary("plus", value, result.shape, result.dtype, -float(number))
-        return tape.unary("minus_from", value, result.shape, result.dtype, float(number))
+    if name == "subtract" and value is a:
+        return tape.unary("plus", value, shape, dtype, -float(number))
     if name == "divide" and value is b:
-        inverse = tape.unary("reciprocal", value, result.shape, torch.float32)
-        return tape.unary("times", inverse, result.shape, result.dtype, float(number))
-    return tape.unary(_WITH_NUMBER[name], value, result.shape, result.dtype, float(number))
-
-
-def _converted(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
-    return tape.unary("copy", args[0], result.shape, result.dtype)
+        return tape.unary("times", tape.unary("reciprocal", value, shape, torch.float32), shape, dtype, float(number))
+    return tape.unary(_WITH_NUMBER[name], value, shape, dtype, float(number))
 
 
 def _gelu(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
@@ -444,11 +430,8 @@ def _gelu(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
 
 def _power(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
     value, exponent = args
-    if exponent == 2:
-        return tape.unary("square", value, result.shape, result.dtype)
-    if exponent == -0.5:
-        return tape.unary("rsqrt", value, result.shape, result.dtype)
-    return tape.unary("power", value, result.shape, result.dtype, float(exponent))
+    name = {2: "square", -0.5: "rsqrt"}.get(exponent, "power")
+    return tape.unary(name, value, result.shape, result.dtype, float(exponent))
 
 
 def _clamp(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
@@ -479,14 +462,14 @@ def _layer_norm(tape: Tape, args: tuple, kwargs: dict, result: Any) -> list[Valu
 
 def _mm(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
     x, weight = args
-    return tape.linear(x, _seen(weight, weight.shadow.t()), None, result.shape, result.dtype)
+    return tape.linear(x, replace(weight, shadow=weight.shadow.t()), None, result.shape, result.dtype)
 
 
 def _addmm(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
     if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
         raise NotLowered("addmm with factors")
     bias, x, weight = args
-    return tape.linear(x, _seen(weight, weight.shadow.t()), bias, result.shape, result.dtype)
+    return tape.linear(x, replace(weight, shadow=weight.shadow.t()), bias, result.shape, result.dtype)
 
 
 def _cat(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
@@ -499,11 +482,10 @@ def _cat(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
 def _stack(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
     parts, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     dim %= result.dim()
-    return _cat(tape, ([_seen(part, part.shadow.unsqueeze(dim)) for part in parts], dim), {}, result)
+    return _cat(tape, ([replace(part, shadow=part.shadow.unsqueeze(dim)) for part in parts], dim), {}, result)
 
 
 _HANDLERS: dict[Any, Callable] = {
-    aten._to_copy.default: _converted,
     aten.gelu.default: _gelu,
     aten.pow.Tensor_Scalar: _power,
     aten.clamp.default: _clamp,
@@ -599,27 +581,19 @@ class TapeRecorder(ExclusiveMode):
 
     def _record(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         results: list[Any] = list(result) if isinstance(result, (tuple, list)) else [result]
-        if (
-            func == aten.lift_fresh.default
-            and torch.is_tensor(result)
-            and result.dim() == 0
-            and result.is_floating_point()
-        ):
-            return self._follow(result, self.tape.weight(result))  # a number; the tape keeps the tensor
+        reason = f"an unused result of {func}"
         try:
             values = self._lowered(func, args, kwargs, result)
         except NotLowered as error:
-            for each in results:
-                if isinstance(each, torch.Tensor):
-                    self._follow(each, None, str(error))
-            return None
+            values, reason = [None] * len(results), str(error)
         for each, value in zip(results, values if isinstance(values, list) else [values], strict=True):
             if isinstance(each, torch.Tensor):
-                self._follow(each, value, f"an unused result of {func}")
-        return None
+                self._follow(each, value, reason)
 
     def _lowered(self, func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
         """The values of the results of an operator."""
+        if func == aten.lift_fresh.default and result.dim() == 0 and result.is_floating_point():
+            return self.tape.weight(result)  # a number; the tape keeps the tensor
         if func == aten.index.Tensor or func == aten.index_select.default:
             return self._selected(func, args, result)
         if func == quantized_product:
@@ -637,14 +611,13 @@ class TapeRecorder(ExclusiveMode):
         return [self._translated(inner) for inner in each] if isinstance(each, (list, tuple)) else each
 
     def _selected(self, func: Any, args: tuple, result: torch.Tensor) -> Value:
+        found = [args[1:]]
         if func == aten.index.Tensor:
             found = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
-        else:
-            found = [(args[1], args[2])]
-        ((dim, index),) = found if len(found) == 1 else (((0, None)),)
-        if self.batch is None or index is None or index is not self.batch.logit_index:
+        wanted = None if self.batch is None else self.batch.logit_index
+        if wanted is None or len(found) != 1 or found[0][1] is not wanted:
             raise NotLowered("an index other than that of the wanted logits")
-        return self.tape.selected(self.value_of(args[0]), dim, result.shape)
+        return self.tape.selected(self.value_of(args[0]), found[0][0], result.shape)
 
     def _multiplied(self, args: tuple, result: torch.Tensor) -> Value:
         x, panels, bias, bits, group, outputs, scales = args
@@ -726,18 +699,15 @@ class TapeRecorder(ExclusiveMode):
         self._paused -= 1
         assert self.batch is not None
         own = self.batch.position_ids
-        known = [
-            each is own or (torch.is_tensor(each) and _same_memory(each, own)) for each in (*args, *kwargs.values())
-        ]
+        given = [*args, *kwargs.values()]
+        place = own.data_ptr(), own.shape, own.dtype
+        known = [torch.is_tensor(each) and (each.data_ptr(), each.shape, each.dtype) == place for each in given]
         outputs = output if isinstance(output, tuple) else (output,)
-        if sum(known) != 1 or any(
-            each.dim() != 3 or each.shape[1] != own.shape[1] or each.shape[0] != 1 for each in outputs
-        ):
+        if sum(known) != 1 or any(each.dim() != 3 or each.shape[:2] != (1, own.shape[1]) for each in outputs):
             return
-
-        given = [
-            None if is_ours else _first(each) for is_ours, each in zip(known, (*args, *kwargs.values()), strict=True)
-        ]
+        # Of hidden states, the module uses only dtype and device: one element is enough.
+        given = [each[:, :1].clone() if torch.is_tensor(each) and each.dim() == 3 else each for each in given]
+        given = [None if is_ours else each for is_ours, each in zip(known, given, strict=True)]
         rows = _by_position(weakref.ref(module), given, len(args), list(kwargs))
         with self.paused():
             computed = rows(int(own.max()) + 1)
@@ -758,12 +728,3 @@ def _by_position(module: Any, given: list[Any], num_args: int, names: list[str])
         return [each[0].contiguous() for each in found]
 
     return rows
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _first(each: Any) -> Any:
-    """One element of the hidden states given to a rotary module, which uses only their dtype and device."""
-    return each[:, :1].clone() if torch.is_tensor(each) and each.dim() == 3 else each
