@@ -10,9 +10,8 @@ from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits
 from hf_specdec.kernels.sampling import DRAWS_PER_ROUND, choose_tokens, sampling_scores
 from hf_specdec.sampling import FusedSamplingLogitsWarper
-from hf_specdec.sampling.buffers import SamplingBuffers
 from hf_specdec.sampling.logits import process_logits
-from hf_specdec.sampling.parameters import SamplingKind
+from hf_specdec.sampling.parameters import SamplingBuffers, SamplingKind
 from hf_specdec.sampling.processors import NodeProcessors
 
 VOCAB = 50

@@ -17,8 +17,7 @@ from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
 from .paged_layer import PagedLayer, RunningBatch
-from .prefix_states import PrefixStates
-from .state_pool import StatePool
+from .state_pool import PrefixStates, StatePool
 
 logger = logging.getLogger(__name__)
 

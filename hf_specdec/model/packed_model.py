@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
 from ..cache.memory import free_bytes
-from ..cache.prefix_states import PrefixStates
-from ..cache.state_pool import StatePool
+from ..cache.state_pool import PrefixStates, StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import cache_argument
 from ..core.output import PackedOutput, Taps

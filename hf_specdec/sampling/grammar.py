@@ -28,23 +28,16 @@ class Reasoning(NamedTuple):
 
 @dataclass
 class _State:
-    """The state of the grammar after one prefix.
+    """The state of the grammar after one prefix."""
 
-    Attributes:
-        matcher: llguidance's; it may be shared, and is copied before it reads a token.
-        num_opened: how many ids of `Reasoning.opens` have been read.
-        thought: the last characters of the reasoning so far; None: the reasoning has not begun, or is over.
-        answering: the reasoning is over, or the text has none.
-        dead: the prefix has a token that the grammar does not allow, so nothing is known about what may follow.
-        bits: uint8 [V / 8], the tokens that may follow; None: not computed yet.
-    """
-
-    matcher: Any
-    num_opened: int = 0
-    thought: str | None = None
-    answering: bool = True
-    dead: bool = False
-    bits: np.ndarray | None = None
+    matcher: Any  # llguidance's; it may be shared, and is copied before it reads a token
+    num_opened: int = 0  # ids of `Reasoning.opens` that have been read
+    thought: str | None = None  # the last characters of the reasoning so far; None: it has not begun, or is over
+    answering: bool = True  # the reasoning is over, or the text has none
+    dead: bool = (
+        False  # the prefix has a token that the grammar does not allow, so nothing is known about what may follow
+    )
+    bits: np.ndarray | None = None  # uint8 [V / 8], the tokens that may follow; None: not computed yet
 
 
 class GrammarLogitsProcessor(LogitsProcessor):

@@ -16,8 +16,7 @@ from ..core.sequence import Sequence
 from .grammar import GrammarLogitsProcessor
 from .kept_state import KeptState
 from .parameters import SamplingParameters
-from .penalties import OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
-from .warpers import FusedSamplingLogitsWarper
+from .warpers import FusedSamplingLogitsWarper, OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from ..core.sequence import Sequence
 from ..kernels import random_bits, rejection, verification
 from ..kernels.drafts import RowStreams, last_node
 from ..kernels.verification.reference import likeliest_longest_path, own_scores, typical_thresholds
-from ..sampling.fused import FusedSampling
+from ..sampling.parameters import FusedSampling
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ..core.sequence import Sequence
 from ..kernels.dispatch import current
 from ..kernels.transfer import upload
 from ..kernels.verification import greedy_tokens
-from ..sampling.fused import FusedSampling
+from ..sampling.parameters import FusedSampling
 from .rules import RULES
 
 

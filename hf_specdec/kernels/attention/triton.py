@@ -374,7 +374,8 @@ def paged_attention(
     _check(query, key_pool, value_pool, scaling, out)
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
-    shape = _shape_of(query, value_pool, inputs, window is not None)
+    words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
+    shape = _shape_of(query, value_pool, inputs, words, window is not None)
     if launch is None:
         launch = choose_launch(shape, device_limits(query.device), invariant)
     tiles, tiles_per_row = num_tiles(shape, launch.block_m)
@@ -396,7 +397,7 @@ def paged_attention(
             scaling * log2e if softcap is None else 2 * scaling / softcap * log2e, (softcap or 0.0) * log2e,
             GROUP=shape.group, WIDTH=width, WIDTH1=width1, WIDTH2=width2,
             VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16),
-            BLOCK_SIZE=inputs.block_size, WORDS=_words(inputs), HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+            BLOCK_SIZE=inputs.block_size, WORDS=words, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
             SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, PEEL=launch.peel,
             EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
@@ -435,26 +436,14 @@ def _merge(out, partial, lse, inputs: AttentionInputs, sinks, launch: AttentionL
     )  # fmt: skip
 
 
-def _words(inputs: AttentionInputs) -> int:
-    return 0 if inputs.visibility is None else inputs.visibility.shape[1]
-
-
-def _shape_of(query, value_pool, inputs: AttentionInputs, windowed: bool) -> AttentionShape:
+def _shape_of(query, value_pool, inputs: AttentionInputs, words: int, windowed: bool) -> AttentionShape:
     """The shapes that tile sizes depend on."""
-    num_tokens, num_heads, width = query.shape
-    _, num_kv_heads, value_width = value_pool.shape
+    (num_tokens, num_heads, width), (num_kv_heads, value_width) = query.shape, value_pool.shape[1:]
     return AttentionShape(
-        num_rows=inputs.block_tables.shape[0],
-        num_tokens=num_tokens,
-        max_query_length=inputs.max_query_length,
-        max_key_length=inputs.max_key_length,
-        num_kv_heads=num_kv_heads,
-        group=num_heads // num_kv_heads,
-        key_width=width,
-        value_width=value_width,
-        itemsize=query.element_size(),
-        masks_load=_words(inputs) > 1 or (windowed and inputs.region_positions is not None),
-    )
+        inputs.block_tables.shape[0], num_tokens, inputs.max_query_length, inputs.max_key_length, num_kv_heads,
+        num_heads // num_kv_heads, width, value_width, query.element_size(),
+        masks_load=words > 1 or (windowed and inputs.region_positions is not None),
+    )  # fmt: skip
 
 
 def _check(query, key_pool, value_pool, scaling, out):

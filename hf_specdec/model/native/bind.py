@@ -77,13 +77,7 @@ def _all_modules(roots: list[nn.Module]) -> list[nn.Module]:
 class _Bound:
     """Programs that run inside a context. In each context, a program is compared once with the modules it was made from.
 
-    If the program of a forward is refused, no program runs in that context.
-
-    Args:
-        otherwise: faster linear layers, used when no program runs.
-
-    Attributes:
-        reasons: by key, why the latest attempt gave no program.
+    If the program of a forward is refused, no program runs in that context, and `otherwise` does: faster linear layers.
     """
 
     def __init__(self, otherwise: Activated | None):
@@ -91,7 +85,7 @@ class _Bound:
         self._current: dict[str, Program | None] = {}  # in this context
         self._depth, self._lock = 0, threading.RLock()
         self._stack: contextlib.ExitStack | None = None  # holds `otherwise` while no program runs
-        self.reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}  # by key, why the latest attempt gave no program
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

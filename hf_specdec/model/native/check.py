@@ -205,11 +205,7 @@ def _check(
 
 
 def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    """Compare outputs.
-
-    Raises:
-        NotLowered: they differ by more than rounding explains.
-    """
+    """Raise NotLowered if outputs differ by more than rounding explains."""
     for ours, own in zip(found, wanted, strict=True):
         error = relative_error(ours, own.reshape(ours.shape))
         if not error <= TOLERANCES.get(subject.dtype, 5e-2):

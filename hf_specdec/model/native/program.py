@@ -286,11 +286,7 @@ def _needed(steps: list[TapeStep]) -> list[TapeStep]:
 
 def _waits(steps: list[TapeStep], memory_of: dict[int, int]) -> list[bool]:
     """For each step: True if all threads must have finished the earlier steps before it begins. Until then a shared step may neither
-    read what another writes, nor write where another reads or writes.
-
-    Args:
-        memory_of: id of a register → its memory; equal for registers that share it.
-    """
+    read what another writes, nor write where another reads or writes. `memory_of`: id of a register → its memory."""
     waits, read, written, shared, alone = [], set(), set(), False, False
     for step in steps:
         is_shared = step.operation in _SHARED

@@ -184,18 +184,14 @@ class RecurrentLayers:
 
 
 class _View:
-    """The cache that a mixer sees: the states of n lines.
-
-    Attributes:
-        conv, recurrent: the states before the lines; None: the text begins here.
-        inputs: after the call, the convolution's inputs [n, channels, k + T], those before the lines first.
-        state: after the call, the recurrent state that the mixer returned.
-    """
+    """The cache that a mixer sees: the states of n lines before them (None: the text begins here)."""
 
     def __init__(self, conv: torch.Tensor | None, recurrent: torch.Tensor | None):
         self.conv, self.recurrent = conv, recurrent
-        self.inputs: torch.Tensor = torch.empty(0)
-        self.state: torch.Tensor | None = None
+        self.inputs = torch.empty(
+            0
+        )  # after the call, the convolution's inputs [n, channels, k + T], those before the lines first
+        self.state: torch.Tensor | None = None  # after the call, the recurrent state that the mixer returned
         self.size = 0
 
     def windows_at(self, count: int) -> torch.Tensor:
