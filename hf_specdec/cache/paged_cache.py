@@ -67,6 +67,8 @@ class PagedStaticCache(Cache):
             `prefix_states` has the states after it, because blocks hold no states.
     """
 
+    layers: list[PagedLayer]  # pyright: ignore[reportIncompatibleVariableOverride] (made below, and never others)
+
     def __init__(
         self,
         num_layers: int,

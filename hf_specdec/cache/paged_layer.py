@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..kernels.cache import rotate_and_write, write_keys_values
 from . import memory
+
+_untraced = cast("Callable[[Any], Any]", torch.compiler.disable)  # typed as what it returns for all kinds of arguments
 
 
 class SlotsOnDevice(Protocol):
@@ -45,6 +47,8 @@ class PagedLayer(CacheLayerMixin):
     """One layer's pools: keys [slots, heads, width] and values [slots, heads, value width], allocated by the first write."""
 
     is_sliding = False
+    keys: Any  # tensors; transformers' classes have None in them before the first write
+    values: Any
 
     def __init__(self, owner: Any):
         super().__init__()
@@ -56,7 +60,7 @@ class PagedLayer(CacheLayerMixin):
         """The PagedStaticCache that holds this layer."""
         return self._owner()
 
-    @torch.compiler.disable  # runs once, so tracing it gains nothing
+    @_untraced  # runs once, so tracing it gains nothing
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the pools for states [1, heads, T, width]; keys and values may differ in heads and width (MLA)."""
         shapes = [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
@@ -101,9 +105,11 @@ class PagedLayer(CacheLayerMixin):
         """As `update`, but first rotate keys [1, Hk, T, D] and queries [1, H, T, D] by angles [1, T, D]. Returns the queries."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        packed = [tokens_first(states) for states in (query, keys, values)]
         slots = self.owner.batch.on(keys.device).write_slots
-        return rotate_and_write(*packed, self.keys, self.values, slots, cos[0], sin[0]).transpose(0, 1)[None]
+        query, keys, values = tokens_first(query), tokens_first(keys), tokens_first(values)
+        return rotate_and_write(query, keys, values, self.keys, self.values, slots, cos[0], sin[0]).transpose(0, 1)[
+            None
+        ]
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [T, heads, width] to `slots` [T]."""

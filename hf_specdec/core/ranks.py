@@ -266,6 +266,6 @@ def _host_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     known = _groups.get(members)
     if known is None or known[0] is not world:
         # A server's ranks wait in this group for requests, however long that takes. A process that ends is noticed at once.
-        made = dist.new_group(list(members), timeout=_IDLE, backend="gloo", use_local_synchronization=True)
+        made: Any = dist.new_group(list(members), timeout=_IDLE, backend="gloo", use_local_synchronization=True)
         known = _groups[members] = (world, made)
     return known[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,13 +26,13 @@ class Drafts(Protocol):
 
     @property
     def is_chain(self) -> bool: ...
-    @property
+    @cached_property
     def valid(self) -> np.ndarray: ...
-    @property
+    @cached_property
     def parent_index(self) -> np.ndarray: ...
-    @property
+    @cached_property
     def ancestors(self) -> np.ndarray: ...
-    @property
+    @cached_property
     def depths(self) -> np.ndarray: ...
 
 

@@ -128,9 +128,9 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
     # ---- masks ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """The scores [1, V] after one prefix [1, S]."""
-        return self.along(input_ids[0].tolist(), None, scores)  # type: ignore[return-value]
+        return self.along(input_ids[0].tolist(), None, scores)
 
     def along(self, tokens: list[int], paths: list[torch.Tensor] | None, scores: torch.Tensor) -> torch.Tensor:
         """Scores [R, V] of R nodes; node r's prefix is the sequence's `tokens` and the drafted ids `paths[r]` (None: no draft)."""

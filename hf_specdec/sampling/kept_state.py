@@ -67,7 +67,8 @@ class _Saved:
     """A value and its saved contents: saved parts, a copy of plain values, or None if it cannot change."""
 
     def __init__(self, value: Any):
-        self.value, self.parts, self.is_flat = value, None, False
+        self.value, self.is_flat = value, False
+        self.parts: Any = None
 
 
 def _save(value: Any, known: dict[int, _Saved]) -> _Saved:

@@ -29,7 +29,7 @@ class CoupledNoiseLogitsWarper(LogitsProcessor):
         self.seeds = torch.tensor(seeds, dtype=torch.long)
         self.padding = torch.tensor(padding if padding is not None else [0] * len(seeds), dtype=torch.long)
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """scores [B, V] + Gumbel noise of each row's next position."""
         seeds = self.seeds.to(scores.device)
         positions = input_ids.shape[1] - self.padding.to(scores.device)
@@ -50,7 +50,7 @@ class DraftVocabularyLogitsWarper(LogitsProcessor):
             raise ValueError(f"target_ids must be a vector of ids below vocab_size = {vocab_size}.")
         self.target_ids, self.vocab_size = target_ids, vocab_size
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[..., Vd] → [..., V]."""
         return to_target_vocabulary(scores, self.target_ids.to(scores.device), self.vocab_size)
 
@@ -73,7 +73,7 @@ class FusedSamplingLogitsWarper(LogitsProcessor):
             )
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[R, V] → [R, V], removed tokens at -inf."""
         return sampling_scores(
             scores,
@@ -99,7 +99,7 @@ class OutputPenaltyLogitsProcessor(LogitsProcessor):
     def __init__(self, prompt_length: int, presence: float = 0.0, frequency: float = 0.0):
         self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """input_ids int64 [B, L], scores [B, V] → [B, V]."""
         written = input_ids[:, self.prompt_length :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
@@ -130,7 +130,7 @@ class TokenBiasLogitsProcessor(LogitsProcessor):
         for token, value in (bias or {}).items():
             self.added[token] += value
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """scores [B, V] → [B, V]."""
         self.added = self.added.to(scores.device)
         return scores + self.added
