@@ -129,19 +129,12 @@ class StatePool:
         first, state = self._states[seq_id]
         return Base(own[num_tokens], state, [own[count] for count in range(first + 1, num_tokens + 1)])
 
-    def state(self, seq_id: int, num_tokens: int) -> int | None:
-        """The slot or state whose tensors are the recurrent states after that many tokens; None if no tensors hold them."""
-        if not self.holds(seq_id, num_tokens):
-            return None
-        base = self.base(seq_id, num_tokens)
-        return None if base.replayed else base.state
-
     def copy(self, seq_id: int, num_tokens: int) -> KeptStates | None:
         """Copies of a sequence's states after that many tokens; None if no tensors hold them."""
-        state = self.state(seq_id, num_tokens)
-        if state is None:
+        base = self.base(seq_id, num_tokens) if self.holds(seq_id, num_tokens) else None
+        if base is None or base.replayed:
             return None
-        pools = ((self.conv, self.base(seq_id, num_tokens).slot), (self.recurrent, state))
+        pools = ((self.conv, base.slot), (self.recurrent, base.state))
         return KeptStates(*({layer: pool[slot].clone() for layer, pool in each.items()} for each, slot in pools))
 
     def take(
@@ -169,14 +162,11 @@ class StatePool:
         slots = [own[count] for count in counts]
         if not self.replays:
             return slots, slots
-        state = self._states[seq_id][1] if seq_id in self._states else self._new_state()
+        if seq_id not in self._states and not self._free_states:
+            self._add_states(max(1, self.num_states // 4))
+        state = self._states[seq_id][1] if seq_id in self._states else self._free_states.pop()
         self._states[seq_id] = num_own, state
         return slots, [state if count == num_own else -1 for count in counts]
-
-    def _new_state(self) -> int:
-        if not self._free_states:
-            self._add_states(max(1, self.num_states // 4))
-        return self._free_states.pop()
 
     def commit(self, seq_id: int, start: int, offsets: list[int]) -> None:
         """Of the tokens from index `start` on, those at `start + offset` (ascending) stay and become `start`, `start + 1`, ..
@@ -205,9 +195,8 @@ class StatePool:
         assert sorted([*used, *self._free]) == list(range(1, self.num_slots)), "a state slot is lost or used twice"
         if self.replays:
             states = [state for _, state in self._states.values()]
-            assert sorted([*states, *self._free_states]) == list(range(1, self.num_states)), (
-                "a state is lost or used twice"
-            )
+            known = sorted([*states, *self._free_states])
+            assert known == list(range(1, self.num_states)), "a state is lost or used twice"
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 

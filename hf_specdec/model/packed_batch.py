@@ -108,12 +108,8 @@ class PackedBatch:
                 tables = self.cache.tables
                 read = np.concatenate([tables[r.seq_id].slots[: r.start + r.num_tokens] for r in self.inputs])
                 read = upload(read, device)
-            self._on_device[device] = _OnDevice(
-                self.write_slots.to(device),
-                read,
-                write_keys_values.on(device),
-                attention_for(device, self.invariant is not None, self.with_native),
-            )
+            attend = attention_for(device, self.invariant is not None, self.with_native)
+            self._on_device[device] = _OnDevice(self.write_slots.to(device), read, write_keys_values.on(device), attend)
         return self._on_device[device]
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:

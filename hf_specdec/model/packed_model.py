@@ -122,7 +122,7 @@ class PackedModel:
         model = self._model()
         if model is None:
             raise ReferenceError(
-                "The model has been deleted by its owner: keep a reference to it as long as its decoder is used."
+                "The model has been deleted by its owner: keep a reference to it while its decoder is used."
             )
         return model
 
@@ -284,15 +284,12 @@ class PackedModel:
 
         Call inside `active()`. Shapes: see PackedBatch and PackedOutput.
         """
+        output = None
         if self.graphs is not None and not all_hidden_states:
             output = self.graphs.run([rows], cache)
-            if output is not None:
-                return output
-        if self.native is not None and not all_hidden_states:
+        if output is None and self.native is not None and not all_hidden_states:
             output = self.native.run(rows, cache)
-            if output is not None:
-                return output
-        return self.forward_eagerly(rows, cache, all_hidden_states)
+        return self.forward_eagerly(rows, cache, all_hidden_states) if output is None else output
 
     def forward_eagerly(
         self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False
@@ -330,8 +327,16 @@ class PackedModel:
         model, tapped = self.model, {}
         batch.invariant = InvariantOps(type(model).__name__) if self.deterministic else None
         with batch.cache.running(batch), contextlib.ExitStack() as stack:
-            for change in self._changes(model, batch, tapped):
-                stack.enter_context(change)
+            # Most forwards need none of these.
+            if self.num_layers is not None:
+                stack.enter_context(architectures.first_layers(model, self.num_layers))
+            if self.taps.last_hidden or self.taps.layers:
+                stack.enter_context(architectures.tapped(model, self.taps, tapped))
+            if self._has_alibi:
+                assert isinstance(batch, PackedBatch)  # such models gather
+                stack.enter_context(alibi.packed(model, batch))
+            if batch.invariant is not None:
+                stack.enter_context(batch.invariant)
             output = model(**kwargs)
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(
@@ -354,31 +359,13 @@ class PackedModel:
             all_logits=returned if self.taps.logits else None,
         )
 
-    def _changes(
-        self, model: PreTrainedModel, batch: PackedBatch | CapturedBatch, tapped: dict[Any, torch.Tensor]
-    ) -> list[contextlib.AbstractContextManager]:
-        """Contexts for one forward. They change what the model computes, or collect hidden states in `tapped`; most forwards need none."""
-        changes = []
-        if self.num_layers is not None:
-            changes.append(architectures.first_layers(model, self.num_layers))
-        if self.taps.last_hidden or self.taps.layers:
-            changes.append(architectures.tapped(model, self.taps, tapped))
-        if self._has_alibi:
-            assert isinstance(batch, PackedBatch)  # such models gather
-            changes.append(alibi.packed(model, batch))
-        if batch.invariant is not None:
-            changes.append(batch.invariant)
-        return changes
-
     def _masks(self, batch: PackedBatch | CapturedBatch):
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged."""
+        masks = dict.fromkeys(self._windows, self._unread_mask)
         if self.gather:
             assert isinstance(batch, PackedBatch)
-            masks = {
-                kind: batch.dense_mask(window, self.model.dtype, self.device) for kind, window in self._windows.items()
-            }
-        else:
-            masks = dict.fromkeys(self._windows, self._unread_mask)
+            dtype, device = self.model.dtype, self.device
+            masks = {kind: batch.dense_mask(window, dtype, device) for kind, window in self._windows.items()}
         if self._wants_masks_by_kind:
             return masks
         if self.gather and len(set(self._windows.values())) > 1:

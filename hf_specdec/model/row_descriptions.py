@@ -6,6 +6,7 @@ The Triton kernels and the native library read descriptions; attention without t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +24,8 @@ def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescripti
         blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
         # Only sliding windows read these positions.
         positions = row.positions if row.window_positions is None else row.window_positions
-        described.append(
-            RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
-        )
+        own = RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
+        described.append(own)
     return described
 
 
@@ -121,16 +121,13 @@ def additive_masks(
     Args:
         group: query heads per key head.
     """
-    causal: dict[tuple[int, int], torch.Tensor | None] = {}  # shared by causal rows of one shape
+    known: dict[Any, torch.Tensor | None] = {}  # causal rows of one shape share a mask
     masks = []
-    for row in rows:
-        shape = (row.num_tokens, row.start)
-        if row.visibility is not None:
-            masks.append(_additive(visible(row, window), group, dtype, device))
-            continue
-        if shape not in causal:
-            causal[shape] = _additive(visible(row, window), group, dtype, device)
-        masks.append(causal[shape])
+    for i, row in enumerate(rows):
+        key = (row.num_tokens, row.start) if row.visibility is None else i
+        if key not in known:
+            known[key] = _additive(visible(row, window), group, dtype, device)
+        masks.append(known[key])
     return masks
 
 

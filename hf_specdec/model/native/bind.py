@@ -130,13 +130,8 @@ class NativeRunner(_Bound):
 
     def __init__(self, packed: PackedModel, otherwise: Activated | None = None, required: bool = False):
         super().__init__(otherwise)
-        self._owner, self._required = weakref.ref(packed), required  # weak, because `packed` holds this object
-
-    @property
-    def _packed(self) -> PackedModel:
-        packed = self._owner()
-        assert packed is not None
-        return packed
+        self._owner: Any = weakref.ref(packed)  # weak, because `packed` holds this object
+        self._required = required
 
     @property
     def refused(self) -> str | None:
@@ -154,15 +149,14 @@ class NativeRunner(_Bound):
         """Inside the context, `run` uses a program that is right for the model as it is when it is first used: a drafter may not be."""
         with super().active():
             if self._required and self._forward() is None:
-                raise UnsupportedModel(
-                    f"'native' cannot run {type(self._packed.model).__name__}: {self.refused}. Leave the key out."
-                )
+                name = type(self._owner().model).__name__
+                raise UnsupportedModel(f"'native' cannot run {name}: {self.refused}. Leave the key out.")
             yield
 
     def _forward(self) -> Program | None:
         if "forward" in self._current:
             return self._current["forward"]
-        packed = self._packed
+        packed = self._owner()
         return self._find("forward", lambda: _forward_of_model(packed), _made.setdefault(packed.model, {}))
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
@@ -172,7 +166,7 @@ class NativeRunner(_Bound):
             return None
         if not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
             return None
-        packed = self._packed
+        packed = self._owner()
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
         remaining, taps = (
             iter(program.run(batch, addresses(program, cache))),
@@ -190,13 +184,8 @@ class NativeRunner(_Bound):
 def can_try(packed: PackedModel) -> bool:
     """True if a program might run this model: it is on a CPU with the library, reads pages, and its rows are only text. A program has no
     collectives, so a sharded model never gets one."""
-    plain = (
-        packed.ranks is None
-        and packed.recurrent is None
-        and not packed.gather
-        and not packed.deterministic
-        and packed.graphs is None
-    )
+    whole = packed.ranks is None and packed.recurrent is None and packed.graphs is None
+    plain = whole and not packed.gather and not packed.deterministic
     return plain and uses_native(packed.device) and packed.model.dtype in TYPES
 
 

@@ -110,7 +110,7 @@ class JoinedLinears:
                     # A bound method, because dynamo shares traces by function; it would trace callable objects one by one.
                     joined = _JoinedForward(self, linear, product, index)
                     sharded = sharded_forward(linear)
-                    forward = joined.forward if sharded is None else sharded.around(linear, joined.forward)
+                    forward = joined.forward if sharded is None else sharded(joined.forward)
                     self._replaced.append((linear, vars(linear).get("forward")))
                     linear.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
             yield
