@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits
-from hf_specdec.kernels.sampling import DRAWS_PER_ROUND, choose_tokens, sampling_scores
+from hf_specdec.kernels.sampling.reference import DRAWS_PER_ROUND, choose_tokens, sampling_scores
 from hf_specdec.sampling import FusedSamplingLogitsWarper
 from hf_specdec.sampling.logits import process_logits
 from hf_specdec.sampling.parameters import SamplingBuffers, SamplingKind

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from ..kernels.attention import AttentionRow
+from ..kernels.attention.inputs import AttentionRow
 from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool

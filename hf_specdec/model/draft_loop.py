@@ -16,7 +16,7 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..cache.paged_cache import BlockTable
-from ..kernels.attention import InputSizes, pack_visibility, visibility_words
+from ..kernels.attention.inputs import InputSizes, pack_visibility, visibility_words
 from ..kernels.dispatch import next_power_of_two
 from ..kernels.transfer import upload_into
 from .graphs import CapturedBatch

@@ -12,7 +12,8 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import Chunks, RowInput
-from ..kernels.attention import AttentionInputs, AttentionRow, NativeRows, attention_for, attention_inputs
+from ..kernels.attention import attention_for
+from ..kernels.attention.inputs import AttentionInputs, AttentionRow, NativeRows, attention_inputs
 from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
 from .options.invariant_ops import InvariantOps

@@ -27,7 +27,9 @@ from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
-from .recurrent import RecurrentLayers, family_of, layers_without_keys, make_plan
+from .recurrent.families import family_of, layers_without_keys
+from .recurrent.mixers import RecurrentLayers
+from .recurrent.plan import make_plan
 from .sharding import checked_ranks
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from . import architectures
 from .packed_model import PackedModel
-from .recurrent import states_of
+from .recurrent.families import states_of
 from .self_test import evaluating, relative_error
 
 # by layer: keys and values, [n, heads, width] each; None: the layer reads another layer's

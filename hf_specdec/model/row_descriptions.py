@@ -13,7 +13,7 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import Chunks, RowInput
-from ..kernels.attention import NativeRow, NativeRows, RowDescription
+from ..kernels.attention.inputs import NativeRow, NativeRows, RowDescription
 
 
 def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:

@@ -16,6 +16,7 @@ from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..kernels import sampling
 from ..kernels.dispatch import current
+from ..kernels.sampling.reference import RowParameters
 from ..kernels.transfer import upload, upload_into
 
 
@@ -85,7 +86,7 @@ class SamplingBuffers:
             if getattr(kind, name, True):
                 on_device[name] = self._device[start:end].view(device_type)
             start = end
-        self.parameters = sampling.RowParameters(**on_device)
+        self.parameters = RowParameters(**on_device)
 
     @classmethod
     def of(cls, sequences: list[Sequence], kind: SamplingKind, device: torch.device) -> SamplingBuffers:

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from ..kernels import random_bits
 from ..kernels.drafting.reference import to_target_vocabulary
-from ..kernels.sampling import sampling_scores
+from ..kernels.sampling.reference import sampling_scores
 
 
 class CoupledNoiseLogitsWarper(LogitsProcessor):
