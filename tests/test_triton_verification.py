@@ -241,7 +241,7 @@ def accepted_path(tokens, valid, parents, choices):
     out = empty_verdict(tokens)
     walk_kernel[(len(tokens),)](
         None, choices, tokens, parents, valid.view(torch.uint8), torch.empty_like(choices), out[0].view(torch.uint8), *out[1:],
-        tokens.shape[1], SPLITS=1, TREE=True, WALK=True, BLOCK_N=8, num_warps=4,
+        tokens.shape[1], SPLITS=1, BLOCK_N=8, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -18,8 +18,6 @@ vocabulary once per rejection that is followed by another sibling. Chains never 
 # pyright: reportCallIssue=false
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -62,13 +60,14 @@ def _children_of(slot, parents, valid, num_nodes, TREE: tl.constexpr, BLOCK_N: t
 def sums_kernel(
     logits, index, tokens, parents, valid, temperatures, thresholds, threshold_ids, maxima, sums, vocab, row_stride, num_nodes,
     num_blocks, blocks_per_split,
-    TREE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    TREE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of exp(score - maximum) of every block of the vocabulary, without drafted children.
 
     Programs: (row, slot) x splits; those of slots without children read nothing. Writes maxima and sums, float32 [B, N + 1, blocks].
     Arguments as in `verify_rejection`.
     """
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     place = tl.program_id(0).to(tl.int64)
     row = place // (num_nodes + 1)
     slot = (place % (num_nodes + 1)).to(tl.int32)
@@ -76,11 +75,11 @@ def sums_kernel(
     wanted = tl.max(children.to(tl.int32), 0) > 0
     if wanted:
         source = tl.load(index + place).to(tl.int64)
-        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
         begin = tl.program_id(1) * blocks_per_split
         for block in range(begin, tl.minimum(begin + blocks_per_split, num_blocks)):
             ids = block * BLOCK + tl.arange(0, BLOCK)
-            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
             scores = _without_children(scores, block * BLOCK, ids, tokens + row * num_nodes, children, num_nodes, BLOCK)
             top = tl.max(scores, 0)
             shift = tl.where(top == float("-inf"), 0.0, top)
@@ -92,13 +91,14 @@ def sums_kernel(
 def chain_kernel(
     logits, index, tokens, valid, seeds, starts, steps, temperatures, thresholds, threshold_ids, maxima, sums,
     best_scores, best_ids, vocab, row_stride, num_nodes,
-    HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """For deterministic chains: the sums of `sums_kernel` and the draws of `draw_kernel` at every root and node, in one read.
 
     Programs: (row, slot) x splits. The draw after a slot's child was rejected does not depend on the walk, because its noise
     depends only on the slot. Writes maxima, sums, best_scores, best_ids [B, N + 1, splits].
     """
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     place = tl.program_id(0)
     row = place // (num_nodes + 1)
     slot = place % (num_nodes + 1)
@@ -109,13 +109,10 @@ def chain_kernel(
     child = tl.load(tokens + row * num_nodes + slot, mask=slot < num_nodes, other=-1).to(tl.int32)
     seed, position, step = tl.load(seeds + row), tl.load(starts + row) + slot, tl.load(steps + row)
     if wanted:
-        sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
-            row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-        )
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
         best, best_id, top, total = best_noisy(
             logits + source * row_stride, tl.program_id(1) * STEPS * LANES * 32, vocab, tl.where(has_child, child, -1),
-            sampling, seed, position, step, RESIDUAL_STREAM, True, HAS_TEMPERATURE, HAS_THRESHOLDS,
-            STEPS, LANES,
+            sampling, seed, position, step, RESIDUAL_STREAM, True, KIND, STEPS, LANES,
         )  # fmt: skip
         at = place.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         tl.store(maxima + at, top)
@@ -176,9 +173,8 @@ def _arrive(
 def rejection_walk_kernel(
     logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, temperatures, thresholds,
     threshold_ids, maxima, sums, best_scores, best_ids, masses, kept, ends, scales, path, lengths, next_tokens, vocab,
-    row_stride, num_nodes, num_blocks, num_probs, DRAWN: tl.constexpr, TREE: tl.constexpr,
-    POINTS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+    row_stride, num_nodes, num_blocks, num_probs, DRAWN: tl.constexpr, TREE: tl.constexpr, POINTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row walks the tree from its root and tests each node against the residual of rejected siblings.
 
@@ -188,6 +184,7 @@ def rejection_walk_kernel(
     float32 [B, N] (see `_left_over`), ends int32 [B, 2] (last node + 1, its first child), scales float32 [B, 2] (shift, total).
     DRAWN: instead, it takes next_tokens [B] from the draws of `chain_kernel`.
     """
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     row = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, BLOCK_N)
     tokens += row * num_nodes
@@ -214,16 +211,14 @@ def rejection_walk_kernel(
             above = tl.load(parents + node).to(tl.int32)
         accept = tl.full([], 0, tl.int32)
         if (above + 1 == slot) & (tl.load(valid + node) != 0):
-            sampling = sampling_of(
-                row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-            )
+            sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
             children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
             if arrived > 0:
                 arrived = tl.full([], 0, tl.int32)
                 first_child = tl.full([], 0, tl.int32) + node
                 scores = load_scores(
-                    logits + source * row_stride, tl.where(children, drafted, vocab), vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS,
-                )  # fmt: skip
+                    logits + source * row_stride, tl.where(children, drafted, vocab), vocab, sampling, KIND
+                )
                 at = (row * (num_nodes + 1) + slot) * num_blocks
                 shift, rest, chances = _arrive(
                     maxima + at, sums + at, scores, drafted, children, tokens, node, num_nodes, num_blocks, TREE,
@@ -239,7 +234,7 @@ def rejection_walk_kernel(
             else:
                 draft = probs + (row * num_probs + tl.load(prob_index + row * num_nodes + first_child)) * vocab
                 own = token + tl.arange(0, 1)
-                score = load_scores(logits + source * row_stride, own, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+                score = load_scores(logits + source * row_stride, own, vocab, sampling, KIND)
                 p, q = _left_over(
                     score, own, shift, total, draft, own < vocab, tokens, masses, kept, parents, valid, slot,
                     node, num_nodes, TREE,
@@ -250,9 +245,7 @@ def rejection_walk_kernel(
                     without = tl.zeros([BLOCK], tl.float32)
                     for begin in range(0, vocab, BLOCK):
                         ids = begin + tl.arange(0, BLOCK)
-                        block_scores = load_scores(
-                            logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS
-                        )
+                        block_scores = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
                         residual, proposal = _left_over(
                             block_scores, ids, shift, total, draft, ids < vocab, tokens, masses, kept, parents,
                             valid, slot, node, num_nodes, TREE,
@@ -277,14 +270,10 @@ def rejection_walk_kernel(
         best = tl.max(drawn, 0)
         best_id = tl.min(tl.where(drawn == best, drawn_ids, NO_ID), 0)
         if best == float("-inf"):  # the rejected child had all the mass: draw from the full distribution
-            sampling = sampling_of(
-                row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-            )
+            sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
             for begin in range(0, vocab, BLOCK):
                 ids = begin + tl.arange(0, BLOCK)
-                before = load_scores(
-                    logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS
-                )
+                before = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
                 best, best_id = noisy_better(
                     before, ids, begin, best, best_id, seed, start + length, step, RESIDUAL_STREAM, BLOCK
                 )
@@ -301,10 +290,10 @@ def draw_kernel(
     logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, temperatures, thresholds,
     threshold_ids, masses, kept, ends, scales, lengths, best_scores, best_ids, next_tokens, vocab, row_stride, num_nodes,
     num_probs, blocks_per_split, splits, MERGE: tl.constexpr, TREE: tl.constexpr, POINTS: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find one split's best token; with MERGE, the best of all splits, or a draw from the full distribution if nothing is left."""
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     row = tl.program_id(0).to(tl.int64)
     wanted = True
     start_id = tl.program_id(1) * blocks_per_split * BLOCK
@@ -327,13 +316,13 @@ def draw_kernel(
         children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
         last = tl.max(tl.where(children, tl.arange(0, BLOCK_N), -1), 0)  # the last rejected node, or -1
         source = tl.load(index + row * (num_nodes + 1) + slot).to(tl.int64)
-        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
         seed = tl.load(seeds + row)
         step = tl.load(steps + row)
         position = tl.load(starts + row) + tl.load(lengths + row)
         for begin in range(start_id, end_id, BLOCK):
             ids = begin + tl.arange(0, BLOCK)
-            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
             if POINTS:
                 if not MERGE:
                     scores = _without_children(scores, begin, ids, tokens, children, num_nodes, BLOCK)
@@ -404,7 +393,6 @@ def verify_rejection(
         return out
     valid = valid.view(torch.uint8)
     noise, scores = (seeds, positions, steps), (temperature, *(thresholds or (None, None)))
-    sampling: dict[str, Any] = dict(HAS_TEMPERATURE=temperature is not None, HAS_THRESHOLDS=thresholds is not None)
     is_tree, points = parents is not None, probs is None
     drawn = points and not is_tree  # deterministic chains: `chain_kernel` draws the next token at every node
     above = parents if parents is not None else tokens  # not read for chains
@@ -420,11 +408,11 @@ def verify_rejection(
     masses, kept = empty(2, batch, max(num_nodes, 1))
     ends, scales = empty(batch, 2, dtype=torch.int32), empty(batch, 2)
     block_n = next_power_of_two(num_nodes)
-    flags = dict(TREE=is_tree, BLOCK_N=block_n, BLOCK=block, num_warps=8, **sampling)
+    flags = dict(TREE=is_tree, BLOCK_N=block_n, BLOCK=block, num_warps=8)
     if drawn:
         chain_kernel[(places, splits)](
             logits, index, tokens, valid, *noise, *scores, maxima, sums, best_scores, best_ids, vocab, stride, num_nodes,
-            STEPS=per_split, LANES=block // 32, num_warps=ceil_div(block, 1024), **sampling,
+            STEPS=per_split, LANES=block // 32, num_warps=ceil_div(block, 1024),
         )  # fmt: skip
     elif num_nodes:
         sums_kernel[(places, splits)](
@@ -436,7 +424,7 @@ def verify_rejection(
         logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, maxima, sums, best_scores, best_ids, masses,
         kept, ends, scales, as_bytes(path), lengths, next_tokens, vocab, stride, num_nodes, num_blocks, num_probs, DRAWN=drawn,
         TREE=is_tree, POINTS=points, BLOCK_N=block_n, BLOCK_S=next_power_of_two(num_blocks), BLOCK=1024 if drawn else block,
-        num_warps=1 if not is_tree else 4 if points else 16, **sampling,
+        num_warps=1 if not is_tree else 4 if points else 16,
     )  # fmt: skip
     if not drawn:
         splits, per_split = split_vocabulary(batch, vocab, block)

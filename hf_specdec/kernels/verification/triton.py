@@ -24,7 +24,6 @@ from ..sampling.triton_scores import best_noisy, greatest, sampling_of
 def choices_kernel(
     logits, index, parents, valid, seeds, positions, do_sample, temperatures, thresholds, threshold_ids, best_scores, best_ids,
     vocab, row_stride, num_nodes,
-    TREE: tl.constexpr, SAMPLE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr,
     STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best token of one part of a row's vocabulary, with the noise of its position. A program is a node and a part."""
@@ -36,19 +35,18 @@ def choices_kernel(
     source = tl.load(index + place).to(tl.int64)
     wanted = tl.load(valid + row * num_nodes + slot - 1, mask=slot > 0, other=1) != 0
     sampled = False
-    if SAMPLE:
+    if do_sample is not None:
         sampled = tl.load(do_sample + row) != 0
     start = split * STEPS * LANES * 32
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0, tl.int32) + start
     if wanted:
         scores_row = logits + source * row_stride
-        sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
-            row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-        )
-        if SAMPLE and sampled:
+        KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
+        if do_sample is not None and sampled:
             position = tl.load(positions + row)
-            if TREE:
+            if parents is not None:
                 node = slot - 1
                 while node >= 0:
                     position += 1
@@ -57,11 +55,11 @@ def choices_kernel(
                 position += slot
             best, best_id, _top, _sum = best_noisy(
                 scores_row, start, vocab, -1, sampling, tl.load(seeds + row), position, 0,
-                TOKEN_STREAM, False, HAS_TEMPERATURE, HAS_THRESHOLDS, STEPS, LANES,
+                TOKEN_STREAM, False, KIND, STEPS, LANES,
             )  # fmt: skip
         else:
             steps = tl.minimum(STEPS, tl.cdiv(vocab - start, LANES * 32))
-            best, best_id = greatest(scores_row, start, steps, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS, LANES)
+            best, best_id = greatest(scores_row, start, steps, vocab, sampling, KIND, LANES)
     at = place * tl.num_programs(1) + split
     tl.store(best_scores + at, best)
     tl.store(best_ids + at, best_id)
@@ -70,7 +68,7 @@ def choices_kernel(
 @triton.jit
 def walk_kernel(
     best_scores, best_ids, tokens, parents, valid, choices_out, path, lengths, next_tokens, num_nodes,
-    SPLITS: tl.constexpr, TREE: tl.constexpr, WALK: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Joins the parts of each node's choice, then walks one row's tree along the choices. A program is a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -87,10 +85,10 @@ def walk_kernel(
             choices = tl.where(score > best, split_ids, choices)
             best = tl.maximum(score, best)
     tl.store(choices_out + places, choices, mask=exists)
-    if WALK:
+    if tokens is not None:
         is_node = exists & (slots > 0)
         nodes = row * num_nodes + slots - 1
-        if TREE:
+        if parents is not None:
             parent_slots = tl.load(parents + nodes, mask=is_node, other=-1).to(tl.int32) + 1
         else:
             parent_slots = tl.maximum(slots - 1, 0)
@@ -178,15 +176,13 @@ def target_choices(
     if batch:
         choices_kernel[(batch * width, splits)](
             logits, index, parents, as_bytes(valid), seeds, positions, as_bytes(do_sample), temperature,
-            *(thresholds or (None, None)), scores, ids, vocab, logits.stride(0), width - 1, TREE=parents is not None,
-            SAMPLE=do_sample is not None, HAS_TEMPERATURE=temperature is not None, HAS_THRESHOLDS=thresholds is not None,
-            STEPS=steps, LANES=block // 32, num_warps=ceil_div(block, 1024),
+            *(thresholds or (None, None)), scores, ids, vocab, logits.stride(0), width - 1, STEPS=steps,
+            LANES=block // 32, num_warps=ceil_div(block, 1024),
         )  # fmt: skip
         path, lengths, next_tokens = verdict
         walk_kernel[(batch,)](
             scores, ids, tokens, parents, as_bytes(valid), choices, as_bytes(path), lengths, next_tokens, width - 1,
-            SPLITS=splits, TREE=parents is not None, WALK=tokens is not None, BLOCK_N=next_power_of_two(width),
-            num_warps=1 if parents is None else 4,
+            SPLITS=splits, BLOCK_N=next_power_of_two(width), num_warps=1 if parents is None else 4,
         )  # fmt: skip
     return choices
 
