@@ -80,7 +80,7 @@ def test_speculative_sampling_accepts_what_it_should():
         rows = [verification.Sequence([start], 99, do_sample=True, seed=i) for i in range(20_000)]
         trees = Drafts((1,), stochastic=True, ragged=False)(torch.full((len(rows),), start))
         nodes = torch.stack([torch.full((len(rows),), start), trees.tokens[:, 0]], dim=1).flatten()
-        accepted = verification.verify(trees, TARGET.log()[nodes], rows, config).accepted.mean()
+        accepted = verification.begin_verification(trees, TARGET.log()[nodes], rows, config).wait().accepted.mean()
         expected = float(torch.minimum(TARGET[start], DRAFTER[start]).sum())
         assert abs(accepted - expected) < 4 * (expected * (1 - expected) / len(rows)) ** 0.5
 

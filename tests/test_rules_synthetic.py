@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from helpers_verification import verdict_of as verify
 
 from hf_specdec import SpeculativeConfigError, parse_config
 from hf_specdec.config import SpeculativeConfig
@@ -12,7 +13,6 @@ from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
 from hf_specdec.verification import rules
-from hf_specdec.verification.verify import verify
 
 VOCAB = 5
 RATES = [0.9, 0.6, 0.6, 0.1]

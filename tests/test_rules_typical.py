@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from helpers_verification import verdict_of as verify
 from hypothesis import given, settings
 
 from hf_specdec.config import SpeculativeConfig
@@ -15,7 +16,6 @@ from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
 from hf_specdec.kernels.verification.reference import typical_thresholds
 from hf_specdec.verification import rules
-from hf_specdec.verification.verify import verify
 
 VOCAB = 6
 

@@ -185,13 +185,6 @@ class PagedStaticCache(Cache):
             self.pool.grow(self._size_with(self._extent(bytes_per_slot * len(self._with_keys))))
         return self.num_slots
 
-    def _make_available(self, count: int) -> None:
-        """Grow the pools if fewer than `count` blocks are available."""
-        missing = count - self.pool.num_available
-        if missing > 0 and self.pool.num_blocks + missing <= self.most_blocks:
-            extent = self.pool.num_blocks if self.is_lazy else self._extent(self._bytes_per_slot)
-            self._grow(self._size_with(max(missing, extent)))
-
     def _extent(self, bytes_per_slot: int) -> int:
         """Number of blocks of an extent; 0 while the size of a slot is unknown."""
         if not bytes_per_slot:
@@ -364,7 +357,10 @@ class PagedStaticCache(Cache):
         missing = self.blocks_missing(seq_id, num_slots)
         if not missing:
             return
-        self._make_available(missing)
+        more = missing - self.pool.num_available
+        if more > 0 and self.pool.num_blocks + more <= self.most_blocks:
+            extent = self.pool.num_blocks if self.is_lazy else self._extent(self._bytes_per_slot)
+            self._grow(self._size_with(max(more, extent)))
         last = table.blocks[-1] if table.blocks else None
         if table.place is not None and (last is None or not table.place[0] <= last < table.place[1]):
             last = table.place[0] - 1  # its present blocks are shared with others
@@ -398,7 +394,7 @@ class PagedStaticCache(Cache):
             kept: (id, start, offsets) per sequence. Of the tokens written from logical index `start` on, those at `start + offset`
                 (ascending) stay and become `start`, `start + 1`, .. The length becomes start + len(offsets).
         """
-        moves: list[tuple[np.ndarray, np.ndarray]] = []
+        moves: list[tuple[np.ndarray, np.ndarray]] = []  # one pair (sources, targets) per sequence, both ascending
         for seq_id, start, offsets in kept:
             table = self.tables[seq_id]
             if offsets and offsets[-1] >= len(offsets):  # offsets ascend, so some were left out
@@ -408,12 +404,7 @@ class PagedStaticCache(Cache):
             table.length = start + len(offsets)
             if self.states is not None:
                 self.states.commit(seq_id, start, offsets)
-        if moves:
-            self._move(moves)
-
-    def _move(self, moves: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Copy slots to other slots in every layer; one pair (sources, targets) per sequence, both ascending."""
-        written = [layer for layer in self.layers if layer.is_initialized]
+        written = [layer for layer in self.layers if layer.is_initialized] if moves else []
         for device in {layer.keys.device for layer in written}:
             if device not in self._movers:
                 layers = [layer for layer in written if layer.keys.device == device]

@@ -78,17 +78,14 @@ class Captures:
                 self.clear()
                 logger.warning("%s runs without CUDA graphs: %s", self.name, error)
                 return None
-            self._make_room()
+            sizes = {key: num_bytes(outputs) for key, (_, outputs, _) in self._found.items()}
+            while sum(sizes.values()) > MOST_BYTES and len(sizes) > 1:
+                if torch.cuda.is_available():  # the graph to delete may still be running
+                    torch.cuda.synchronize()
+                oldest = next(iter(sizes))
+                del self._found[oldest], sizes[oldest]
         self._found[key] = self._found.pop(key)  # most recently used last
         return self._found[key]
-
-    def _make_room(self) -> None:
-        sizes = {key: num_bytes(outputs) for key, (_, outputs, _) in self._found.items()}
-        while sum(sizes.values()) > MOST_BYTES and len(sizes) > 1:
-            if torch.cuda.is_available():  # the graph to delete may still be running
-                torch.cuda.synchronize()
-            oldest = next(iter(sizes))
-            del self._found[oldest], sizes[oldest]
 
 
 class CudaGraphCapture:

@@ -53,8 +53,13 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
     for row in rows:
         slots, count = cache.tables[row.seq_id].slots, row.num_tokens
         positions = np.arange(row.start, row.start + count) if row.positions is None else row.positions
-        paths = _paths(row)
-        num_causal = count if row.visibility is None else _causal_prefix(paths, row.start)
+        region = 0 if row.visibility is None else row.start + count - row.visibility.shape[1]
+        # For each new token, the logical indices of the slots that it sees; a causal row needs none.
+        seen = () if row.visibility is None else row.visibility
+        paths = [np.concatenate([np.arange(region), region + np.flatnonzero(own)]) for own in seen]
+        num_causal = 0 if paths else count
+        while num_causal < len(paths) and np.array_equal(paths[num_causal], np.arange(row.start + num_causal + 1)):
+            num_causal += 1
         if num_causal:
             length = row.start + num_causal
             lines.append(RowDescription(slots[:length], num_causal, length, positions=positions[:num_causal]))
@@ -67,22 +72,6 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
                 "must be the number of tokens before it."
             )
     return lines
-
-
-def _paths(row: RowInput) -> list[np.ndarray]:
-    """For each new token, the logical indices of the slots that it sees; empty for causal rows."""
-    if row.visibility is None:
-        return []
-    region = row.start + row.num_tokens - row.visibility.shape[1]
-    return [np.concatenate([np.arange(region), region + np.flatnonzero(seen)]) for seen in row.visibility]
-
-
-def _causal_prefix(paths: list[np.ndarray], start: int) -> int:
-    """How many of a row's first tokens see everything before them."""
-    count = 0
-    while count < len(paths) and np.array_equal(paths[count], np.arange(start + count + 1)):
-        count += 1
-    return count
 
 
 # ---- masks ----

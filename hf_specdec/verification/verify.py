@@ -135,17 +135,6 @@ def _nothing_to_sample(
     return broken.any(1) & upload([seq.do_sample for seq in sequences], scores.device)
 
 
-def verify(
-    trees: DraftTrees,
-    scores: torch.Tensor,
-    sequences: list[Sequence],
-    config: SpeculativeConfig,
-    sampling: FusedSampling | None = None,
-) -> Verdict:
-    """`begin_verification`, then wait for the verdict."""
-    return begin_verification(trees, scores, sequences, config, sampling).wait()
-
-
 def _rows_by_rule(sequences: list[Sequence], rule: str) -> list[tuple[str, list[int]]]:
     """(rule, row numbers) without empty groups: rules for sampling leave greedy rows to "greedy"."""
     if rule in ("greedy", "coupled", "synthetic"):  # these handle both kinds of rows

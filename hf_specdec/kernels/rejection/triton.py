@@ -15,7 +15,7 @@ vocabulary once per rejection that is followed by another sibling. Chains never 
 `rejection_walk_kernel` and `draw_kernel` are long on purpose: passing the state of the walk between functions would cost registers.
 """
 
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 import torch

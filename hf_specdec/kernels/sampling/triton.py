@@ -10,7 +10,7 @@ It searches the row's likeliest tokens, which are copied out first, or all token
 exact up to the rounding of the masses.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple

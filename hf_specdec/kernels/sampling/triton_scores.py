@@ -5,7 +5,7 @@ words of one Philox counter (see `random_bits`). So neighbouring lanes read neig
 end, and one counter serves 32 ids.
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 

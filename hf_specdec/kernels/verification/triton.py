@@ -5,7 +5,7 @@ per row that merges the splits and walks the tree. Nothing crosses to the host, 
 Definitions: `random_bits.gumbel`, `argmax` with the lowest id first, `reference.accepted_nodes`.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 from typing import Any

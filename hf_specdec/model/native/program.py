@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,44 +36,30 @@ class ProgramOutput(NamedTuple):
     rows: Rows
 
 
+@dataclass(eq=False)
 class Program:
     """Operations over buffers. Weights are read in the model's own memory, so a write to them takes effect at once.
 
     One call runs at a time, because all calls use the same buffers.
-
-    Args:
-        most_tokens: number of tokens that fit the buffers.
-        ops: the operations, an array of `OP`.
-        slots: int64, the address of each register.
-        memory: the buffers.
-        weights: the weights; references that keep their memory from being reused.
-        tables: slot and table of each table by position.
-        features: slot of the features that the caller passes; None: the program reads none.
-        outputs: what is returned.
-        pools: by layer: key heads, width, value heads, value width.
-        dtype: of keys and values.
-        max_positions: number of positions the model was built for; its rotary module may have no angles after them. None: unknown.
     """
 
-    def __init__(
-        self,
-        most_tokens: int,
-        ops: np.ndarray,
-        slots: np.ndarray,
-        memory: torch.Tensor,
-        weights: list[torch.Tensor],
-        tables: list[tuple[int, Table]],
-        features: int | None,
-        outputs: list[ProgramOutput],
-        pools: dict[int, tuple[int, ...]],
-        dtype: torch.dtype,
-        max_positions: int | None = None,
-    ):
-        self.most_tokens, self.max_positions = most_tokens, max_positions
-        self.ops, self.slots, self.memory, self.weights = ops, slots, memory, weights
-        self.tables, self.features, self.outputs, self.pools, self.dtype = tables, features, outputs, pools, dtype
-        self._most_threads = max(1, sum(weight.nbytes for weight in weights) // _BYTES_PER_THREAD)
-        self.num_positions = 0  # rows of the tables; 0: the tables are computed again before the next run
+    most_tokens: int  # number of tokens that fit the buffers
+    ops: np.ndarray  # the operations, an array of `OP`
+    slots: np.ndarray  # int64, the address of each register
+    memory: torch.Tensor  # the buffers
+    weights: list[torch.Tensor]  # references that keep their memory from being reused
+    tables: list[tuple[int, Table]]  # slot and table of each table by position
+    features: int | None  # slot of the features that the caller passes; None: the program reads none
+    outputs: list[ProgramOutput]
+    pools: dict[int, tuple[int, ...]]  # by layer: key heads, width, value heads, value width
+    dtype: torch.dtype  # of keys and values
+    max_positions: int | None = (
+        None  # that the model was built for; its rotary module may have no angles after them. None: unknown
+    )
+    num_positions: int = 0  # rows of the tables; 0: the tables are computed again before the next run
+
+    def __post_init__(self) -> None:
+        self._most_threads = max(1, sum(weight.nbytes for weight in self.weights) // _BYTES_PER_THREAD)
         self._filled: list[torch.Tensor] = []
         self._lock = threading.Lock()
 

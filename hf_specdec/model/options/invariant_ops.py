@@ -135,10 +135,6 @@ def _scaled_sum(added, beta, product, alpha):
     return product if beta == 0 else product + (added if beta == 1 else added * beta)
 
 
-def _mv(x, vector):
-    return invariant.linear(x, vector[:, None])[:, 0]
-
-
 def _grouped_mm(x, weights, offs=None, bias=None, out_dtype=None):
     """Product of rows x [T, K], in groups that end at `offs` [G], with one weight matrix per group, [G, K, N]."""
     if x.dim() != 2 or weights.dim() != 3 or offs is None or bias is not None or x.is_cuda:
@@ -178,14 +174,6 @@ def _var(x, dim=None, *, correction=None, keepdim=False):
     return _reduced(x, dim, keepdim, lambda lines: invariant.variance_last(lines, correction))
 
 
-def _std(x, dim=None, *, correction=None, keepdim=False):
-    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
-
-
-def _var_mean(x, dim=None, *, correction=None, keepdim=False):
-    return _var(x, dim, correction=correction, keepdim=keepdim), _mean(x, dim, keepdim)
-
-
 def _norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     if ord != 2:
         return NotImplemented
@@ -219,14 +207,17 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     aten.addmm: _addmm,
     aten.bmm: invariant.batched_product,
     aten.baddbmm: _baddbmm,
-    aten.mv: _mv,
+    aten.mv: lambda x, vector: invariant.linear(x, vector[:, None])[:, 0],
     aten._grouped_mm: _grouped_mm,
     aten.cumsum: _cumsum,
     aten.sum: _sum,
     aten.mean: _mean,
     aten.var.correction: _var,
-    aten.std.correction: _std,
-    aten.var_mean.correction: _var_mean,
+    aten.std.correction: lambda *args, **given: _var(*args, **given).sqrt(),
+    aten.var_mean.correction: lambda x, dim=None, *, keepdim=False, **given: (
+        _var(x, dim, keepdim=keepdim, **given),
+        _mean(x, dim, keepdim),
+    ),
     aten.linalg_vector_norm: _norm,
     aten._softmax: functools.partial(_along, invariant.softmax_last),
     aten._log_softmax: functools.partial(_along, invariant.log_softmax_last),
