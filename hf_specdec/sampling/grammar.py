@@ -137,9 +137,11 @@ class GrammarLogitsProcessor(LogitsProcessor):
         self._read(tokens)
         rows = np.full((len(scores), -(-scores.shape[1] // 8)), 255, dtype=np.uint8)
         for row, path in zip(rows, [()] * len(scores) if paths is None else _on_host(paths), strict=True):
-            bits = self._bits(self._state_after(path))
-            if bits is not None:
-                row[:] = bits[: len(row)]
+            state = self._state_after(path)
+            if not state.dead and state.bits is None:
+                state.bits = self._allowed(state)
+            if not state.dead and state.bits is not None:  # otherwise any token may follow
+                row[:] = state.bits[: len(row)]
         allowed = np.unpackbits(rows, axis=1, count=scores.shape[1], bitorder="little").view(bool)
         masked = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -math.inf)
         return torch.where(masked.amax(1, keepdim=True) > -math.inf, masked, scores)
@@ -168,15 +170,8 @@ class GrammarLogitsProcessor(LogitsProcessor):
             state = self._after[path[: i + 1]] = self._next(state, path[i])
         return state
 
-    def _bits(self, state: _State) -> np.ndarray | None:
-        """The tokens that may follow; None: any token, or the state is dead."""
-        if state.dead:
-            return None
-        if state.bits is None:
-            state.bits = self._allowed(state)
-        return state.bits
-
     def _allowed(self, state: _State) -> np.ndarray | None:
+        """The tokens that may follow; None: any token, or the state is dead."""
         if state.thought is not None:  # no end of sequence inside the reasoning: the answer must follow
             return ~self._only(self.ends)
         if state.num_opened and not state.answering:

@@ -166,9 +166,8 @@ def _restore(saved: _Saved, done: set[int]) -> Any:
 
 def _is_flat(container: Any) -> bool:
     """True if a container holds only plain values, which are fast to compare and copy."""
-    values = container.values() if isinstance(container, dict) else container
-    keys = container if isinstance(container, dict) else ()
-    return set(map(type, values)) <= _PLAIN and set(map(type, keys)) <= _PLAIN
+    more = container.values() if isinstance(container, dict) else ()
+    return {*map(type, container), *map(type, more)} <= _PLAIN
 
 
 def _reached(code: Any) -> list[Any]:

@@ -404,7 +404,12 @@ def paged_attention(
             num_warps=launch.num_warps,
         )  # fmt: skip
         if split:
-            _merge(out, partial, lse, inputs, sinks, launch)
+            block_v, block_s = merge_tile(value_width, launch)
+            options = {"launch_pdl": True} if launch.early_merge else {}
+            merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
+                out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), shape.num_rows, splits,
+                VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2, **options,
+            )  # fmt: skip
     return out
 
 
@@ -419,21 +424,10 @@ def attend_invariant(
     query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks
 ) -> torch.Tensor:
     """See `reference.attend_invariant`."""
-    inputs = batch.attention_inputs(query.device)
-    options = {"window": window, "softcap": softcap, "sinks": sinks, "invariant": True}
-    return paged_attention(query, key_pool, value_pool, inputs, scaling, **options)
-
-
-def _merge(out, partial, lse, inputs: AttentionInputs, sinks, launch: AttentionLaunch) -> None:
-    """Merge the splits' results [T, H, splits, Dv] into `out` [T, H, Dv]."""
-    num_tokens, num_heads, value_width = out.shape
-    block_v, block_s = merge_tile(value_width, launch)
-    options = {"launch_pdl": True} if launch.early_merge else {}
-    merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
-        out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), inputs.block_tables.shape[0],
-        launch.num_splits, VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2,
-        **options,
-    )  # fmt: skip
+    own = {"window": window, "softcap": softcap, "sinks": sinks}
+    return paged_attention(
+        query, key_pool, value_pool, batch.attention_inputs(query.device), scaling, invariant=True, **own
+    )
 
 
 def _shape_of(query, value_pool, inputs: AttentionInputs, words: int, windowed: bool) -> AttentionShape:

@@ -196,10 +196,11 @@ def gated_delta(inputs: tuple[torch.Tensor, ...], before: torch.Tensor, walk: Wa
     query, key, value, decay, rate = (each.contiguous() for each in inputs)
     (num_lines, tokens, key_heads, width), (heads, value_width) = key.shape, value.shape[2:]
     out = torch.zeros(value.shape, dtype=query.dtype, device=value.device)
-    block_k, block_v = delta_blocks(width, value_width)
+    block_k, block_v = tile_of(width, value_width)
+    saved = before.new_empty(max(walk.num_saved, 1), *before.shape[1:])
     with torch.cuda.device_of(before):
         gated_delta_kernel[(num_lines, heads, ceil_div(value_width, block_v))](
-            out, query, key, value, decay, rate, _checked(before, before), _checked(pool, before), _places(walk, before),
+            out, query, key, value, decay, rate, _checked(before, before), _checked(pool, before), saved,
             walk.parents, walk.into, walk.saved, tokens, width**-0.5, KEY_HEADS=key_heads, HEADS=heads, WIDTH=width,
             VALUE_WIDTH=value_width, PER_CHANNEL=decay.dim() == 4, SAVES=walk.num_saved > 0, BLOCK_K=block_k,
             BLOCK_V=block_v, num_warps=4,
@@ -232,27 +233,22 @@ def mamba2(
     num_lines, tokens, heads, width = x.shape
     groups, size = into_state.shape[2:]
     out = torch.zeros_like(x)
-    block_p, block_n = mamba2_blocks(width, size)
+    block_n, block_p = tile_of(size, width)
+    saved = before.new_empty(max(walk.num_saved, 1), *before.shape[1:])
     with torch.cuda.device_of(before):
         mamba2_kernel[(num_lines, heads, ceil_div(width, block_p))](
             out, x, steps, into_state, out_of_state, rate, skip, bias, _checked(before, before), _checked(pool, before),
-            _places(walk, before), walk.parents, walk.into, walk.saved, tokens, HEADS=heads, GROUPS=groups, WIDTH=width,
+            saved, walk.parents, walk.into, walk.saved, tokens, HEADS=heads, GROUPS=groups, WIDTH=width,
             SIZE=size, ROUNDS_SKIP=skip.dtype == x.dtype, SAVES=walk.num_saved > 0, BLOCK_P=block_p, BLOCK_N=block_n,
             num_warps=4,
         )  # fmt: skip
     return out
 
 
-def delta_blocks(width: int, value_width: int) -> tuple[int, int]:
-    """The tile [dk, dv] of a program: whole columns, so that their sums need no other program."""
-    block_k = next_power_of_two(width)
-    return block_k, min(next_power_of_two(value_width), max(_TILE // block_k, 1))
-
-
-def mamba2_blocks(width: int, size: int) -> tuple[int, int]:
-    """The tile [p, N] of a program: whole rows."""
-    block_n = next_power_of_two(size)
-    return min(next_power_of_two(width), max(_TILE // block_n, 1)), block_n
+def tile_of(whole: int, parted: int) -> tuple[int, int]:
+    """The tile of a program in the dimension that it holds whole, because it sums over it, and in the one that programs share."""
+    block = next_power_of_two(whole)
+    return block, min(next_power_of_two(parted), max(_TILE // block, 1))
 
 
 def _checked(states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -267,11 +263,6 @@ def _checked(states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
             "contiguous float32 states of one shape."
         )
     return states
-
-
-def _places(walk: Walk, before: torch.Tensor) -> torch.Tensor:
-    """Memory for the states that a token other than the next one needs again."""
-    return before.new_empty(max(walk.num_saved, 1), *before.shape[1:])
 
 
 def convolution(x, windows, weight, bias, silu, into, pool) -> torch.Tensor:

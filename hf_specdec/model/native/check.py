@@ -77,7 +77,7 @@ def build(subject: Traceable, called: CalledCode) -> Program:
         raise NotLowered(f"its {subject.max_positions} positions, too few to record a forward")
     rows = _first_rows(num_tokens, num_selected, subject.vocab_size)
     cache, ours = _cache(subject, rows), _cache(subject, rows)
-    batch, features = _batch(subject, rows, cache), _features(subject, num_tokens)
+    batch, features = PackedBatch.pack(rows, cache, subject.device, gather=False), _features(subject, num_tokens)
     recorder = TapeRecorder(subject.modules, tape, batch, features)
     batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
     try:
@@ -92,7 +92,9 @@ def build(subject: Traceable, called: CalledCode) -> Program:
     _check(subject, program, ours, rows, features, outputs)
     for more in _further_rows(rows, subject.vocab_size):
         features = _features(subject, sum(row.num_tokens for row in more))
-        _check(subject, program, ours, more, features, subject.compute(_batch(subject, more, cache), features))
+        batch = PackedBatch.pack(more, cache, subject.device, gather=False)
+        batch.with_native = False
+        _check(subject, program, ours, more, features, subject.compute(batch, features))
     return program
 
 
@@ -164,12 +166,6 @@ def _cache(subject: Traceable, rows: list[RowInput]) -> PagedStaticCache:
     return cache
 
 
-def _batch(subject: Traceable, rows: list[RowInput], cache) -> PackedBatch:
-    batch = PackedBatch.pack(rows, cache, subject.device, gather=False)
-    batch.with_native = False
-    return batch
-
-
 def _recorded(
     subject: Traceable,
     called: CalledCode,
@@ -185,9 +181,10 @@ def _recorded(
         raise
     except Exception as failure:  # an unknown model may do anything with the recorded tensors
         raise NotLowered(f"its recorded forward raised {type(failure).__name__} ({failure})") from failure
-    problem = recorder.problem if called.foreign is None else f"{called.foreign}, which may depend on anything"
-    if problem is not None:
-        raise NotLowered(problem)
+    if called.foreign is not None:
+        raise NotLowered(f"{called.foreign}, which may depend on anything")
+    if recorder.problem is not None:
+        raise NotLowered(recorder.problem)
     return outputs
 
 

@@ -430,11 +430,6 @@ class SparseBlock:
         self.num_outputs[self.kind] = 0 if torch.is_tensor(out) else len(out)
         return out
 
-    @property
-    def is_known(self) -> bool:
-        """True once a block of this class has run, so its number of outputs is known."""
-        return self.kind in self.num_outputs
-
 
 class SparseBlocks:
     """Makes the mixture-of-experts blocks of a model's layers opaque to tracing."""
@@ -471,4 +466,4 @@ class SparseBlocks:
         if block is None:
             return True
         _running_block.block = block
-        return block.is_known
+        return block.kind in block.num_outputs
