@@ -97,7 +97,7 @@ class PagedStaticCache(Cache):
         self._next_place = 0
         self._movers: dict[torch.device, SlotMover] = {}  # until pools are added or grow
         self._identity: tuple[int, ...] | None = None  # until pools are added or grow
-        self._bytes_per_slot = 0
+        self.bytes_per_token = 0  # of keys and values in all layers that have pools
 
     @property
     def num_slots(self) -> int:
@@ -125,12 +125,7 @@ class PagedStaticCache(Cache):
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
         states = 0 if self.states is None else self.states.num_bytes
         states += 0 if self.prefix_states is None else self.prefix_states.num_bytes
-        return blocks * self.block_size * self._bytes_per_slot + states
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Memory of one token's keys and values in all layers that have pools."""
-        return self._bytes_per_slot
+        return blocks * self.block_size * self.bytes_per_token + states
 
     def check(self) -> None:
         """Raise AssertionError unless the records of blocks and states agree."""
@@ -156,11 +151,11 @@ class PagedStaticCache(Cache):
         """Count the memory of a layer, and log the total once every layer has its pools."""
         self._movers.clear()
         self._identity = None
-        self._bytes_per_slot += (layer.keys.nbytes + layer.values.nbytes) // self.num_slots
+        self.bytes_per_token += (layer.keys.nbytes + layer.values.nbytes) // self.num_slots
         if self.is_allocated:
             logger.info(
                 "KV cache: up to %d blocks of %d tokens, %.1f KiB each, on %s (%s); %d of them allocated.",
-                self.most_blocks, self.block_size, self._bytes_per_slot * self.block_size / 2**10, layer.keys.device,
+                self.most_blocks, self.block_size, self.bytes_per_token * self.block_size / 2**10, layer.keys.device,
                 layer.keys.dtype, self.pool.num_blocks,
             )  # fmt: skip
 
@@ -359,7 +354,7 @@ class PagedStaticCache(Cache):
             return
         more = missing - self.pool.num_available
         if more > 0 and self.pool.num_blocks + more <= self.most_blocks:
-            extent = self.pool.num_blocks if self.is_lazy else self._extent(self._bytes_per_slot)
+            extent = self.pool.num_blocks if self.is_lazy else self._extent(self.bytes_per_token)
             self._grow(self._size_with(max(more, extent)))
         last = table.blocks[-1] if table.blocks else None
         if table.place is not None and (last is None or not table.place[0] <= last < table.place[1]):

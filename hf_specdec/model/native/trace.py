@@ -31,6 +31,12 @@ class NotLowered(Exception):
     """The library has no equivalent of something in the forward; the message names it."""
 
 
+def refuse_if(condition: bool, what: str) -> None:
+    """Raise NotLowered if the condition holds; `what` names the thing that has no equivalent."""
+    if condition:
+        raise NotLowered(what)
+
+
 @dataclass(eq=False)
 class Register:
     """Memory of one tensor: a buffer of the program (`elements` per row), a weight, a table by position, the features that the caller
@@ -147,8 +153,7 @@ class Tape:
         if rows == Rows.ONE:
             return None
         found = [i for i, size in enumerate(shape) if size == self.sizes[rows]]
-        if len(found) != 1:
-            raise NotLowered(f"a tensor of shape {tuple(shape)} whose tokens are not one dimension")
+        refuse_if(len(found) != 1, f"a tensor of shape {tuple(shape)} whose tokens are not one dimension")
         return found[0]
 
     def row_axis(self, value: Value) -> int | None:
@@ -162,8 +167,7 @@ class Tape:
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, rows: Rows) -> Value:
         """A value in a register of its own."""
-        if dtype not in TYPES:
-            raise NotLowered(f"{dtype}")
+        refuse_if(dtype not in TYPES, f"{dtype}")
         axis, elements, strides = self.axis(shape, rows), 1, [0] * len(shape)
         for i in reversed(range(len(shape))):
             if i != axis:
@@ -175,8 +179,7 @@ class Tape:
 
     def weight(self, tensor: torch.Tensor) -> Value:
         """A parameter, buffer or constant, read where it is."""
-        if tensor.dtype not in TYPES:
-            raise NotLowered(f"a weight in {tensor.dtype}")
+        refuse_if(tensor.dtype not in TYPES, f"a weight in {tensor.dtype}")
         register = self.weights.setdefault(id(tensor), Register(tensor.dtype, tensor=tensor))
         shadow = torch.empty_strided(tensor.shape, tensor.stride(), device="meta", dtype=tensor.dtype)
         return Value(register, shadow, Rows.ONE)
@@ -201,8 +204,7 @@ class Tape:
                 groups[-1].append(i)
             else:
                 groups.append([i])
-        if len(groups) > 3:
-            raise NotLowered(f"a tensor of shape {tuple(shape)} in a scattered layout")
+        refuse_if(len(groups) > 3, f"a tensor of shape {tuple(shape)} in a scattered layout")
         return [[]] * (3 - len(groups)) + groups
 
     # ---- operations -------------------------------------------------------------------------------------------------
@@ -210,8 +212,7 @@ class Tape:
     def elementwise(self, kind: int, function: int, inputs: Sequence[Value], shape, dtype, scalars=(0.0, 0.0)) -> Value:
         """A new value from the elements of one or two values, which are broadcast to `shape`."""
         kinds = {value.rows for value in inputs} - {Rows.ONE}
-        if len(kinds) > 1:
-            raise NotLowered("an operation on all tokens and selected ones")
+        refuse_if(len(kinds) > 1, "an operation on all tokens and selected ones")
         out = self.new(shape, dtype, kinds.pop() if kinds else Rows.ONE)
         self._emit(kind, function, inputs, out, scalars)
         return out
@@ -238,12 +239,10 @@ class Tape:
     def concatenated(self, parts: Sequence[Value], dim: int, shape, dtype) -> Value:
         """Values one after the other along a dimension that is not their rows."""
         rows = {value.rows for value in parts}
-        if len(rows) > 1:
-            raise NotLowered("a concatenation of tensors with different rows")
+        refuse_if(len(rows) > 1, "a concatenation of tensors with different rows")
         out = self.new(shape, dtype, rows.pop())
         dim %= len(shape)
-        if dim == self.axis(shape, out.rows):
-            raise NotLowered("a concatenation of tokens")
+        refuse_if(dim == self.axis(shape, out.rows), "a concatenation of tokens")
         first = 0
         for value in parts:
             size = value.shadow.shape[dim]
@@ -258,11 +257,9 @@ class Tape:
         """A mean or a norm over the last dimension of `value`, into `out`."""
         shape = value.shadow.shape
         axis = self.row_axis(value)
-        if axis == len(shape) - 1:
-            raise NotLowered("a mean over tokens")
+        refuse_if(axis == len(shape) - 1, "a mean over tokens")
         outer = [i for i in range(len(shape) - 1) if i != axis and shape[i] != 1]
-        if len(outer) > 2:
-            raise NotLowered(f"a mean over the last of {len(shape)} dimensions")
+        refuse_if(len(outer) > 2, f"a mean over the last of {len(shape)} dimensions")
         dims = [[]] * (2 - len(outer)) + [[i] for i in outer] + [[len(shape) - 1]]
         first, second = (shape[own[0]] if own else 1 for own in dims[:2])
         size = first, second, shape[-1]
@@ -273,12 +270,9 @@ class Tape:
 
     def linear(self, x: Value, weight: Value, bias: Value | None, shape, dtype) -> Value:
         """x [T, K] times weight [N, K] transposed, plus bias [N]; `shape` [T, N]."""
-        if weight.rows != Rows.ONE:
-            raise NotLowered("a product of tokens")
-        if x.dtype != weight.dtype:
-            raise NotLowered(f"a product of {x.dtype} with {weight.dtype}")
-        if weight.shadow.stride(1) != 1:
-            raise NotLowered("a product with weights of another layout than nn.Linear's")
+        refuse_if(weight.rows != Rows.ONE, "a product of tokens")
+        refuse_if(x.dtype != weight.dtype, f"a product of {x.dtype} with {weight.dtype}")
+        refuse_if(weight.shadow.stride(1) != 1, "a product with weights of another layout than nn.Linear's")
         return self._product(x, weight.place(weight.shadow.stride(0)), weight.shadow.shape[1], bias, shape, dtype)
 
     def quantized_linear(
@@ -289,12 +283,9 @@ class Tape:
         return self._product(x, Place(register), form.inputs, bias, shape, dtype, bits=form.bits, group=form.group)
 
     def _product(self, x: Value, weight: Place, inputs: int, bias: Value | None, shape, dtype, **fields: int) -> Value:
-        if x.rows == Rows.ONE or (bias is not None and bias.rows != Rows.ONE):
-            raise NotLowered("a product of weights")
-        if x.dtype != dtype or (bias is not None and bias.dtype != dtype):
-            raise NotLowered(f"a product of {x.dtype} in {dtype}")
-        if bias is not None and not bias.is_vector:
-            raise NotLowered("a product with a bias in a scattered layout")
+        refuse_if(x.rows == Rows.ONE or (bias is not None and bias.rows != Rows.ONE), "a product of weights")
+        refuse_if(x.dtype != dtype or (bias is not None and bias.dtype != dtype), f"a product of {x.dtype} in {dtype}")
+        refuse_if(bias is not None and not bias.is_vector, "a product with a bias in a scattered layout")
         if self.row_axis(x) != 0 or x.shadow.stride(1) != 1:
             x = self.copied(x)
         out = self.new(shape, dtype, x.rows)
@@ -305,8 +296,7 @@ class Tape:
     def embedding(self, weight: Value, ids: Value, shape) -> Value:
         """Rows of weight [V, H] at ids, which are the tokens' ids or positions."""
         plain = weight.rows == Rows.ONE and weight.shadow.dim() == 2 and weight.shadow.stride(1) == 1
-        if ids.register.ids is None or not plain:
-            raise NotLowered("an embedding of other numbers than ids and positions")
+        refuse_if(ids.register.ids is None or not plain, "an embedding of other numbers than ids and positions")
         self.row_axis(ids)
         out = self.new(shape, weight.dtype, ids.rows)
         count, width = weight.shadow.shape
@@ -326,8 +316,7 @@ class Tape:
         if value.rows != Rows.TOKENS or self.row_axis(value) != dim % value.shadow.dim():
             raise NotLowered("a selection of something other than tokens")
         flat = value.shadow.movedim(dim, 0).flatten(1) if value.shadow.numel() else value.shadow
-        if flat.stride(1) != 1:
-            raise NotLowered("a selection of tokens in a scattered layout")
+        refuse_if(flat.stride(1) != 1, "a selection of tokens in a scattered layout")
         out, width = self.new(shape, value.dtype, Rows.SELECTED), flat.shape[1]
         places = out.place(width), value.place(flat.stride(0))
         self.add(Operation.SELECT, Rows.SELECTED, (1, 1, width), *places)
@@ -407,8 +396,7 @@ def _of_ids(tape: Tape, function: Any, args: tuple, result: torch.Tensor) -> Val
 
 
 def _binary(tape: Tape, name: str, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
-    if kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode") is not None:
-        raise NotLowered(f"{name} with {kwargs}")
+    refuse_if(kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode") is not None, f"{name} with {kwargs}")
     a, b = args[:2]
     if isinstance(a, Value) and isinstance(b, Value):
         return tape.binary(name, a, b, result.shape, result.dtype)
@@ -451,8 +439,7 @@ def _mean(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
 
 def _layer_norm(tape: Tape, args: tuple, kwargs: dict, result: Any) -> list[Value | None]:
     value, shape, weight, bias, eps = args
-    if len(shape) != 1:
-        raise NotLowered("a norm over several dimensions")
+    refuse_if(len(shape) != 1, "a norm over several dimensions")
     if not all(vector is None or vector.is_vector for vector in (weight, bias)):
         raise NotLowered("a norm whose weights are not a vector")
     places = [vector and vector.place(0, (0, 0, 1)) for vector in (weight, bias)]
@@ -466,8 +453,7 @@ def _mm(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
 
 
 def _addmm(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
-    if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
-        raise NotLowered("addmm with factors")
+    refuse_if(kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1, "addmm with factors")
     bias, x, weight = args
     return tape.linear(x, replace(weight, shadow=weight.shadow.t()), bias, result.shape, result.dtype)
 
@@ -600,8 +586,7 @@ class TapeRecorder(ExclusiveMode):
             return self._multiplied(args, result)
         own = tuple(self._translated(arg) for arg in args)
         options = {name: each for name, each in kwargs.items() if not isinstance(each, torch.Tensor)}
-        if len(options) != len(kwargs):
-            raise NotLowered(str(func))
+        refuse_if(len(options) != len(kwargs), str(func))
         return lower(self.tape, func, own, options, result)
 
     def _translated(self, each: Any) -> Any:
@@ -621,8 +606,7 @@ class TapeRecorder(ExclusiveMode):
 
     def _multiplied(self, args: tuple, result: torch.Tensor) -> Value:
         x, panels, bias, bits, group, outputs, scales = args
-        if id(panels) not in self._panels:
-            raise NotLowered("a product with quantized weights that are made inside the forward")
+        refuse_if(id(panels) not in self._panels, "a product with quantized weights that are made inside the forward")
         added = None if bias is None else self.value_of(bias)
         own = WeightLayout(bits, group, outputs, x.shape[1], scales)
         return self.tape.quantized_linear(self.value_of(x), panels, own, added, result.shape, result.dtype)
@@ -651,15 +635,13 @@ class TapeRecorder(ExclusiveMode):
             attend = attention_for(query.device, with_native=False)
             out = attend(query, key_pool, value_pool, batch, scaling, window=window, softcap=softcap, sinks=sinks)
         layer = self._layer_of(key_pool)
-        if layer not in self.pools:
-            raise NotLowered("attention to keys that were not written by the same layer")
+        refuse_if(layer not in self.pools, "attention to keys that were not written by the same layer")
         value = self.tape.new(out.shape, out.dtype, Rows.TOKENS)
         fields = self._attention(layer) | {"heads": query.shape[1], "window": window or 0}
         bias = None
         if sinks is not None:
             weight = self.value_of(sinks)
-            if not weight.is_vector:
-                raise NotLowered("sinks that are not a vector of weights")
+            refuse_if(not weight.is_vector, "sinks that are not a vector of weights")
             bias = weight.place()
         places = value.place(), self.tape.heads(self.value_of(query)), None, bias
         scalars = {"scalar": scaling, "scalar2": softcap or 0.0}
