@@ -177,7 +177,7 @@ def _judge(packed: PackedModel) -> str:
     problems = []
     for way in ways:
         packed.gather = way == "gather"
-        problem = _problem(packed, expected)
+        problem = problem_of(packed, expected)
         if problem is None:
             if problems:
                 message = "%s: with attention through the paged cache, %s. It runs with gathered keys instead, which is slower."
@@ -192,12 +192,9 @@ def _judge(packed: PackedModel) -> str:
     )
 
 
-def problem_of(packed: PackedModel) -> str | None:
+def problem_of(packed: PackedModel, expected: _Expected | None = None) -> str | None:
     """Describe what is wrong with the packed logits, for the way in which `packed` attends now; None if they are right."""
-    return _problem(packed, _Expected(packed))
-
-
-def _problem(packed: PackedModel, expected: _Expected) -> str | None:
+    expected = expected or _Expected(packed)
     try:
         error = relative_error(_TRIAL.packed_logits(packed), expected.logits)
     except torch.OutOfMemoryError:
@@ -205,11 +202,10 @@ def _problem(packed: PackedModel, expected: _Expected) -> str | None:
     except Exception as failure:  # an unknown model may raise anything, and the other way may still work
         return f"its forward raised {type(failure).__name__} ({failure})"
     tolerance = TOLERANCES.get(packed.model.dtype, 5e-2)
-    if error <= tolerance:
-        return None
-    # Low precision and sparse experts can be noisier: measure how much the model itself varies from batch to batch.
-    limit = _MOST_NOISE.get(packed.model.dtype, _MOST_NOISE_LOW_PRECISION)
-    tolerance = max(tolerance, min(_NOISE_FACTOR * expected.noise(), limit))
+    if error > tolerance:
+        # Low precision and sparse experts can be noisier: measure how much the model itself varies from batch to batch.
+        limit = _MOST_NOISE.get(packed.model.dtype, _MOST_NOISE_LOW_PRECISION)
+        tolerance = max(tolerance, min(_NOISE_FACTOR * expected.noise(), limit))
     if error <= tolerance:
         return None
     return f"its logits differ by {error:.2g} of their spread (rounding explains {tolerance:.2g})"

@@ -75,13 +75,8 @@ class FusedSamplingLogitsWarper(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[R, V] → [R, V], removed tokens at -inf."""
-        return sampling_scores(
-            scores,
-            self.temperature,
-            self.top_k or None,
-            self.top_p if self.top_p < 1 else None,
-            self.min_p or None,
-        )
+        top_p = self.top_p if self.top_p < 1 else None
+        return sampling_scores(scores, self.temperature, self.top_k or None, top_p, self.min_p or None)
 
 
 # ---- what serving APIs offer and transformers lacks ----
