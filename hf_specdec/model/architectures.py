@@ -96,16 +96,6 @@ def has_bidirectional_prompts(model: PreTrainedModel) -> bool:
     return model.config.model_type in _PREFIX_MODELS
 
 
-def takes_masks_by_kind(model: PreTrainedModel) -> bool:
-    """True if `attention_mask` may be a dict of masks, one for each kind of layer."""
-    return hasattr(model.config.get_text_config(decoder=True), "layer_types") and not has_bidirectional_prompts(model)
-
-
-def causal_inputs(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inputs that make a plain forward over `input_ids` [B, S] causal in a model that attends to prompts bidirectionally."""
-    return {"token_type_ids": torch.ones_like(input_ids)} if has_bidirectional_prompts(model) else {}
-
-
 def reads_pages(model: PreTrainedModel) -> bool:
     """True if the model can attend through a registered attention function that reads pages.
 

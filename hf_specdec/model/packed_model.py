@@ -107,7 +107,10 @@ class PackedModel:
         self.forward_parameters = _parameters(model)
         self.cache_argument = cache_argument(self.forward_parameters)
         self._windows = architectures.layer_windows(self.config)
-        self._wants_masks_by_kind = architectures.takes_masks_by_kind(model)
+        # `attention_mask` may be a dict of masks, one for each kind of layer.
+        self._wants_masks_by_kind = hasattr(self.config, "layer_types") and not architectures.has_bidirectional_prompts(
+            model
+        )
         self._has_alibi = alibi.is_needed(model)
         self.checked_prompts: set[frozenset[str]] = set()  # kinds of prompts that `prompt.read_prompt` has checked
         self._logged_choice: bool | None = None

@@ -299,7 +299,9 @@ class _Expected:
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
             if self._by_token:
                 return self._token_by_token(ids)
-            more = architectures.causal_inputs(self.packed.model, ids) | self._positions(ids)
+            more = self._positions(ids)
+            if architectures.has_bidirectional_prompts(self.packed.model):  # these make it causal
+                more["token_type_ids"] = torch.ones_like(ids)
             return self.packed.model(input_ids=ids, use_cache=False, return_dict=True, **more).logits.float()
 
     def _positions(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:

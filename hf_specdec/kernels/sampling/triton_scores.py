@@ -149,15 +149,6 @@ def _for_lanes(values, LANES: tl.constexpr):
 
 
 @triton.jit
-def _greatest_of(bounds, SLOTS: tl.constexpr, LANES: tl.constexpr):
-    """The greatest bound of every 8 lanes; `bounds`: SLOTS tensors [LANES]."""
-    found = bounds[0]
-    for slot in tl.static_range(1, SLOTS):
-        found = tl.maximum(found, bounds[slot])
-    return tl.max(tl.reshape(found, [LANES // 8, 8]), 1)
-
-
-@triton.jit
 def _greatest_below(bounds, ceilings, SLOTS: tl.constexpr, LANES: tl.constexpr):
     """The greatest bound of every 8 lanes below their ceiling [LANES / 8], or -inf; `bounds`: SLOTS tensors [LANES]."""
     of_lanes = _for_lanes(ceilings, LANES)
@@ -180,7 +171,7 @@ def best_within(
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0, tl.int32) + start
     threads = tl.arange(0, LANES)
-    candidates = _greatest_of(bounds, SLOTS, LANES)
+    candidates = _greatest_below(bounds, tl.full([LANES // 8], float("inf"), tl.float32), SLOTS, LANES)
     highest = tl.max(candidates, 0)
     while (highest > NO_BOUND) & (highest >= reach_of(best)):
         # 8 lanes for 8 ids: one id per thread from here on
