@@ -24,6 +24,11 @@ _CANDIDATES = 32  # groups per row whose noise is drawn first
 _WORTH_CHOOSING = 50_000  # for fewer scores, drawing all noise is as fast
 
 
+def on_host(device: torch.device) -> bool:
+    """True if values are on the host, so that numpy and branches on values do not wait for a device."""
+    return device.type == "cpu"
+
+
 def philox4x32(c0, c1, c2, c3, k0, k1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ten Philox rounds on int64 tensors of 32-bit words (counters c0..c3, keys k0 and k1, of broadcastable shapes)."""
     for _ in range(10):
@@ -57,7 +62,7 @@ def _words_of(counters, seeds, positions, steps, stream: int) -> torch.Tensor:
     """The words int64 [R, C, 4] of `counters` int64 [R or 1, C]."""
     inputs = (counters, (positions & _MASK)[:, None], (steps & _MASK)[:, None], counters.new_full((1, 1), stream))
     keys = ((seeds & _MASK)[:, None], ((seeds >> 32) & _MASK)[:, None])
-    if seeds.device.type == "cpu":
+    if on_host(seeds.device):
         lanes = philox4x32_of_arrays(*(each.numpy().astype(np.uint32) for each in (*inputs, *keys)))
         return torch.from_numpy(np.stack(np.broadcast_arrays(*lanes), axis=-1).astype(np.int64))
     return torch.stack(torch.broadcast_tensors(*philox4x32(*inputs, *keys)), dim=-1)
@@ -122,7 +127,7 @@ def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> tor
     vocab = scores.shape[1]
     groups = -(-vocab // GROUP)
     rows = torch.arange(len(scores), device=scores.device) if rows is None else rows
-    if scores.device.type != "cpu" or scores.numel() < _WORTH_CHOOSING or groups <= _CANDIDATES:
+    if not on_host(scores.device) or scores.numel() < _WORTH_CHOOSING or groups <= _CANDIDATES:
         return (scores + gumbel(seeds, positions, steps, stream, vocab)[rows]).argmax(1)
     u, which = minima(seeds, positions, steps, stream, groups)
     if vocab % GROUP:
