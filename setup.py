@@ -21,7 +21,7 @@ COMMON = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
-# Each file is compiled for its instruction set; the CPU is asked at run time.
+# The kernels are compiled for each instruction set; the CPU is asked at run time.
 INSTRUCTION_SETS = {
     "avx2": AVX2,
     "avx512": AVX512,
@@ -43,22 +43,23 @@ class BuildLibrary(build_ext):
         on_x86 = platform.machine().lower() in ("x86_64", "amd64")
         for name, flags in INSTRUCTION_SETS.items() if on_x86 else ():
             try:
-                objects += self._compile(f"{name}.cpp", flags)
+                objects += self._compile("kernels.cpp", [f"-DSET={name}", *flags], name)
             except CompileError:
                 self.warn(f"the compiler does not know {name}; the native library is built without it")
                 break  # the later ones contain it
             known.append(name)
         macros = [f"-DHAS_{name.upper()}" for name in known]
-        for name in ("baseline.cpp", "program.cpp", "threads.cpp", "api.cpp"):
+        objects += self._compile("kernels.cpp", ["-DSET=baseline"], "baseline")
+        for name in ("program.cpp", "threads.cpp", "api.cpp"):
             objects += self._compile(name, macros)
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), target_lang="c++", extra_postargs=["-pthread", "-s"]
         )
 
-    def _compile(self, name, flags):
+    def _compile(self, name, flags, folder=""):
         return self.compiler.compile(
             [str(SOURCE / name)],
-            output_dir=self.build_temp,
+            output_dir=str(Path(self.build_temp) / folder),
             extra_postargs=[*COMMON, "-pthread", *flags],
             depends=[str(path) for path in SOURCE.iterdir()],
         )

@@ -116,7 +116,7 @@ def without_work():
         if not torch.cuda.is_available():
             from hf_specdec.kernels.attention import triton as attention_kernels
 
-            patch(captures, "check_capturable", lambda model: None)
+            patch(captures, "capture_obstacle", lambda model: None)
             patch(attention.attend, "on", lambda device, native: attention_kernels.attend)
             patch(attention_kernels, "paged_attention", attend_nowhere)
             patch(cache_reference, "write_keys_values", lambda *args: None)

@@ -44,8 +44,9 @@ def rotation_error(context: Context, dtype: torch.dtype, tokens: int, width: int
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     pools = [torch.full((tokens, 2, width), float("nan"), dtype=dtype, device=context.device) for _ in range(2)]
     slots = torch.randperm(tokens, generator=context.generator, device=context.device)
-    out = torch.full(query.shape, float("nan"), dtype=dtype, device=context.device)
-    write_keys_values(keys, values, *pools, slots, query=query, cos=cos, sin=sin, query_out=out)
+    out = write_keys_values(keys, values, *pools, slots, query=query, cos=cos, sin=sin)
+    if out is None:
+        return float("inf")
     written = pools[0][slots]
     if wrong_elements(pools[1][slots], values.contiguous()) or not torch.equal(out[..., rotary:], query[..., rotary:]):
         return float("inf")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from . import recurrent_rules as definitions
 from .context import TOLERANCE, Context, relative_error, worst
 from .report import Row, at_most
 
@@ -42,17 +43,15 @@ def _walk(context: Context, lines: int, shape: str):
 
 
 def _errors(context: Context, kernel: Callable, step: Callable, inputs, before, walk) -> list[float]:
-    from hf_specdec.kernels.recurrent import reference
-
     pools = [before.new_full((4 * len(before), *before.shape[1:]), 1e3) for _ in range(2)]  # far from any state
     found = kernel(inputs, before, walk, pools[0])
-    expected = reference.lines(step, inputs, before, walk, pools[1])
+    expected = definitions.lines(step, inputs, before, walk, pools[1])
     return [relative_error(found, expected.double()), relative_error(pools[0], pools[1].double())]
 
 
 def delta(context: Context, dtype: torch.dtype, shape: str, per_channel: bool) -> list[float]:
     """Errors for heads of Qwen3-Next's size."""
-    from hf_specdec.kernels.recurrent import reference, triton
+    from hf_specdec.kernels.recurrent import triton
 
     lines, key_heads, heads, width = (2, 1, 2, 16) if context.toy else (8, 16, 32, 128)
     tokens = len(PARENTS[shape])
@@ -65,13 +64,13 @@ def delta(context: Context, dtype: torch.dtype, shape: str, per_channel: bool) -
     inputs = (draw(key_heads, width), draw(key_heads, width), draw(heads, width), decay, draw(heads).sigmoid())
     before = context.randn(lines, heads, width, width)
     return _errors(
-        context, triton.gated_delta, reference.gated_delta_step, inputs, before, _walk(context, lines, shape)
+        context, triton.gated_delta, definitions.gated_delta_step, inputs, before, _walk(context, lines, shape)
     )
 
 
 def mamba2(context: Context, dtype: torch.dtype, shape: str) -> list[float]:
     """Errors for heads of Nemotron-H's size."""
-    from hf_specdec.kernels.recurrent import reference, triton
+    from hf_specdec.kernels.recurrent import triton
 
     lines, heads, groups, width, size = (2, 2, 1, 8, 16) if context.toy else (8, 128, 8, 64, 128)
     tokens = len(PARENTS[shape])
@@ -85,7 +84,7 @@ def mamba2(context: Context, dtype: torch.dtype, shape: str) -> list[float]:
     return _errors(
         context,
         lambda own, *others: triton.mamba2(own, constants, *others),
-        lambda own, state: reference.mamba2_step(own, constants, state),
+        lambda own, state: definitions.mamba2_step(own, constants, state),
         inputs,
         before,
         _walk(context, lines, shape),
@@ -94,7 +93,7 @@ def mamba2(context: Context, dtype: torch.dtype, shape: str) -> list[float]:
 
 def convolution(context: Context, dtype: torch.dtype) -> list[float]:
     """Errors for the channels of Qwen3-Next."""
-    from hf_specdec.kernels.recurrent import reference, triton
+    from hf_specdec.kernels.recurrent import triton
 
     lines, channels, tokens, size = (2, 24, 3, 4) if context.toy else (8, 8192, 5, 4)
     x, weight = context.randn(lines, channels, size + tokens, dtype=dtype), context.randn(channels, size, dtype=dtype)
@@ -103,5 +102,5 @@ def convolution(context: Context, dtype: torch.dtype) -> list[float]:
     into = torch.arange(lines * tokens, dtype=torch.int32, device=context.device).view(lines, tokens)
     pools = [x.new_full((lines * tokens, channels, size), float("nan")) for _ in range(2)]
     found = triton.convolution(x, windows, weight, None, True, into, pools[0])
-    expected = reference.convolution(x, windows, weight, None, True, into, pools[1])
+    expected = definitions.convolution(x, windows, weight, None, True, into, pools[1])
     return [relative_error(found, expected.double()), relative_error(pools[0], pools[1].double())]

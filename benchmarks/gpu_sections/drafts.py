@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.kernels import random_bits
 from hf_specdec.kernels.rejection.reference import rejection_walk
 from hf_specdec.kernels.verification import reference
@@ -91,7 +92,8 @@ class Drafts:
 
     def accepted(self, choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The definition's walk along `choices`: path bool [B, N] and the token after it [B]."""
-        ancestors = reference.ancestor_matrix(self.parents)
+        trees = DraftTrees(self.tokens, [self.width] * self.batch, self.parents.cpu().numpy())
+        ancestors = torch.from_numpy(trees.ancestors).to(self.tokens.device)
         path = reference.accepted_nodes(self.tokens, self.valid, self.parents, ancestors, choices)
         last = (path * torch.arange(1, self.width + 1, device=path.device)).amax(1)
         return path, choices.gather(1, last[:, None]).squeeze(1)

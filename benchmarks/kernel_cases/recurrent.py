@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from hf_specdec.kernels.recurrent.triton import (
-    convolution_kernel,
-    delta_blocks,
-    gated_delta_kernel,
-    mamba2_blocks,
-    mamba2_kernel,
-)
+from hf_specdec.kernels.recurrent.triton import convolution_kernel, gated_delta_kernel, mamba2_kernel, tile_of
 
 from .compiling import CompileCase
 
@@ -27,7 +21,7 @@ def compile_cases() -> list[CompileCase]:
     ):
         signature = {**dict.fromkeys(("out", "query", "key", "value", "rate"), f"*{kind}"), "decay": "*fp32"}
         signature |= {**_STATES, **_WALK, "scale": "fp32"}
-        block_k, block_v = delta_blocks(width, value_width)
+        block_k, block_v = tile_of(width, value_width)
         constants = {
             "KEY_HEADS": key_heads, "HEADS": heads, "WIDTH": width, "VALUE_WIDTH": value_width, "PER_CHANNEL": per_channel,
             "SAVES": True, "BLOCK_K": block_k, "BLOCK_V": block_v,
@@ -40,7 +34,7 @@ def compile_cases() -> list[CompileCase]:
     ):
         signature = dict.fromkeys(("out", "x", "steps", "into_state", "out_of_state", "skip", "bias"), f"*{kind}")
         signature |= {"rate": "*fp32", **_STATES, **_WALK}
-        block_p, block_n = mamba2_blocks(width, size)
+        block_n, block_p = tile_of(size, width)
         constants = {
             "HEADS": heads, "GROUPS": groups, "WIDTH": width, "SIZE": size, "ROUNDS_SKIP": True, "SAVES": True,
             "BLOCK_P": block_p, "BLOCK_N": block_n,

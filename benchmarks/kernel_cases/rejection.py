@@ -35,7 +35,7 @@ def compile_cases() -> list[CompileCase]:
     ):
         absent = () if full else ("probs", "prob_index", "temperatures", "thresholds", "threshold_ids")
         names = kernel.arg_names
-        given = dict(TREE=full, POINTS=not full, HAS_TEMPERATURE=full, HAS_THRESHOLDS=full, **flags)
+        given = dict(TREE=full, POINTS=not full, **flags)
         constants = {n: given.get(n) for n in names if n.isupper() or n in absent}
         signature = {n: types[n] for n in names if n not in constants}
         if "fp32" in kind:

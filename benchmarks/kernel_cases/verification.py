@@ -23,17 +23,16 @@ def compile_cases() -> list[CompileCase]:
             if full
             else ("parents", "seeds", "positions", "do_sample", "temperatures", "thresholds", "threshold_ids")
         )
-        switches = dict(TREE=full, SAMPLE=full, HAS_TEMPERATURE=full, HAS_THRESHOLDS=full)
         signature = {k: v for k, v in {**tensors, "logits": dtype}.items() if k not in absent}
-        constants = {**dict.fromkeys(absent), **switches, "STEPS": MOST_STEPS, "LANES": BLOCK // 32}
+        constants = {**dict.fromkeys(absent), "STEPS": MOST_STEPS, "LANES": BLOCK // 32}
         cases.append(CompileCase(f"choices {name}", choices_kernel, signature, constants, 4, unaligned=("num_nodes",)))
     signature = {
         "best_scores": "*fp32", "best_ids": "*i32", "tokens": "*i64", "parents": "*i64", "valid": "*u8",
         "choices_out": "*i64", "path": "*u8", "lengths": "*i32", "next_tokens": "*i64", "num_nodes": "i32",
     }  # fmt: skip
-    flags: dict[str, Any] = dict(SPLITS=8, TREE=True, WALK=True, BLOCK_N=64)
+    flags: dict[str, Any] = dict(SPLITS=8, BLOCK_N=64)
     cases.append(CompileCase("walk tree", walk_kernel, signature, flags, 4, unaligned=("num_nodes",)))
     signature = {name: kind for name, kind in signature.items() if name != "parents"}
-    flags = {**flags, "parents": None, "TREE": False, "BLOCK_N": 8}
+    flags = {**flags, "parents": None, "BLOCK_N": 8}
     cases.append(CompileCase("walk chain", walk_kernel, signature, flags, 1, unaligned=("num_nodes",)))
     return cases

@@ -21,11 +21,7 @@ def takes_memory_when_written(tensors: Iterable[torch.Tensor]) -> bool:
     False on accelerators, on systems that count address space as memory (Windows, `vm.overcommit_memory=2`), and under a limit of
     address space (`ulimit -v`).
     """
-    return all(tensor.device.type == "cpu" for tensor in tensors) and _address_space_is_free()
-
-
-def _address_space_is_free() -> bool:
-    if sys.platform not in _OVERCOMMITTING:
+    if sys.platform not in _OVERCOMMITTING or any(tensor.device.type != "cpu" for tensor in tensors):
         return False
     import resource  # missing on Windows
 

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from ..kernels.attention import AttentionRow
+from ..kernels.attention.inputs import AttentionRow
 from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
 from .paged_layer import PagedLayer, RunningBatch
-from .prefix_states import PrefixStates
-from .state_pool import StatePool
+from .state_pool import PrefixStates, StatePool
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +67,8 @@ class PagedStaticCache(Cache):
             `prefix_states` has the states after it, because blocks hold no states.
     """
 
+    layers: list[PagedLayer]  # pyright: ignore[reportIncompatibleVariableOverride] (made below, and never others)
+
     def __init__(
         self,
         num_layers: int,
@@ -96,7 +97,7 @@ class PagedStaticCache(Cache):
         self._next_place = 0
         self._movers: dict[torch.device, SlotMover] = {}  # until pools are added or grow
         self._identity: tuple[int, ...] | None = None  # until pools are added or grow
-        self._bytes_per_slot = 0
+        self.bytes_per_token = 0  # of keys and values in all layers that have pools
 
     @property
     def num_slots(self) -> int:
@@ -124,12 +125,7 @@ class PagedStaticCache(Cache):
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
         states = 0 if self.states is None else self.states.num_bytes
         states += 0 if self.prefix_states is None else self.prefix_states.num_bytes
-        return blocks * self.block_size * self._bytes_per_slot + states
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Memory of one token's keys and values in all layers that have pools."""
-        return self._bytes_per_slot
+        return blocks * self.block_size * self.bytes_per_token + states
 
     def check(self) -> None:
         """Raise AssertionError unless the records of blocks and states agree."""
@@ -155,11 +151,11 @@ class PagedStaticCache(Cache):
         """Count the memory of a layer, and log the total once every layer has its pools."""
         self._movers.clear()
         self._identity = None
-        self._bytes_per_slot += (layer.keys.nbytes + layer.values.nbytes) // self.num_slots
+        self.bytes_per_token += (layer.keys.nbytes + layer.values.nbytes) // self.num_slots
         if self.is_allocated:
             logger.info(
                 "KV cache: up to %d blocks of %d tokens, %.1f KiB each, on %s (%s); %d of them allocated.",
-                self.most_blocks, self.block_size, self._bytes_per_slot * self.block_size / 2**10, layer.keys.device,
+                self.most_blocks, self.block_size, self.bytes_per_token * self.block_size / 2**10, layer.keys.device,
                 layer.keys.dtype, self.pool.num_blocks,
             )  # fmt: skip
 
@@ -183,13 +179,6 @@ class PagedStaticCache(Cache):
         if not self.is_lazy and not any(layer.is_initialized for layer in self.layers):
             self.pool.grow(self._size_with(self._extent(bytes_per_slot * len(self._with_keys))))
         return self.num_slots
-
-    def _make_available(self, count: int) -> None:
-        """Grow the pools if fewer than `count` blocks are available."""
-        missing = count - self.pool.num_available
-        if missing > 0 and self.pool.num_blocks + missing <= self.most_blocks:
-            extent = self.pool.num_blocks if self.is_lazy else self._extent(self._bytes_per_slot)
-            self._grow(self._size_with(max(missing, extent)))
 
     def _extent(self, bytes_per_slot: int) -> int:
         """Number of blocks of an extent; 0 while the size of a slot is unknown."""
@@ -363,7 +352,10 @@ class PagedStaticCache(Cache):
         missing = self.blocks_missing(seq_id, num_slots)
         if not missing:
             return
-        self._make_available(missing)
+        more = missing - self.pool.num_available
+        if more > 0 and self.pool.num_blocks + more <= self.most_blocks:
+            extent = self.pool.num_blocks if self.is_lazy else self._extent(self.bytes_per_token)
+            self._grow(self._size_with(max(more, extent)))
         last = table.blocks[-1] if table.blocks else None
         if table.place is not None and (last is None or not table.place[0] <= last < table.place[1]):
             last = table.place[0] - 1  # its present blocks are shared with others
@@ -397,7 +389,7 @@ class PagedStaticCache(Cache):
             kept: (id, start, offsets) per sequence. Of the tokens written from logical index `start` on, those at `start + offset`
                 (ascending) stay and become `start`, `start + 1`, .. The length becomes start + len(offsets).
         """
-        moves: list[tuple[np.ndarray, np.ndarray]] = []
+        moves: list[tuple[np.ndarray, np.ndarray]] = []  # one pair (sources, targets) per sequence, both ascending
         for seq_id, start, offsets in kept:
             table = self.tables[seq_id]
             if offsets and offsets[-1] >= len(offsets):  # offsets ascend, so some were left out
@@ -407,12 +399,7 @@ class PagedStaticCache(Cache):
             table.length = start + len(offsets)
             if self.states is not None:
                 self.states.commit(seq_id, start, offsets)
-        if moves:
-            self._move(moves)
-
-    def _move(self, moves: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Copy slots to other slots in every layer; one pair (sources, targets) per sequence, both ascending."""
-        written = [layer for layer in self.layers if layer.is_initialized]
+        written = [layer for layer in self.layers if layer.is_initialized] if moves else []
         for device in {layer.keys.device for layer in written}:
             if device not in self._movers:
                 layers = [layer for layer in written if layer.keys.device == device]

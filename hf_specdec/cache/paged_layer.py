@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -12,48 +12,43 @@ from transformers.cache_utils import CacheLayerMixin
 from ..kernels.cache import rotate_and_write, write_keys_values
 from . import memory
 
+_untraced = cast("Callable[[Any], Any]", torch.compiler.disable)  # typed as what it returns for all kinds of arguments
+
 
 class SlotsOnDevice(Protocol):
-    """Where the tokens of a forward are in the pools on one device, and the operation that writes them there."""
+    """Where the tokens of a forward are in the pools on one device, and the operation that writes them there.
+
+    `write_slots` int64 [T]: the slot of each token of the forward. `read_slots` int64 [slots]: those that whole rows are gathered from;
+    None if attention reads the pools itself. `write`: writes keys and values into the pools.
+    """
 
     @property
-    def write_slots(self) -> torch.Tensor:
-        """int64 [T]: the slot of each token of the forward."""
-        ...
-
+    def write_slots(self) -> torch.Tensor: ...
     @property
-    def read_slots(self) -> torch.Tensor | None:
-        """int64 [slots]: the slots that whole rows are gathered from; None if attention reads the pools itself."""
-        ...
-
+    def read_slots(self) -> torch.Tensor | None: ...
     @property
-    def write(self) -> Callable[..., Any]:
-        """The operation that writes keys and values into the pools."""
-        ...
+    def write(self) -> Callable[..., Any]: ...
 
 
 class RunningBatch(Protocol):
-    """The batch of a forward, as layers ask for it."""
+    """The batch of a forward, as layers ask for it.
+
+    `gather`: layers return the keys and values of whole rows. `num_keys`: number of keys of all rows together.
+    """
 
     @property
-    def gather(self) -> bool:
-        """True if layers return the keys and values of whole rows."""
-        ...
-
+    def gather(self) -> bool: ...
     @property
-    def num_keys(self) -> int:
-        """Number of keys of all rows together."""
-        ...
-
-    def on(self, device: torch.device) -> SlotsOnDevice:
-        """The slots on a device."""
-        ...
+    def num_keys(self) -> int: ...
+    def on(self, device: torch.device) -> SlotsOnDevice: ...
 
 
 class PagedLayer(CacheLayerMixin):
     """One layer's pools: keys [slots, heads, width] and values [slots, heads, value width], allocated by the first write."""
 
     is_sliding = False
+    keys: Any  # tensors; transformers' classes have None in them before the first write
+    values: Any
 
     def __init__(self, owner: Any):
         super().__init__()
@@ -65,7 +60,7 @@ class PagedLayer(CacheLayerMixin):
         """The PagedStaticCache that holds this layer."""
         return self._owner()
 
-    @torch.compiler.disable  # runs once, so tracing it gains nothing
+    @_untraced  # runs once, so tracing it gains nothing
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the pools for states [1, heads, T, width]; keys and values may differ in heads and width (MLA)."""
         shapes = [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
@@ -110,9 +105,11 @@ class PagedLayer(CacheLayerMixin):
         """As `update`, but first rotate keys [1, Hk, T, D] and queries [1, H, T, D] by angles [1, T, D]. Returns the queries."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        packed = [tokens_first(states) for states in (query, keys, values)]
         slots = self.owner.batch.on(keys.device).write_slots
-        return rotate_and_write(*packed, self.keys, self.values, slots, cos[0], sin[0]).transpose(0, 1)[None]
+        query, keys, values = tokens_first(query), tokens_first(keys), tokens_first(values)
+        return rotate_and_write(query, keys, values, self.keys, self.values, slots, cos[0], sin[0]).transpose(0, 1)[
+            None
+        ]
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [T, heads, width] to `slots` [T]."""

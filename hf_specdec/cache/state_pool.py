@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,19 +129,12 @@ class StatePool:
         first, state = self._states[seq_id]
         return Base(own[num_tokens], state, [own[count] for count in range(first + 1, num_tokens + 1)])
 
-    def state(self, seq_id: int, num_tokens: int) -> int | None:
-        """The slot or state whose tensors are the recurrent states after that many tokens; None if no tensors hold them."""
-        if not self.holds(seq_id, num_tokens):
-            return None
-        base = self.base(seq_id, num_tokens)
-        return None if base.replayed else base.state
-
     def copy(self, seq_id: int, num_tokens: int) -> KeptStates | None:
         """Copies of a sequence's states after that many tokens; None if no tensors hold them."""
-        state = self.state(seq_id, num_tokens)
-        if state is None:
+        base = self.base(seq_id, num_tokens) if self.holds(seq_id, num_tokens) else None
+        if base is None or base.replayed:
             return None
-        pools = ((self.conv, self.base(seq_id, num_tokens).slot), (self.recurrent, state))
+        pools = ((self.conv, base.slot), (self.recurrent, base.state))
         return KeptStates(*({layer: pool[slot].clone() for layer, pool in each.items()} for each, slot in pools))
 
     def take(
@@ -168,14 +162,11 @@ class StatePool:
         slots = [own[count] for count in counts]
         if not self.replays:
             return slots, slots
-        state = self._states[seq_id][1] if seq_id in self._states else self._new_state()
+        if seq_id not in self._states and not self._free_states:
+            self._add_states(max(1, self.num_states // 4))
+        state = self._states[seq_id][1] if seq_id in self._states else self._free_states.pop()
         self._states[seq_id] = num_own, state
         return slots, [state if count == num_own else -1 for count in counts]
-
-    def _new_state(self) -> int:
-        if not self._free_states:
-            self._add_states(max(1, self.num_states // 4))
-        return self._free_states.pop()
 
     def commit(self, seq_id: int, start: int, offsets: list[int]) -> None:
         """Of the tokens from index `start` on, those at `start + offset` (ascending) stay and become `start`, `start + 1`, ..
@@ -204,9 +195,8 @@ class StatePool:
         assert sorted([*used, *self._free]) == list(range(1, self.num_slots)), "a state slot is lost or used twice"
         if self.replays:
             states = [state for _, state in self._states.values()]
-            assert sorted([*states, *self._free_states]) == list(range(1, self.num_states)), (
-                "a state is lost or used twice"
-            )
+            known = sorted([*states, *self._free_states])
+            assert known == list(range(1, self.num_states)), "a state is lost or used twice"
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
@@ -253,3 +243,54 @@ def _grown(pool: torch.Tensor | None, example: torch.Tensor, size: int) -> torch
     if pool is not None:
         larger[: pool.shape[0]] = pool
     return larger
+
+
+# ---- states of texts that are gone, for texts that begin alike ----
+
+
+class PrefixStates:
+    """States, each under the hash of the last block that it has read, least recently used first.
+
+    A block's hash stands for all tokens from the text's beginning to the block's end, so a state is only ever found for exactly the
+    tokens that it has read. A recurrent layer cannot use the keys and values of blocks, so a text shares a prefix only if both the
+    prefix's blocks and its state are kept.
+
+    Args:
+        every: states are kept after multiples of this many tokens, a multiple of the block size.
+        most_bytes: limit for the memory of all states.
+    """
+
+    def __init__(self, every: int, most_bytes: int):
+        self.every, self.most_bytes = every, most_bytes
+        self.num_bytes = 0
+        self._states: OrderedDict[bytes, KeptStates] = OrderedDict()
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._states
+
+    def longest(self, block_hashes: list[bytes]) -> int:
+        """Number of these leading blocks of a text up to and including the last one that has a state; 0 if none has."""
+        return next((count for count in range(len(block_hashes), 0, -1) if block_hashes[count - 1] in self._states), 0)
+
+    def get(self, block_hash: bytes) -> KeptStates:
+        """The states after the block, which become the most recently used ones."""
+        self._states.move_to_end(block_hash)
+        return self._states[block_hash]
+
+    def put(self, block_hash: bytes, states: KeptStates) -> None:
+        """Keep states after the block. The least recently used states are dropped to make room."""
+        if states.num_bytes > self.most_bytes or block_hash in self._states:
+            return
+        self._states[block_hash] = states
+        self.num_bytes += states.num_bytes
+        while self.num_bytes > self.most_bytes:
+            self.num_bytes -= self._states.popitem(last=False)[1].num_bytes
+
+    def forget(self) -> None:
+        """Drop all, because contents can no longer be trusted."""
+        self._states.clear()
+        self.num_bytes = 0
+
+    def check(self) -> None:
+        """Raise AssertionError unless the memory is counted right and bounded."""
+        assert self.num_bytes == sum(each.num_bytes for each in self._states.values()) <= self.most_bytes

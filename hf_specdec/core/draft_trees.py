@@ -162,7 +162,7 @@ class DraftTrees:
 
     @cached_property
     def ancestors(self) -> np.ndarray:
-        """bool [B, N + 1, N + 1] over (root, nodes): see `reference.ancestor_matrix`."""
+        """bool [B, N + 1, N + 1] over (root, node 0, .. node N - 1): `[b, i, j]` is True if j is i or an ancestor of i."""
         parents = np.pad(self.parent_index + 1, ((0, 0), (1, 0)))  # the root is its own parent
         rows, nodes = np.arange(parents.shape[0])[:, None], np.arange(parents.shape[1])[None, :]
         out = np.zeros((*parents.shape, parents.shape[1]), dtype=bool)

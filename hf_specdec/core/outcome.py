@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class StepOutcome:
         chunks: (sequence, end) of each forwarded row, in the order of `starts`: its tokens before `end` have been fed.
         num_own: per forwarded row, how many of those tokens this step fed.
         root_rows: per row of `sequences`, the index in `output.logits` of its root's logits; None: logits are contiguous.
+        verified: the step itself, if `accepted` are nodes of a drafter's own proposal (see `for_proposal`).
     """
 
     sequences: list[Sequence]
@@ -40,6 +41,7 @@ class StepOutcome:
     chunks: list[tuple[Sequence, int]] | None = None
     num_own: list[int] | None = None
     root_rows: list[int] | None = None
+    verified: StepOutcome | None = None
 
     def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
         """The same step for a drafter whose own proposal is not what was verified.
@@ -47,7 +49,8 @@ class StepOutcome:
         Args:
             accepted: per row, the accepted nodes of its own proposal, root to leaf.
         """
-        return _ProposalOutcome(**{**vars(self), "accepted": accepted}, verified=self)
+        real = self.verified or self
+        return replace(real, accepted=accepted, verified=real)
 
     def of(self, belongs: Callable[[Sequence], bool]) -> StepOutcome:
         """The same step, as if it had only the sequences for which `belongs` is true."""
@@ -74,7 +77,8 @@ class StepOutcome:
             before that one.
         """
         assert self.starts is not None and self.chunks is not None and self.num_own is not None
-        accepted = {seq.id: path for seq, path in zip(self.sequences, self.accepted, strict=True)}
+        real = self.verified or self
+        accepted = {seq.id: path for seq, path in zip(real.sequences, real.accepted, strict=True)}
         sequences, indices, counts = [], [], []
         for (seq, _), start, num_own in zip(self.chunks, self.starts, self.num_own, strict=True):
             indices.append(np.arange(start, start + num_own))
@@ -84,20 +88,3 @@ class StepOutcome:
             sequences.append(seq)
             counts.append(num_own + len(path))
         return sequences, np.concatenate(indices), counts
-
-
-@dataclass
-class _ProposalOutcome(StepOutcome):
-    """A step whose `accepted` are nodes of a drafter's own proposal; the rows that were read are those of `verified`."""
-
-    verified: StepOutcome | None = None
-
-    def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
-        """The step for a drafter inside this drafter, whose proposal was not verified either."""
-        assert self.verified is not None
-        return self.verified.for_proposal(accepted)
-
-    def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
-        """The rows that `verified` read."""
-        assert self.verified is not None
-        return self.verified.read_rows()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,22 +65,18 @@ class PackedOutput:
         Args:
             wanted: numpy [R], tokens whose logits to keep; None: all `count`.
         """
-        index = None if wanted is None else upload(wanted, self.logits.device)
-        return PackedOutput(
-            logits=self.logits[:count] if index is None else self.logits.index_select(0, index),
-            last_hidden=None if self.last_hidden is None else self.last_hidden[:count],
-            layers={layer: states[:count] for layer, states in self.layers.items()},
-            input_ids=None if self.input_ids is None else self.input_ids[:count],
-            all_logits=None if self.all_logits is None else self.all_logits[:count],
-        )
+        found = self._each(lambda states: states[:count])
+        if wanted is not None:
+            found.logits = self.logits.index_select(0, upload(wanted, self.logits.device))
+        return found
 
     def copied(self) -> PackedOutput:
         """A copy that stays valid after the model's next forward, which overwrites the outputs of a graph."""
-        return PackedOutput(
-            logits=self.logits.clone(),
-            last_hidden=None if self.last_hidden is None else self.last_hidden.clone(),
-            layers={layer: states.clone() for layer, states in self.layers.items()},
-            hidden_states=self.hidden_states,
-            input_ids=None if self.input_ids is None else self.input_ids.clone(),
-            all_logits=None if self.all_logits is None else self.all_logits.clone(),
-        )
+        return replace(self._each(torch.Tensor.clone), hidden_states=self.hidden_states)
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedOutput:
+        """The function's results for all tensors but `hidden_states`."""
+        layers = {layer: function(states) for layer, states in self.layers.items()}
+        others = (self.last_hidden, self.input_ids, self.all_logits)
+        last_hidden, input_ids, all_logits = (None if each is None else function(each) for each in others)
+        return PackedOutput(function(self.logits), last_hidden, layers, input_ids=input_ids, all_logits=all_logits)

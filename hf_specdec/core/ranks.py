@@ -241,11 +241,8 @@ def digest(*things: Any) -> int:
     """A 32-bit digest of numbers, texts and tensors, the same in every process."""
     value = 0
     for thing in things:
-        data = (
-            thing.detach().cpu().contiguous().numpy().tobytes()
-            if isinstance(thing, torch.Tensor)
-            else repr(thing).encode()
-        )
+        is_tensor = isinstance(thing, torch.Tensor)
+        data = thing.detach().cpu().contiguous().numpy().tobytes() if is_tensor else repr(thing).encode()
         value = zlib.crc32(data, value)
     return value
 
@@ -269,6 +266,6 @@ def _host_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     known = _groups.get(members)
     if known is None or known[0] is not world:
         # A server's ranks wait in this group for requests, however long that takes. A process that ends is noticed at once.
-        made = dist.new_group(list(members), timeout=_IDLE, backend="gloo", use_local_synchronization=True)
+        made: Any = dist.new_group(list(members), timeout=_IDLE, backend="gloo", use_local_synchronization=True)
         known = _groups[members] = (world, made)
     return known[1]

@@ -14,7 +14,7 @@ from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
 from ..model.architectures import check_length, is_multimodal
 from ..model.prompt import read_prompt, row_of
-from ..model.recurrent import stateful_layers, states_of
+from ..model.recurrent.families import stateful_layers, states_of
 from .batch_run import BatchRun, Returns
 from .decoder import SpeculativeDecoder
 from .kept_states import fill_states

@@ -9,8 +9,8 @@ from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..kernels.transfer import upload
-from ..sampling.fused import FusedSampling, fused_sampling, fuses_sampling
 from ..sampling.logits import needs_prefix, process_logits
+from ..sampling.parameters import FusedSampling, fused_sampling, fuses_sampling
 
 
 def node_scores(

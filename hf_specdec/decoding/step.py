@@ -14,7 +14,7 @@ from ..core.draft_trees import DraftTrees
 from ..core.output import PackedOutput
 from ..core.sequence import UNKNOWN, Sequence
 from ..kernels.transfer import upload
-from ..sampling.fused import FusedSampling
+from ..sampling.parameters import FusedSampling
 from ..verification.verify import PendingVerdict
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,7 +12,12 @@ from .transfer import upload, upload_together
 
 
 class Drafts(Protocol):
-    """Draft trees of B rows with up to N nodes: drafted ids on a device, everything else on the host (see `core.DraftTrees`)."""
+    """Draft trees of B rows with up to N nodes: drafted ids on a device, everything else on the host (see `core.DraftTrees`).
+
+    `valid` bool [B, N]: which entries are nodes. `parent_index` int64 [B, N]: each node's parent, -1 for children of the root.
+    `ancestors` bool [B, N + 1, N + 1] over (root, nodes): `[b, i, j]` is True if j is i or an ancestor of i. `depths` int64 [B, N]: 1 for
+    the root's children.
+    """
 
     tokens: torch.Tensor
     lengths: list[int]
@@ -20,26 +26,14 @@ class Drafts(Protocol):
 
     @property
     def is_chain(self) -> bool: ...
-
-    @property
-    def valid(self) -> np.ndarray:
-        """bool [B, N]: which entries are nodes."""
-        ...
-
-    @property
-    def parent_index(self) -> np.ndarray:
-        """int64 [B, N]: each node's parent, -1 for children of the root."""
-        ...
-
-    @property
-    def ancestors(self) -> np.ndarray:
-        """bool [B, N + 1, N + 1] over (root, nodes): see `verification.reference.ancestor_matrix`."""
-        ...
-
-    @property
-    def depths(self) -> np.ndarray:
-        """int64 [B, N]: 1 for the root's children."""
-        ...
+    @cached_property
+    def valid(self) -> np.ndarray: ...
+    @cached_property
+    def parent_index(self) -> np.ndarray: ...
+    @cached_property
+    def ancestors(self) -> np.ndarray: ...
+    @cached_property
+    def depths(self) -> np.ndarray: ...
 
 
 class RowStreams(NamedTuple):

@@ -32,21 +32,18 @@ def is_needed(model: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def packed(model: PreTrainedModel, batch: PackedBatch) -> Iterator[None]:
-    """Inside the context, a model's ALiBi biases follow the packed keys' real positions. Other models are left alone."""
-    kind, inner = model.config.model_type, getattr(model, "transformer", None)
-    if kind == "falcon" and model.config.alibi:
+    """Inside the context, the ALiBi biases of a model for which this `is_needed` follow the packed keys' real positions."""
+    if model.config.model_type == "falcon":
         with _patched_falcon(torch.from_numpy(batch.key_positions())):
             yield
-    elif kind in _BUILDERS and inner is not None:
-        name, make = _BUILDERS[kind]
-        original = getattr(inner, name)
-        setattr(inner, name, for_this_thread(make(original, batch), original))
-        try:
-            yield
-        finally:
-            delattr(inner, name)
-    else:
+        return
+    inner, (name, make) = model.transformer, _BUILDERS[model.config.model_type]
+    original = getattr(inner, name)
+    setattr(inner, name, for_this_thread(make(original, batch), original))
+    try:
         yield
+    finally:
+        delattr(inner, name)
 
 
 def _bloom(original: Callable[..., torch.Tensor], batch: PackedBatch) -> Callable[..., torch.Tensor]:
@@ -54,8 +51,7 @@ def _bloom(original: Callable[..., torch.Tensor], batch: PackedBatch) -> Callabl
     positions = torch.from_numpy(batch.key_positions())
 
     def biases(attention_mask, num_heads, dtype):
-        two_keys = original(torch.ones(1, 2, device=attention_mask.device), num_heads, torch.float32)
-        slopes = two_keys[:, :, 1:] - two_keys[:, :, :1]  # [heads, 1, 1]
+        slopes = _slopes(original(torch.ones(1, 2, device=attention_mask.device), num_heads, torch.float32))
         return (slopes * positions.to(slopes.device)).to(dtype)
 
     return biases
@@ -68,11 +64,15 @@ def _mpt(original: Callable[..., torch.Tensor], batch: PackedBatch) -> Callable[
     positions = torch.from_numpy(np.concatenate([own - own.max() for own in rows]))
 
     def biases(num_heads, sequence_length, alibi_bias_max=8, device=None):
-        two_keys = original(num_heads, 2, alibi_bias_max, device)
-        slopes = two_keys[:, :, 1:] - two_keys[:, :, :1]  # [heads, 1, 1]
+        slopes = _slopes(original(num_heads, 2, alibi_bias_max, device))
         return slopes * positions.to(slopes.device)
 
     return biases
+
+
+def _slopes(of_two_keys: torch.Tensor) -> torch.Tensor:
+    """[heads, 1, 1] from the biases of two keys, [heads, 1, 2]."""
+    return of_two_keys[:, :, 1:] - of_two_keys[:, :, :1]
 
 
 _BUILDERS: dict[str, tuple[str, Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +41,10 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} is an encoder-decoder model; speculative_config works with decoder-only models."
         )
-    _check_cache_holds_ids(model)
+    if config.model_type in _IMAGES_WITHOUT_IDS:
+        raise UnsupportedModel(
+            f"{name} caches keys of images for which a prompt has no ids. Call generate() without speculative_config."
+        )
     if any(".quantized.dynamic." in f"{type(module).__module__}." for module in all_modules(model)):
         raise UnsupportedModel(
             f"torch.ao's dynamic quantization of {name} rounds activations by the largest of all tokens in a forward, so a token's logits "
@@ -78,13 +81,6 @@ def check_supported(model: PreTrainedModel) -> None:
         )
 
 
-def _check_cache_holds_ids(model: PreTrainedModel) -> None:
-    if model.config.model_type in _IMAGES_WITHOUT_IDS:
-        raise UnsupportedModel(
-            f"{type(model).__name__} caches keys of images for which a prompt has no ids. Call generate() without speculative_config."
-        )
-
-
 def has_repository_code(model: PreTrainedModel) -> bool:
     """True for a model that was loaded with `trust_remote_code=True` and runs code of its repository: the user has trusted that."""
     return type(model).__module__.startswith("transformers_modules.")
@@ -100,16 +96,6 @@ def has_bidirectional_prompts(model: PreTrainedModel) -> bool:
     return model.config.model_type in _PREFIX_MODELS
 
 
-def takes_masks_by_kind(model: PreTrainedModel) -> bool:
-    """True if `attention_mask` may be a dict of masks, one for each kind of layer."""
-    return hasattr(model.config.get_text_config(decoder=True), "layer_types") and not has_bidirectional_prompts(model)
-
-
-def causal_inputs(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inputs that make a plain forward over `input_ids` [B, S] causal in a model that attends to prompts bidirectionally."""
-    return {"token_type_ids": torch.ones_like(input_ids)} if has_bidirectional_prompts(model) else {}
-
-
 def reads_pages(model: PreTrainedModel) -> bool:
     """True if the model can attend through a registered attention function that reads pages.
 
@@ -122,10 +108,8 @@ def reads_pages(model: PreTrainedModel) -> bool:
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
     # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
-    reaches_attention = (
-        model._can_set_attn_implementation() and text.model_type not in _DROPS_ARGUMENTS | _SHARES_ATTENTION
-    )
-    return reaches_attention and not (latent or shared or uncapped or _has_chunks(text))
+    drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION
+    return model._can_set_attn_implementation() and not (drops or latent or shared or uncapped or _has_chunks(text))
 
 
 def _has_chunks(text: Any) -> bool:
@@ -143,36 +127,33 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
     limit = getattr(text, "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None)
     ends = not rope and text.model_type != "bloom"  # rotary frequencies and BLOOM's biases go on
+    name = type(model).__name__
     if ends and limit is not None and prompt_length >= limit:
-        raise ValueError(
-            f"The prompt has {prompt_length} tokens; {type(model).__name__} has {limit} positions. Shorten the prompt."
-        )
+        raise ValueError(f"The prompt has {prompt_length} tokens; {name} has {limit} positions. Shorten the prompt.")
     if ends and limit is not None and max_length > limit:
         raise ValueError(
-            f"{max_length} tokens (prompt and output) were requested from {type(model).__name__}, which has {limit} "
-            "positions. Lower max_new_tokens or max_length."
+            f"{max_length} tokens (prompt and output) were requested from {name}, which has {limit} positions. "
+            "Lower max_new_tokens or max_length."
         )
     if _tempers(text) and max_length >= text.floor_scale:
         raise ValueError(
-            f"{type(model).__name__} scales its queries by their place in memory from token {text.floor_scale} on, which packed rows "
+            f"{name} scales its queries by their place in memory from token {text.floor_scale} on, which packed rows "
             f"do not have: prompt and output together must have fewer tokens, not {max_length}."
         )
-    for kind in _rope_parameters(rope):
+    for kind in rope_parameters(rope):
         changes_at = kind.get("original_max_position_embeddings") or limit
         if kind.get("rope_type") in ("dynamic", "longrope") and changes_at and max_length > changes_at:
             raise ValueError(
-                f"{type(model).__name__} changes its {kind['rope_type']} rotary frequencies beyond {changes_at} tokens, which "
+                f"{name} changes its {kind['rope_type']} rotary frequencies beyond {changes_at} tokens, which "
                 f"would change the keys already cached; prompt and output together may have at most {changes_at} tokens, "
                 f"not {max_length}."
             )
 
 
-def _rope_parameters(rope: Any) -> list[dict]:
-    """The rotary parameters of every kind of layer: one dict, or one per kind where `rope` is nested."""
-    if not rope:
-        return []
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return nested or [rope]
+def rope_parameters(rope: Any) -> list[dict]:
+    """The rotary parameters of every kind of layer: one dict, or one per kind where `rope` is nested. None: no kind has any."""
+    nested = [value for value in (rope or {}).values() if isinstance(value, dict)]
+    return nested or ([rope] if rope else [])
 
 
 def layer_windows(config) -> dict[str, int | Chunks | None]:
@@ -274,33 +255,28 @@ def _tempers(text: Any) -> bool:
     return bool(getattr(text, "attn_temperature_tuning", False)) and text.model_type == "llama4_text"
 
 
-@contextlib.contextmanager
-def without_temperature(model: PreTrainedModel):
+def without_temperature(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """Inside the context, Llama 4 does not scale queries. It would count all rows' tokens as one text; see `check_length` for the limit."""
-    tuned: list[Any] = []
-    if _tempers(model.config.get_text_config(decoder=True)):
-        tuned = [module for module in model.modules() if vars(module).get("attn_temperature_tuning")]
-    for module in tuned:
-        module.attn_temperature_tuning = FalseInThisThread()
-    try:
-        yield
-    finally:
-        for module in tuned:
-            module.attn_temperature_tuning = True
+    tempers = _tempers(model.config.get_text_config(decoder=True))
+    return _switched_off(model.modules() if tempers else (), "attn_temperature_tuning")
+
+
+def without_checkpointing(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Inside the context, gradient checkpointing is off: in training mode, a checkpointed layer is not given the cache."""
+    return _switched_off(model.modules() if model.training else (), "gradient_checkpointing")
 
 
 @contextlib.contextmanager
-def without_checkpointing(model: PreTrainedModel):
-    """Inside the context, gradient checkpointing is off: in training mode, a checkpointed layer is not given the cache."""
-    modules = model.modules() if model.training else ()
-    checkpointed: list[Any] = [module for module in modules if vars(module).get("gradient_checkpointing")]
-    for module in checkpointed:
-        module.gradient_checkpointing = FalseInThisThread()
+def _switched_off(modules: Iterable[nn.Module], flag: str) -> Iterator[None]:
+    """Inside the context, a flag that is true is false for this thread."""
+    switched = [module for module in modules if vars(module).get(flag)]
+    for module in switched:
+        setattr(module, flag, FalseInThisThread())
     try:
         yield
     finally:
-        for module in checkpointed:
-            module.gradient_checkpointing = True
+        for module in switched:
+            setattr(module, flag, True)
 
 
 @contextlib.contextmanager
@@ -322,31 +298,28 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
 def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tensor], None]):
     """Inside the context, every forward of this thread calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states
     [B, S, H]."""
-    handles = []
 
-    def nothing(*args):
-        return None
+    def hooked(hook: Callable) -> Callable:
+        return for_this_thread(hook, lambda *_: None)
 
     def output_of(key):
         def hook(module, args, output):
             keep(key, output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output))
 
-        return for_this_thread(hook, nothing)
+        return hooked(hook)
 
     def input_of_first(module, args, kwargs):
         keep(0, args[0] if args else kwargs["hidden_states"])
 
+    handles = []
     if taps.last_hidden:
         handles.append(decoder_of(model).register_forward_hook(output_of("last_hidden")))
-    if taps.layers:
-        decoder, name = layer_list(model)
-        layers = getattr(decoder, name)
-        for index in taps.layers:
-            if index == 0:  # the first layer's input, not the embeddings: some models scale them or add positions
-                first = for_this_thread(input_of_first, nothing)
-                handles.append(layers[0].register_forward_pre_hook(first, with_kwargs=True))
-            else:
-                handles.append(layers[index - 1].register_forward_hook(output_of(index)))
+    layers: Any = decoder_layers(model) if taps.layers else ()
+    for index in taps.layers:
+        if index == 0:  # the first layer's input, not the embeddings: some models scale them or add positions
+            handles.append(layers[0].register_forward_pre_hook(hooked(input_of_first), with_kwargs=True))
+        else:
+            handles.append(layers[index - 1].register_forward_hook(output_of(index)))
     try:
         yield
     finally:

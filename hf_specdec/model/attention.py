@@ -39,15 +39,18 @@ def paged_attention_forward(
     layer = batch.cache.layers[module.layer_idx]
     if key.shape[1] != layer.keys.shape[1]:  # JetMoE repeats its keys per expert after they were cached
         raise RuntimeError(f"attention reads {key.shape[1]} key heads, and the cache holds {layer.keys.shape[1]}")
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module, batch.cache.windows)
+    if "sliding_window" in kwargs:
+        window = kwargs["sliding_window"]
+    else:
+        known = batch.cache.windows  # by layer, because every layer asks in every step
+        if module.layer_idx not in known:
+            known[module.layer_idx] = layer_window(module)
+        window = known[module.layer_idx]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend, packed = batch.on(query.device).attend, tokens_first(query)
     options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    if batch.invariant is None:
+    with contextlib.nullcontext() if batch.invariant is None else batch.invariant.direct():
         out = attend(packed, layer.keys, layer.values, batch, scaling, **options)
-    else:
-        with batch.invariant.direct():
-            out = attend(packed, layer.keys, layer.values, batch, scaling, **options)
     return out[None].contiguous(), None  # as transformers' own functions: layers reshape it, and some take views
 
 
@@ -109,13 +112,6 @@ def _by_thread(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         "__module__": kind.__module__,
     }
     return type(kind.__name__, (kind,), own)
-
-
-def _window_of(module, known: dict[int, int | None]) -> int | None:
-    """The layer's sliding window. `known` keeps the windows by layer, because every layer asks in every step."""
-    if module.layer_idx not in known:
-        known[module.layer_idx] = layer_window(module)
-    return known[module.layer_idx]
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

@@ -78,17 +78,14 @@ class Captures:
                 self.clear()
                 logger.warning("%s runs without CUDA graphs: %s", self.name, error)
                 return None
-            self._make_room()
+            sizes = {key: num_bytes(outputs) for key, (_, outputs, _) in self._found.items()}
+            while sum(sizes.values()) > MOST_BYTES and len(sizes) > 1:
+                if torch.cuda.is_available():  # the graph to delete may still be running
+                    torch.cuda.synchronize()
+                oldest = next(iter(sizes))
+                del self._found[oldest], sizes[oldest]
         self._found[key] = self._found.pop(key)  # most recently used last
         return self._found[key]
-
-    def _make_room(self) -> None:
-        sizes = {key: num_bytes(outputs) for key, (_, outputs, _) in self._found.items()}
-        while sum(sizes.values()) > MOST_BYTES and len(sizes) > 1:
-            if torch.cuda.is_available():  # the graph to delete may still be running
-                torch.cuda.synchronize()
-            oldest = next(iter(sizes))
-            del self._found[oldest], sizes[oldest]
 
 
 class CudaGraphCapture:
@@ -160,20 +157,17 @@ class Capturable(Protocol):
     Attributes:
         gather: it attends to gathered keys, whose number changes from step to step.
         forward_batch: runs its forward over a packed batch.
+        module: holds its weights.
+        device: of its input ids.
     """
 
     gather: bool
     forward_batch: Callable[..., Any]
 
     @property
-    def module(self) -> nn.Module:
-        """The module that holds its weights."""
-        ...
-
+    def module(self) -> nn.Module: ...
     @property
-    def device(self) -> torch.device:
-        """The device of its input ids."""
-        ...
+    def device(self) -> torch.device: ...
 
 
 def uses_graphs(wanted: bool | None, model: Capturable) -> bool:
@@ -186,13 +180,14 @@ def uses_graphs(wanted: bool | None, model: Capturable) -> bool:
     Raises:
         UnsupportedModel: graphs are wanted, but the model cannot be captured.
     """
-    if wanted:
-        check_capturable(model)
+    obstacle = None if wanted is False else capture_obstacle(model)
+    if wanted and obstacle is not None:
+        raise UnsupportedModel(f"'cuda_graphs' {obstacle}. Leave the key out.")
     if wanted is not None:
         return wanted
     if getattr(model, "ranks", None) is not None:  # collectives inside graphs have never been run with this library
         return False
-    return is_capturable(model) and not experts_wait(model.module, model.device)
+    return obstacle is None and not experts_wait(model.module, model.device)
 
 
 def experts_wait(module: nn.Module, device: torch.device) -> bool:
@@ -213,24 +208,15 @@ def experts_wait(module: nn.Module, device: torch.device) -> bool:
     return any(waits(each) for name, each in module.named_modules() if name.rpartition(".")[2] == "experts")
 
 
-def is_capturable(model: Capturable) -> bool:
-    """True if forwards of a model or head can run as CUDA graphs."""
-    if model.gather or getattr(model, "recurrent", None) is not None or not can_capture_steps(model.device):
-        return False
-    return len({parameter.device for parameter in model.module.parameters()}) == 1
-
-
-def check_capturable(model: Capturable) -> None:
-    """Raise UnsupportedModel unless forwards of a model or head can run as CUDA graphs; the message says what to do."""
+def capture_obstacle(model: Capturable) -> str | None:
+    """Why forwards of a model or head cannot run as CUDA graphs, after "'cuda_graphs'"; None: they can."""
+    name, devices = type(model.module).__name__, {parameter.device for parameter in model.module.parameters()}
     if getattr(model, "recurrent", None) is not None:
-        raise UnsupportedModel(
-            f"'cuda_graphs' cannot be used with {type(model.module).__name__}: its recurrent layers are run token by token, outside of "
-            "graphs. Leave the key out."
-        )
-    if not is_capturable(model):
-        spread = {parameter.device for parameter in model.module.parameters()}
-        raise UnsupportedModel(
-            f"'cuda_graphs' needs a model that uses transformers' attention interface, on one CUDA device that can run the Triton "
-            f"kernels (compute capability 8.0 or higher, Triton installed, {VARIABLE} not 'reference'); "
-            f"this {type(model.module).__name__} is on {', '.join(sorted(map(str, spread)))}. Leave the key out."
-        )
+        return f"cannot be used with {name}: its recurrent layers are run token by token, outside of graphs"
+    if not model.gather and can_capture_steps(model.device) and len(devices) == 1:
+        return None
+    return (
+        f"needs a model that uses transformers' attention interface, on one CUDA device that can run the Triton kernels (compute "
+        f"capability 8.0 or higher, Triton installed, {VARIABLE} not 'reference'); this {name} is on "
+        f"{', '.join(sorted(map(str, devices)))}"
+    )

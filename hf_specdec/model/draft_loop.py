@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..cache import PagedStaticCache
 from ..cache.paged_cache import BlockTable
-from ..kernels.attention import InputSizes, pack_visibility, visibility_words
+from ..kernels.attention.inputs import InputSizes, pack_visibility, visibility_words
 from ..kernels.dispatch import next_power_of_two
 from ..kernels.transfer import upload_into
 from .graphs import CapturedBatch
@@ -57,8 +58,7 @@ class LevelForward:
         return self.end == self.depth
 
 
-@dataclass
-class _HostLevel:
+class _HostLevel(NamedTuple):
     """Views of one level's host buffers: positions and slots int64 [B, F], and attention inputs by name (InputSizes.views)."""
 
     positions: np.ndarray
@@ -160,9 +160,8 @@ class LoopBuffers:
             active = int(np.count_nonzero(limits > forward.depth))
             ends = lengths[:active, None] - forward.shift  # text lengths in this forward's own count of keys
             level.slots[:] = -1
-            level.slots[:active] = slots[
-                :active, back - forward.shift + forward.first : back - forward.shift + forward.end
-            ]
+            first = back - forward.shift
+            level.slots[:active] = slots[:active, first + forward.first : first + forward.end]
             level.positions[:] = 0
             level.positions[:active] = ends - 1 + forward.depths[forward.first :]
             into = level.attention

@@ -17,7 +17,8 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import RowInput
-from ..kernels.attention import AttentionInputs, InputSizes, RowDescription, attention_for, fill_inputs, sizes_of
+from ..kernels.attention import attention_for
+from ..kernels.attention.inputs import AttentionInputs, InputSizes, RowDescription, fill_inputs, sizes_of
 from ..kernels.cache import write_keys_values
 from ..kernels.dispatch import current, next_power_of_two
 from ..kernels.transfer import HostStaging

@@ -12,20 +12,13 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import Chunks, RowInput
-from ..kernels.attention import AttentionInputs, AttentionPlan, LinearRow, NativeRows, attention_for, attention_inputs
+from ..kernels.attention import attention_for
+from ..kernels.attention.inputs import AttentionInputs, AttentionRow, NativeRows, attention_inputs
 from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
-from .row_descriptions import (
-    additive_masks,
-    block_diagonal_mask,
-    describe,
-    describe_lines,
-    describe_natively,
-    is_worth_padding,
-    padded_rows,
-)
+from .row_descriptions import additive_masks, block_diagonal_mask, describe, describe_lines, describe_natively
 
 
 @dataclass
@@ -116,12 +109,8 @@ class PackedBatch:
                 tables = self.cache.tables
                 read = np.concatenate([tables[r.seq_id].slots[: r.start + r.num_tokens] for r in self.inputs])
                 read = upload(read, device)
-            self._on_device[device] = _OnDevice(
-                self.write_slots.to(device),
-                read,
-                write_keys_values.on(device),
-                attention_for(device, self.invariant is not None, self.with_native),
-            )
+            attend = attention_for(device, self.invariant is not None, self.with_native)
+            self._on_device[device] = _OnDevice(self.write_slots.to(device), read, write_keys_values.on(device), attend)
         return self._on_device[device]
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
@@ -135,40 +124,34 @@ class PackedBatch:
         return self._inputs[device]
 
     def native_rows(self) -> NativeRows:
-        """The rows as `attention.native.paged_attention` reads them; made once per step."""
+        """The rows as the native library reads them; made once per step."""
         if self._native_rows is None:
             self._native_rows = describe_natively(self.inputs, self.starts, self.cache)
         return self._native_rows
 
-    def lines(self, device: torch.device) -> list[LinearRow]:
-        """The rows as `attention.reference.paged_attention` reads them; made once per step, not per layer."""
+    def lines(self, device: torch.device) -> list[AttentionRow]:
+        """The rows as invariant attention reads them: every path of a tree is a row of its own; made once per step, not per layer."""
         if device not in self._lines:
             lines, start = [], 0
             for line in describe_lines(self.inputs, self.cache):
-                slots = upload(np.asarray(line.blocks), device)
-                lines.append(LinearRow(start, start + line.query_length, slots))
-                start += line.query_length
+                end, slots = start + line.query_length, upload(np.asarray(line.blocks), device)
+                lines.append(AttentionRow(start, end, line.key_length, -1, slots))
+                start = end
             self._lines[device] = lines
         return self._lines[device]
 
     def plan(
-        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor
-    ) -> AttentionPlan:
-        """How `reference.paged_attention` reads the rows; made once per step and kind of layer, not per layer."""
-        num_heads, num_kv_heads = query.shape[1], key_pool.shape[1]
-        key = (window, num_heads, num_kv_heads, key_pool.shape[2], value_pool.shape[2], query.dtype, query.device)
+        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor
+    ) -> tuple[list[AttentionRow], list[torch.Tensor | None]]:
+        """Rows and masks as `reference.paged_attention` reads them; made once per step and kind of layer, not per layer."""
+        device, dtype, group = query.device, query.dtype, query.shape[1] // key_pool.shape[1]
+        key = (window, group, dtype, device)
         if key not in self._plans:
-            device, dtype = query.device, query.dtype
-            slot_bytes = (key_pool.stride(0) + value_pool.stride(0)) * query.element_size()
-            # Not measured in bfloat16: its single queries have their own path (`attention.reference._attention_query_by_query`).
-            pays = dtype == torch.float32 and is_worth_padding(self.inputs, slot_bytes)
             rows = [
                 self.cache.row(row.seq_id, int(start), int(end), row.start + row.num_tokens, device)
                 for row, start, end in zip(self.inputs, self.starts[:-1], self.starts[1:], strict=True)
             ]
-            masks = additive_masks(self.inputs, window, num_heads // num_kv_heads, dtype, device)
-            padded = padded_rows(self.inputs, self.cache, window, dtype, device) if pays else None
-            self._plans[key] = AttentionPlan(rows, masks, padded)
+            self._plans[key] = rows, additive_masks(self.inputs, window, group, dtype, device)
         return self._plans[key]
 
     def dense_mask(self, window: int | Chunks | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -133,15 +133,7 @@ class PackedHead:
         Args:
             features: [T, F], of each token, in the order of the rows.
         """
-        if self.graphs is not None:
-            hidden = self.graphs.run([rows], cache, features)
-            if hidden is not None:
-                return hidden
-        if self.native is not None:
-            hidden = self.native.run(self, rows, features, cache)
-            if hidden is not None:
-                return hidden
-        return self.forward_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
+        return self._run(rows, features, cache, reads=False)
 
     @torch.no_grad()
     def read(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
@@ -150,17 +142,17 @@ class PackedHead:
         Args:
             features: [T, ..], the input of `fuse`; for a head without `fuse`, the input of `forward`.
         """
-        if self.fuse is None:
-            return self.forward(rows, features, cache)
-        if self.reading_graphs is not None:
-            hidden = self.reading_graphs.run([rows], cache, features)
-            if hidden is not None:
-                return hidden
-        if self.native is not None:
-            hidden = self.native.run(self, rows, features, cache, reads=True)
-            if hidden is not None:
-                return hidden
-        return self.read_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
+        return self._run(rows, features, cache, reads=self.fuse is not None)
+
+    def _run(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache, reads: bool) -> torch.Tensor:
+        """As a graph, natively, or operator by operator."""
+        graphs, run = (self.reading_graphs, self.read_batch) if reads else (self.graphs, self.forward_batch)
+        hidden = None if graphs is None else graphs.run([rows], cache, features)
+        if hidden is None and self.native is not None:
+            hidden = self.native.run(self, rows, features, cache, reads)
+        if hidden is None:
+            hidden = run(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
+        return hidden
 
     def read_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`read` of a packed batch, for heads with `fuse`."""
@@ -169,13 +161,10 @@ class PackedHead:
 
     def forward_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`forward` of a packed batch."""
-        mask = self._mask(batch) if isinstance(batch, PackedBatch) else None
+        mask = None
+        if self.gather and isinstance(batch, PackedBatch):
+            (window,) = set(architectures.layer_windows(self.config).values()) - {None} or {None}
+            mask = batch.dense_mask(window, self.dtype, self.device)
         given = {"attention_mask": mask, CACHE: batch.cache, **({} if self.gather else {"specdec": batch})}
         with batch.cache.running(batch):
             return self.module(batch.input_ids, features[None], batch.position_ids, **given)[0]
-
-    def _mask(self, batch: PackedBatch) -> torch.Tensor | None:
-        if not self.gather:
-            return None
-        (window,) = set(architectures.layer_windows(self.config).values()) - {None} or {None}
-        return batch.dense_mask(window, self.dtype, self.device)

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
 from ..cache.memory import free_bytes
-from ..cache.prefix_states import PrefixStates
-from ..cache.state_pool import StatePool
+from ..cache.state_pool import PrefixStates, StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import cache_argument
 from ..core.output import PackedOutput, Taps
@@ -28,7 +27,9 @@ from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
-from .recurrent import RecurrentLayers, family_of, layers_without_keys, make_plan
+from .recurrent.families import family_of, layers_without_keys
+from .recurrent.mixers import RecurrentLayers
+from .recurrent.plan import make_plan
 from .sharding import checked_ranks
 
 logger = logging.getLogger(__name__)
@@ -47,21 +48,13 @@ class Activated(Protocol):
 
 
 class SmallForwards(Activated, Protocol):
-    """Runs small forward passes in place of the model while its context is entered (see `native`)."""
+    """Runs small forwards in place of the model while its context is entered: `native.bind.NativeRunner`, where these are documented."""
 
     @property
-    def refused(self) -> str | None:
-        """Why it runs no forward; None: it can, or no attempt was made yet."""
-        ...
-
+    def refused(self) -> str | None: ...
     @property
-    def most_tokens(self) -> int:
-        """Maximum number of tokens of the forwards that it runs now; 0: it runs none."""
-        ...
-
-    def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None:
-        """The outputs of a forward over `rows`; None if the model must run it itself. `tapped`: the taps, too."""
-        ...
+    def most_tokens(self) -> int: ...
+    def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None: ...
 
 
 class PackedModel:
@@ -114,7 +107,10 @@ class PackedModel:
         self.forward_parameters = _parameters(model)
         self.cache_argument = cache_argument(self.forward_parameters)
         self._windows = architectures.layer_windows(self.config)
-        self._wants_masks_by_kind = architectures.takes_masks_by_kind(model)
+        # `attention_mask` may be a dict of masks, one for each kind of layer.
+        self._wants_masks_by_kind = hasattr(self.config, "layer_types") and not architectures.has_bidirectional_prompts(
+            model
+        )
         self._has_alibi = alibi.is_needed(model)
         self.checked_prompts: set[frozenset[str]] = set()  # kinds of prompts that `prompt.read_prompt` has checked
         self._logged_choice: bool | None = None
@@ -131,7 +127,7 @@ class PackedModel:
         model = self._model()
         if model is None:
             raise ReferenceError(
-                "The model has been deleted by its owner: keep a reference to it as long as its decoder is used."
+                "The model has been deleted by its owner: keep a reference to it while its decoder is used."
             )
         return model
 
@@ -295,15 +291,12 @@ class PackedModel:
 
         Call inside `active()`. Shapes: see PackedBatch and PackedOutput. `tapped` False: the taps may be left out.
         """
+        output = None
         if self.graphs is not None and not all_hidden_states:
             output = self.graphs.run([rows], cache)
-            if output is not None:
-                return output
-        if self.native is not None and not all_hidden_states:
+        if output is None and self.native is not None and not all_hidden_states:
             output = self.native.run(rows, cache, tapped)
-            if output is not None:
-                return output
-        return self.forward_eagerly(rows, cache, all_hidden_states)
+        return self.forward_eagerly(rows, cache, all_hidden_states) if output is None else output
 
     def forward_eagerly(
         self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False
@@ -341,8 +334,16 @@ class PackedModel:
         model, tapped = self.model, {}
         batch.invariant = InvariantOps(type(model).__name__) if self.deterministic else None
         with batch.cache.running(batch), contextlib.ExitStack() as stack:
-            for change in self._changes(model, batch, tapped):
-                stack.enter_context(change)
+            # Most forwards need none of these.
+            if self.num_layers is not None:
+                stack.enter_context(architectures.first_layers(model, self.num_layers))
+            if self.taps.last_hidden or self.taps.layers:
+                stack.enter_context(architectures.tapped(model, self.taps, tapped))
+            if self._has_alibi:
+                assert isinstance(batch, PackedBatch)  # such models gather
+                stack.enter_context(alibi.packed(model, batch))
+            if batch.invariant is not None:
+                stack.enter_context(batch.invariant)
             output = model(**kwargs)
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(
@@ -365,31 +366,13 @@ class PackedModel:
             all_logits=returned if self.taps.logits else None,
         )
 
-    def _changes(
-        self, model: PreTrainedModel, batch: PackedBatch | CapturedBatch, tapped: dict[Any, torch.Tensor]
-    ) -> list[contextlib.AbstractContextManager]:
-        """Contexts for one forward. They change what the model computes, or collect hidden states in `tapped`; most forwards need none."""
-        changes = []
-        if self.num_layers is not None:
-            changes.append(architectures.first_layers(model, self.num_layers))
-        if self.taps.last_hidden or self.taps.layers:
-            changes.append(architectures.tapped(model, self.taps, tapped))
-        if self._has_alibi:
-            assert isinstance(batch, PackedBatch)  # such models gather
-            changes.append(alibi.packed(model, batch))
-        if batch.invariant is not None:
-            changes.append(batch.invariant)
-        return changes
-
     def _masks(self, batch: PackedBatch | CapturedBatch):
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged."""
+        masks = dict.fromkeys(self._windows, self._unread_mask)
         if self.gather:
             assert isinstance(batch, PackedBatch)
-            masks = {
-                kind: batch.dense_mask(window, self.model.dtype, self.device) for kind, window in self._windows.items()
-            }
-        else:
-            masks = dict.fromkeys(self._windows, self._unread_mask)
+            dtype, device = self.model.dtype, self.device
+            masks = {kind: batch.dense_mask(window, dtype, device) for kind, window in self._windows.items()}
         if self._wants_masks_by_kind:
             return masks
         if self.gather and len(set(self._windows.values())) > 1:

@@ -83,12 +83,18 @@ def prepare(
     wants_prepacked = False if keeps_linears or options.compile else options.prepack_weights
     linears: Activated | None = None if options.quantization is not None else prepack(model, wants_prepacked)
     packed.with_native = options.native is not False
-    tries_native = _wants_program(options) and can_try(packed)
+    # A program of the native library can do nothing of these.
+    others = options.deterministic, options.compile, options.prepack_weights
+    tries_native = options.native is not False and not any(others) and can_try(packed)
     packed.active_options = [each for each in (linears,) if each is not None and not tries_native]
     self_test.check(packed)
 
-    quantized = _quantize(model, options)
+    quantized: QuantizedLinears | None = None
     if options.quantization is not None:
+        if options.owned:
+            quantize_for_good(model, options.quantization, native=quantizes_natively(options))
+        else:
+            quantized = quantized_linears(model, options.quantization, quantizes_natively(options))
         with quantized.active() if quantized is not None else contextlib.nullcontext():
             linears = prepack(model, wants_prepacked)
     packed.active_options = [each for each in (quantized, linears) if each is not None]
@@ -100,7 +106,13 @@ def prepare(
             )
         packed.deterministic = True
         invariant_check.check(packed)
-    layers: Activated | None = _compiled_layers(packed) if options.compile else None
+    layers: Activated | None = None
+    if options.compile:
+        if packed.gather:
+            raise UnsupportedModel(
+                f"'compile' needs a model on transformers' attention interface, which {type(model).__name__} is not. Leave the key out."
+            )
+        layers = layers_of(model, paged_attention_forward, CompiledLayers)
     if uses_graphs(options.cuda_graphs, packed):
         packed.graphs = GraphRunner(packed, by_lines=options.deterministic)
         if not keeps_linears:
@@ -121,23 +133,6 @@ def prepare(
     return packed
 
 
-def _wants_program(options: ModelOptions) -> bool:
-    """True if no option asks for something that a program of the native library cannot do."""
-    others = options.deterministic, options.compile, options.prepack_weights
-    return options.native is not False and not any(others)
-
-
-def _quantize(model: PreTrainedModel, options: ModelOptions) -> QuantizedLinears | None:
-    """Quantized layers to swap in while the model is active. None: no quantization, or we own the model, so its own weights have
-    been replaced."""
-    if options.quantization is None:
-        return None
-    if options.owned:
-        quantize_for_good(model, options.quantization, native=quantizes_natively(options))
-        return None
-    return quantized_linears(model, options.quantization, quantizes_natively(options))
-
-
 def _check_options_of_recurrent(packed: PackedModel, options: ModelOptions) -> None:
     """Raise UnsupportedModel for options that are not shown to be right with recurrent layers."""
     wanted = {
@@ -149,12 +144,3 @@ def _check_options_of_recurrent(packed: PackedModel, options: ModelOptions) -> N
             raise UnsupportedModel(
                 f"{name} cannot be used with {type(packed.model).__name__}, whose layers have a recurrent state. Leave the key out."
             )
-
-
-def _compiled_layers(packed: PackedModel) -> CompiledLayers:
-    if packed.gather:
-        raise UnsupportedModel(
-            f"'compile' needs a model on transformers' attention interface, which {type(packed.model).__name__} is not. "
-            "Leave the key out."
-        )
-    return layers_of(packed.model, paged_attention_forward, CompiledLayers)

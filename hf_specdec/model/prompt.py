@@ -23,7 +23,7 @@ from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from . import architectures
 from .packed_model import PackedModel
-from .recurrent import states_of
+from .recurrent.families import states_of
 from .self_test import evaluating, relative_error
 
 # by layer: keys and values, [n, heads, width] each; None: the layer reads another layer's
@@ -77,7 +77,10 @@ def read_prompt(
         UnsupportedModel: what follows the prompt is not decided by token ids, positions and these keys and values.
     """
     given = inputs.get(CACHE)
-    cache = given if isinstance(given, DynamicCache) and given.get_seq_length() else _new_cache(packed)
+    cache: Any = given
+    if not isinstance(given, DynamicCache) or not given.get_seq_length():
+        # With a layer of its kind for each recurrent layer.
+        cache = DynamicCache() if packed.recurrent is None else DynamicCache(config=packed.config)
     cached, end = int(cache.get_seq_length()), text.shape[1]
     inputs = {**inputs, CACHE: cache, "use_cache": True, **_wanted(packed, inputs, all_hidden_states)}
     if all_hidden_states or "mm_encoder_outputs" not in inputs:  # transformers can chunk only ids and features
@@ -135,13 +138,11 @@ def _prefill(
     def note_positions(module, args, kwargs):
         positions.append(kwargs.get("position_ids"))
 
-    hook = packed.model.register_forward_pre_hook(note_positions, with_kwargs=True)
+    model: Any = packed.model
+    hook = model.register_forward_pre_hook(note_positions, with_kwargs=True)
     try:
-        with (
-            packed.reading(),
-            architectures.tapping(packed.model, packed.taps, lambda key, states: found[key].append(states)),
-        ):
-            model: Any = packed.model
+        tapping = architectures.tapping(model, packed.taps, lambda key, states: found[key].append(states))
+        with packed.reading(), tapping:
             output = model._prefill(input_ids, generation_config, dict(inputs))
     finally:
         hook.remove()
@@ -158,11 +159,6 @@ def _wanted(packed: PackedModel, inputs: dict[str, Any], all_hidden_states: bool
             # With a number, Gemma 4's layers that read other layers' keys run over these last tokens only.
             wanted["logits_to_keep"] = torch.tensor([-1], device=packed.device)
     return wanted
-
-
-def _new_cache(packed: PackedModel) -> DynamicCache:
-    """An empty cache of transformers', with a layer of its kind for each recurrent layer."""
-    return DynamicCache() if packed.recurrent is None else DynamicCache(config=packed.config)
 
 
 def _offsets(
@@ -218,10 +214,8 @@ def _check_keys(packed: PackedModel, cache: DynamicCache, length: int) -> None:
 def _kind(inputs: dict[str, Any]) -> frozenset[str]:
     """The names of the inputs, and of the modalities in them."""
     names = {name for name, value in inputs.items() if value is not None}
-    nested = (value for value in inputs.values() if isinstance(value, dict))
-    return frozenset(
-        names | {f"{name} features" for each in nested for name, value in each.items() if value is not None}
-    )
+    nested = [item for value in inputs.values() if isinstance(value, dict) for item in value.items()]
+    return frozenset(names | {f"{name} features" for name, value in nested if value is not None})
 
 
 def _check_next_step(

@@ -6,14 +6,14 @@ The Triton kernels and the native library read descriptions; attention without t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import Chunks, RowInput
-from ..kernels.attention import NativeRow, NativeRows, PaddedRows, RowDescription
-from ..kernels.transfer import upload
+from ..kernels.attention.inputs import NativeRow, NativeRows, RowDescription
 
 
 def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
@@ -24,9 +24,8 @@ def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescripti
         blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
         # Only sliding windows read these positions.
         positions = row.positions if row.window_positions is None else row.window_positions
-        described.append(
-            RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
-        )
+        own = RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
+        described.append(own)
     return described
 
 
@@ -54,8 +53,13 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
     for row in rows:
         slots, count = cache.tables[row.seq_id].slots, row.num_tokens
         positions = np.arange(row.start, row.start + count) if row.positions is None else row.positions
-        paths = _paths(row)
-        num_causal = count if row.visibility is None else _causal_prefix(paths, row.start)
+        region = 0 if row.visibility is None else row.start + count - row.visibility.shape[1]
+        # For each new token, the logical indices of the slots that it sees; a causal row needs none.
+        seen = () if row.visibility is None else row.visibility
+        paths = [np.concatenate([np.arange(region), region + np.flatnonzero(own)]) for own in seen]
+        num_causal = 0 if paths else count
+        while num_causal < len(paths) and np.array_equal(paths[num_causal], np.arange(row.start + num_causal + 1)):
+            num_causal += 1
         if num_causal:
             length = row.start + num_causal
             lines.append(RowDescription(slots[:length], num_causal, length, positions=positions[:num_causal]))
@@ -70,26 +74,7 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
     return lines
 
 
-def _paths(row: RowInput) -> list[np.ndarray]:
-    """For each new token, the logical indices of the slots that it sees; empty for causal rows."""
-    if row.visibility is None:
-        return []
-    region = row.start + row.num_tokens - row.visibility.shape[1]
-    return [np.concatenate([np.arange(region), region + np.flatnonzero(seen)]) for seen in row.visibility]
-
-
-def _causal_prefix(paths: list[np.ndarray], start: int) -> int:
-    """How many of a row's first tokens see everything before them."""
-    count = 0
-    while count < len(paths) and np.array_equal(paths[count], np.arange(start + count + 1)):
-        count += 1
-    return count
-
-
 # ---- masks ----
-
-# Measured: a CPU copies this many bytes of one row's keys and values in a layer in the time of one more product.
-PADDED_BYTES = 256 << 10
 
 
 def visible(row: RowInput, window: int | Chunks | None) -> np.ndarray | None:
@@ -125,25 +110,21 @@ def additive_masks(
     Args:
         group: query heads per key head.
     """
-    causal: dict[tuple[int, int], torch.Tensor | None] = {}  # shared by causal rows of one shape
+    known: dict[Any, torch.Tensor | None] = {}  # causal rows of one shape share a mask
     masks = []
-    for row in rows:
-        shape = (row.num_tokens, row.start)
-        if row.visibility is not None:
-            masks.append(_additive(visible(row, window), group, dtype, device))
-            continue
-        if shape not in causal:
-            causal[shape] = _additive(visible(row, window), group, dtype, device)
-        masks.append(causal[shape])
+    for i, row in enumerate(rows):
+        key = (row.num_tokens, row.start) if row.visibility is None else i
+        if key not in known:
+            known[key] = _additive(visible(row, window), group, dtype, device)
+        masks.append(known[key])
     return masks
 
 
 def _additive(allowed: np.ndarray | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    return None if allowed is None else _minus_infinity_where(~allowed, dtype).repeat(group, 1).to(device)
-
-
-def _minus_infinity_where(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+    if allowed is None:
+        return None
+    mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+    return mask.repeat(group, 1).to(device)
 
 
 def block_diagonal_mask(rows: Sequence[RowInput], window: int | Chunks | None, dtype: torch.dtype) -> torch.Tensor:
@@ -161,32 +142,3 @@ def block_diagonal_mask(rows: Sequence[RowInput], window: int | Chunks | None, d
             block.masked_fill_(torch.from_numpy(allowed), 0)
         first_token, first_key = first_token + row.num_tokens, first_key + length
     return mask
-
-
-def is_worth_padding(rows: Sequence[RowInput], slot_bytes: int) -> bool:
-    """True if copying keys to one length costs less than attending row by row: several short rows of one token each.
-
-    Args:
-        slot_bytes: bytes of a slot's keys and values in one layer.
-    """
-    if len(rows) == 1 or any(row.num_tokens > 1 or row.visibility is not None for row in rows):
-        return False
-    return (1 + max(row.start for row in rows)) * slot_bytes <= PADDED_BYTES
-
-
-def padded_rows(
-    rows: Sequence[RowInput], cache: PagedStaticCache, window: int | None, dtype: torch.dtype, device: torch.device
-) -> PaddedRows:
-    """Rows of one token each, their keys padded to the longest row's length."""
-    lengths = np.array([row.start + 1 for row in rows])
-    size = int(lengths.max())
-    slots = np.empty((len(lengths), size), dtype=np.int64)
-    for own, row, length in zip(slots, rows, lengths, strict=True):
-        table = cache.tables[row.seq_id].slots
-        own[:length], own[length:] = table[:length], table[0]
-    keys = np.arange(size)
-    seen = keys < lengths[:, None]
-    if window is not None:
-        seen &= lengths[:, None] - 1 - keys < window
-    mask = None if seen.all() else _minus_infinity_where(~seen, dtype)[:, None, None].to(device)
-    return PaddedRows(upload(slots.ravel(), device), mask)

@@ -177,32 +177,24 @@ def _judge(packed: PackedModel) -> str:
     problems = []
     for way in ways:
         packed.gather = way == "gather"
-        problem = _problem(packed, expected)
+        problem = problem_of(packed, expected)
         if problem is None:
             if problems:
-                logger.warning(
-                    "%s: with attention through the paged cache, %s. It runs with gathered keys instead, which is slower.",
-                    what,
-                    problems[0],
-                )
+                message = "%s: with attention through the paged cache, %s. It runs with gathered keys instead, which is slower."
+                logger.warning(message, what, problems[0])
             return way
         problems.append(problem)
-    others = interventions(packed.model)
-    because = (
-        f" Rows are packed into one line of tokens, which these must not notice: {', '.join(others)}." if others else ""
-    )
+    others = ", ".join(interventions(packed.model))
+    because = f" Rows are packed into one line of tokens, which these must not notice: {others}." if others else ""
     raise UnsupportedModel(
         f"{what} does not compute the same logits over packed rows as alone: "
         f"{'; '.join(map('{}: {}'.format, ways, problems))}.{because} Call generate() without speculative_config."
     )
 
 
-def problem_of(packed: PackedModel) -> str | None:
+def problem_of(packed: PackedModel, expected: _Expected | None = None) -> str | None:
     """Describe what is wrong with the packed logits, for the way in which `packed` attends now; None if they are right."""
-    return _problem(packed, _Expected(packed))
-
-
-def _problem(packed: PackedModel, expected: _Expected) -> str | None:
+    expected = expected or _Expected(packed)
     try:
         error = relative_error(_TRIAL.packed_logits(packed), expected.logits)
     except torch.OutOfMemoryError:
@@ -210,11 +202,10 @@ def _problem(packed: PackedModel, expected: _Expected) -> str | None:
     except Exception as failure:  # an unknown model may raise anything, and the other way may still work
         return f"its forward raised {type(failure).__name__} ({failure})"
     tolerance = TOLERANCES.get(packed.model.dtype, 5e-2)
-    if error <= tolerance:
-        return None
-    # Low precision and sparse experts can be noisier: measure how much the model itself varies from batch to batch.
-    limit = _MOST_NOISE.get(packed.model.dtype, _MOST_NOISE_LOW_PRECISION)
-    tolerance = max(tolerance, min(_NOISE_FACTOR * expected.noise(), limit))
+    if error > tolerance:
+        # Low precision and sparse experts can be noisier: measure how much the model itself varies from batch to batch.
+        limit = _MOST_NOISE.get(packed.model.dtype, _MOST_NOISE_LOW_PRECISION)
+        tolerance = max(tolerance, min(_NOISE_FACTOR * expected.noise(), limit))
     if error <= tolerance:
         return None
     return f"its logits differ by {error:.2g} of their spread (rounding explains {tolerance:.2g})"
@@ -258,9 +249,8 @@ class _Expected:
         """
         texts = lines[1:, : _TRIAL.lengths[1]]
         error = max(relative_error(text, texts[0]) for text in texts[1:])
-        if error > TOLERANCES.get(self.packed.model.dtype, 5e-2) or (
-            error > 0 and self._has_gradient_from_later(batch)
-        ):
+        tolerance = TOLERANCES.get(self.packed.model.dtype, 5e-2)
+        if error > tolerance or (error > 0 and self._has_gradient_from_later(batch)):
             name = type(self.packed.model).__name__
             raise UnsupportedModel(
                 f"{name} attends to later tokens: its logits at a token change by {error:.2g} of their spread with the tokens "
@@ -306,11 +296,12 @@ class _Expected:
         return relative_error(_TRIAL.in_packed_order(lines), self.logits)
 
     def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if self._by_token:
-            with architectures.first_layers(self.packed.model, self.packed.num_layers):
-                return self._token_by_token(ids)
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
-            more = architectures.causal_inputs(self.packed.model, ids) | self._positions(ids)
+            if self._by_token:
+                return self._token_by_token(ids)
+            more = self._positions(ids)
+            if architectures.has_bidirectional_prompts(self.packed.model):  # these make it causal
+                more["token_type_ids"] = torch.ones_like(ids)
             return self.packed.model(input_ids=ids, use_cache=False, return_dict=True, **more).logits.float()
 
     def _positions(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -333,13 +324,10 @@ class _Expected:
         if self.packed.recurrent is not None:
             given = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)}
         for piece in (slice(0, _TRIAL.read), *(slice(i, i + 1) for i in range(_TRIAL.read, ids.shape[1]))):
-            output = self.packed.model(
-                input_ids=ids[:, piece],
-                use_cache=True,
-                return_dict=True,
-                **{name: positions[:, piece] for name, positions in given.items()},
-                **{self.packed.cache_argument: cache},
-            )
+            more = {name: positions[:, piece] for name, positions in given.items()} | {
+                self.packed.cache_argument: cache
+            }
+            output = self.packed.model(input_ids=ids[:, piece], use_cache=True, return_dict=True, **more)
             cache = getattr(output, CACHE)
             logits.append(output.logits.float())
         return torch.cat(logits, dim=1)

@@ -120,30 +120,9 @@ def local(tensor: Any) -> torch.Tensor:
 # ---- linear layers, as this rank computes them -----------------------------------------------------------------------
 
 
-class ShardedForward:
-    """The communication that transformers does around the product of a linear layer's shard: a layer split by outputs gets whole input
-    rows, a layer split by inputs adds up the ranks' outputs, and the language-model head gathers them.
-
-    Args:
-        style: how transformers' plan splits the layer.
-        mesh: the device mesh of the ranks.
-    """
-
-    def __init__(self, style: TensorParallelLayer, mesh: Any):
-        self.style, self.mesh = style, mesh
-
-    def around(self, linear: nn.Linear, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A forward for the layer that uses `product` instead of the layer's own product. It supports no gradients."""
-        style, mesh = self.style, self.mesh
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            (x,), _ = style.transform_inputs_pre_forward(linear, (x,), {}, mesh)
-            return style.transform_output_post_forward(linear, product(x), mesh)
-
-        return forward
-
-
-_forwards = weakref.WeakKeyDictionary[nn.Module, ShardedForward]()
+_styles = weakref.WeakKeyDictionary[
+    nn.Module, "tuple[TensorParallelLayer, Any]"
+]()  # how a layer is split, over which mesh
 
 
 def note_linears(model: PreTrainedModel) -> None:
@@ -155,13 +134,29 @@ def note_linears(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         style: Any = ALL_PARALLEL_STYLES.get((model.tp_plan or {}).get(replace_layer_number_by_wildcard(name)))
         if type(module) is nn.Linear and type(style) in (ColwiseParallel, RowwiseParallel) and is_sharded(module):
-            _forwards[module] = ShardedForward(style, mesh["tp"])
+            _styles[module] = style, mesh["tp"]
 
 
-def sharded_forward(module: nn.Module) -> ShardedForward | None:
-    """How a sharded linear layer is computed; None if it is whole, or its forward is not transformers' own."""
-    own = getattr(vars(module).get("forward"), "__qualname__", None)
-    return _forwards.get(module) if own == "TensorParallelLayer.install_forward.<locals>.tp_forward" else None
+def sharded_forward(linear: nn.Module) -> Callable[[Callable[[torch.Tensor], torch.Tensor]], Callable] | None:
+    """A function that makes a forward of a sharded linear layer from a product of its shard; None if the layer is whole, or its forward
+    is not transformers' own.
+
+    Around the product, it communicates as transformers does: a layer split by outputs gets whole input rows, a layer split by inputs adds
+    up the ranks' outputs, and the language-model head gathers them. The forward supports no gradients.
+    """
+    own = getattr(vars(linear).get("forward"), "__qualname__", None)
+    if own != "TensorParallelLayer.install_forward.<locals>.tp_forward" or linear not in _styles:
+        return None
+    style, mesh = _styles[linear]
+
+    def around(product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            (x,), _ = style.transform_inputs_pre_forward(linear, (x,), {}, mesh)
+            return style.transform_output_post_forward(linear, product(x), mesh)
+
+        return forward
+
+    return around
 
 
 def weight_of(linear: nn.Linear) -> torch.Tensor:

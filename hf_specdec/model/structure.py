@@ -59,11 +59,8 @@ def interposed() -> bool:
 
     `torch.device` as a context is such a mode, too, and only says where new tensors go.
     """
-    if (
-        hooks_of_all._global_forward_hooks
-        or hooks_of_all._global_forward_pre_hooks
-        or torch._C._len_torch_dispatch_stack()
-    ):
+    hooks = hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks
+    if hooks or torch._C._len_torch_dispatch_stack():
         return True
     modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     return not all(isinstance(mode, DeviceContext) for mode in modes)

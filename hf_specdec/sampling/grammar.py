@@ -28,23 +28,16 @@ class Reasoning(NamedTuple):
 
 @dataclass
 class _State:
-    """The state of the grammar after one prefix.
+    """The state of the grammar after one prefix."""
 
-    Attributes:
-        matcher: llguidance's; it may be shared, and is copied before it reads a token.
-        num_opened: how many ids of `Reasoning.opens` have been read.
-        thought: the last characters of the reasoning so far; None: the reasoning has not begun, or is over.
-        answering: the reasoning is over, or the text has none.
-        dead: the prefix has a token that the grammar does not allow, so nothing is known about what may follow.
-        bits: uint8 [V / 8], the tokens that may follow; None: not computed yet.
-    """
-
-    matcher: Any
-    num_opened: int = 0
-    thought: str | None = None
-    answering: bool = True
-    dead: bool = False
-    bits: np.ndarray | None = None
+    matcher: Any  # llguidance's; it may be shared, and is copied before it reads a token
+    num_opened: int = 0  # ids of `Reasoning.opens` that have been read
+    thought: str | None = None  # the last characters of the reasoning so far; None: it has not begun, or is over
+    answering: bool = True  # the reasoning is over, or the text has none
+    dead: bool = (
+        False  # the prefix has a token that the grammar does not allow, so nothing is known about what may follow
+    )
+    bits: np.ndarray | None = None  # uint8 [V / 8], the tokens that may follow; None: not computed yet
 
 
 class GrammarLogitsProcessor(LogitsProcessor):
@@ -135,18 +128,20 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
     # ---- masks ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """The scores [1, V] after one prefix [1, S]."""
-        return self.along(input_ids[0].tolist(), None, scores)  # type: ignore[return-value]
+        return self.along(input_ids[0].tolist(), None, scores)
 
     def along(self, tokens: list[int], paths: list[torch.Tensor] | None, scores: torch.Tensor) -> torch.Tensor:
         """Scores [R, V] of R nodes; node r's prefix is the sequence's `tokens` and the drafted ids `paths[r]` (None: no draft)."""
         self._read(tokens)
         rows = np.full((len(scores), -(-scores.shape[1] // 8)), 255, dtype=np.uint8)
         for row, path in zip(rows, [()] * len(scores) if paths is None else _on_host(paths), strict=True):
-            bits = self._bits(self._state_after(path))
-            if bits is not None:
-                row[:] = bits[: len(row)]
+            state = self._state_after(path)
+            if not state.dead and state.bits is None:
+                state.bits = self._allowed(state)
+            if not state.dead and state.bits is not None:  # otherwise any token may follow
+                row[:] = state.bits[: len(row)]
         allowed = np.unpackbits(rows, axis=1, count=scores.shape[1], bitorder="little").view(bool)
         masked = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -math.inf)
         return torch.where(masked.amax(1, keepdim=True) > -math.inf, masked, scores)
@@ -175,15 +170,8 @@ class GrammarLogitsProcessor(LogitsProcessor):
             state = self._after[path[: i + 1]] = self._next(state, path[i])
         return state
 
-    def _bits(self, state: _State) -> np.ndarray | None:
-        """The tokens that may follow; None: any token, or the state is dead."""
-        if state.dead:
-            return None
-        if state.bits is None:
-            state.bits = self._allowed(state)
-        return state.bits
-
     def _allowed(self, state: _State) -> np.ndarray | None:
+        """The tokens that may follow; None: any token, or the state is dead."""
         if state.thought is not None:  # no end of sequence inside the reasoning: the answer must follow
             return ~self._only(self.ends)
         if state.num_opened and not state.answering:

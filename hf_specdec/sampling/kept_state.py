@@ -28,15 +28,8 @@ _SEQUENCES = (list, tuple, collections.deque)
 _SETS = (set, frozenset)
 _CONTAINERS = (*_SEQUENCES, *_SETS, dict)
 _MOST_BYTES = 32 << 20  # the most bytes of tensors and arrays to copy and compare
-_LIBRARIES = {
-    "builtins",
-    "abc",
-    "collections",
-    "typing",
-    "numpy",
-    "torch",
-    "transformers",
-}  # their classes hold no state
+# Their classes hold no state.
+_LIBRARIES = {"builtins", "abc", "collections", "typing", "numpy", "torch", "transformers"}
 _CODE = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -74,7 +67,8 @@ class _Saved:
     """A value and its saved contents: saved parts, a copy of plain values, or None if it cannot change."""
 
     def __init__(self, value: Any):
-        self.value, self.parts, self.is_flat = value, None, False
+        self.value, self.is_flat = value, False
+        self.parts: Any = None
 
 
 def _save(value: Any, known: dict[int, _Saved]) -> _Saved:
@@ -172,9 +166,8 @@ def _restore(saved: _Saved, done: set[int]) -> Any:
 
 def _is_flat(container: Any) -> bool:
     """True if a container holds only plain values, which are fast to compare and copy."""
-    values = container.values() if isinstance(container, dict) else container
-    keys = container if isinstance(container, dict) else ()
-    return set(map(type, values)) <= _PLAIN and set(map(type, keys)) <= _PLAIN
+    more = container.values() if isinstance(container, dict) else ()
+    return {*map(type, container), *map(type, more)} <= _PLAIN
 
 
 def _reached(code: Any) -> list[Any]:
@@ -204,15 +197,15 @@ def _data_of(kind: type) -> dict[tuple[type | None, str], Any]:
 
 def _slots(kind: type) -> tuple[str, ...]:
     names = vars(kind).get("__slots__", ())
-    names = (names,) if isinstance(names, str) else names
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    return tuple(
+        each for each in ((names,) if isinstance(names, str) else names) if each not in ("__dict__", "__weakref__")
+    )
 
 
 def _is_of_python(kind: type) -> bool:
     """True if objects of a class hold only attributes: their memory has no room for anything else."""
-    pointers = (
-        sum(len(_slots(each)) for each in kind.__mro__) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
-    )
+    slots = sum(len(_slots(each)) for each in kind.__mro__)
+    pointers = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ <= object.__basicsize__ + pointers * tuple.__itemsize__ and kind.__itemsize__ == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 
@@ -29,7 +28,9 @@ def process_logits(
     groups: dict[Hashable, list[int]] = {}
     for i, seq in enumerate(sequences):
         if seq.processors is not None:
-            groups.setdefault(_group_of(seq.processors), []).append(i)
+            # Requests of a server have processors of their own, but often the same parameters: they share a call.
+            own = seq.processors
+            groups.setdefault(own.sampling if own.only_sampling else id(own), []).append(i)
     if not groups:
         return logits
     if len(groups) == 1 and len(next(iter(groups.values()))) == len(sequences):
@@ -44,11 +45,6 @@ def process_logits(
         if failed is not None:
             failed.update(members[i] for i in without)
     return scores
-
-
-def _group_of(processors: Any) -> Hashable:
-    """Rows of one group share a call. Requests of a server have processors of their own, but often the same parameters."""
-    return processors.sampling if processors.only_sampling else id(processors)
 
 
 def needs_prefix(sequences: list[Sequence]) -> bool:

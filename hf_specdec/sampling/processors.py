@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from ..core.sequence import Sequence
 from .grammar import GrammarLogitsProcessor
 from .kept_state import KeptState
 from .parameters import SamplingParameters
-from .penalties import OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
-from .warpers import FusedSamplingLogitsWarper
+from .warpers import FusedSamplingLogitsWarper, OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -232,15 +231,12 @@ class NodeProcessors:
         return scores
 
     def _prefixes(self, sequences, paths, device) -> list[torch.Tensor]:
-        own: dict[int, torch.Tensor] = {}
-        prefixes = []
-        for i, seq in enumerate(sequences):
-            if seq.id not in own:
-                own[seq.id] = torch.tensor(seq.shown_tokens, device=device)
-            prefixes.append(
-                own[seq.id] if paths is None or not len(paths[i]) else torch.cat([own[seq.id], paths[i].to(device)])
-            )
-        return prefixes
+        own = {seq.id: seq for seq in sequences}
+        own = {key: torch.tensor(seq.shown_tokens, device=device) for key, seq in own.items()}
+        if paths is None:
+            return [own[seq.id] for seq in sequences]
+        pairs = zip(sequences, paths, strict=True)
+        return [torch.cat([own[seq.id], path.to(device)]) if len(path) else own[seq.id] for seq, path in pairs]
 
     @staticmethod
     def _while_short(processor, sequences, paths, scores: torch.Tensor) -> torch.Tensor:
@@ -259,20 +255,14 @@ class NodeProcessors:
     @staticmethod
     def _by_length(processor: Callable, prefixes: list[torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(scores)
-        lengths: dict[int, list[int]] = {}
-        for i, prefix in enumerate(prefixes):
-            lengths.setdefault(len(prefix), []).append(i)
-        for members in lengths.values():
+        for members in _grouped(map(len, prefixes)).values():
             index = torch.tensor(members, device=scores.device)
             out[index] = processor(torch.stack([prefixes[i] for i in members]), scores[index])
         return out
 
     def _by_row(self, processor, sequences, prefixes, scores):
         out = torch.empty_like(scores)
-        rows: dict[int, list[int]] = {}
-        for i, seq in enumerate(sequences):
-            rows.setdefault(seq.row, []).append(i)
-        for row, members in rows.items():
+        for row, members in _grouped(seq.row for seq in sequences).items():
             alone = _PER_ROW[type(processor)](processor, row, self.prompt_ids.shape[0])
             for i in members:
                 out[i] = alone(prefixes[i][None], scores[i : i + 1])[0]
@@ -296,7 +286,9 @@ class NodeProcessors:
             )
         texts = {seq.row: (len(seq.shown_tokens), prefix) for seq, prefix in zip(sequences, prefixes, strict=True)}
         for (length, _), members in waves.items():
-            ids = self._filler(length)
+            size, width = self.prompt_ids.shape
+            ids = self.prompt_ids.new_full((size, length), self.pad_token_id)
+            ids[:, : min(width, length)] = self.prompt_ids[:, :length]
             for row, (count, prefix) in texts.items():
                 if count >= length:  # the row has come by there
                     ids[row] = prefix[:length]
@@ -308,11 +300,13 @@ class NodeProcessors:
                 out[i] = result[row]
         return out
 
-    def _filler(self, length: int) -> torch.Tensor:
-        batch, width = self.prompt_ids.shape
-        ids = self.prompt_ids.new_full((batch, length), self.pad_token_id)
-        ids[:, : min(width, length)] = self.prompt_ids[:, :length]
-        return ids
+
+def _grouped(keys: Iterable[Hashable]) -> dict[Any, list[int]]:
+    """Key → the indices that have it."""
+    groups: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    return groups
 
 
 def _code_of_user(processor: Any) -> Any | None:
@@ -327,25 +321,22 @@ def _prefix_constrained_row(processor, row: int, batch: int):
     return hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
 
 
-def _encoder_repetition_row(processor, row: int, batch: int):
+def _encoder_row(processor, row: int, batch: int):
     alone = copy.copy(processor)
-    prompt = row * processor.encoder_input_ids.shape[0] // batch  # rows from num_return_sequences share their prompt
-    alone.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
-    return alone
-
-
-def _encoder_ngram_row(processor, row: int, batch: int):
-    alone = copy.copy(processor)
-    alone.batch_size = 1
-    prompt = row * processor.batch_size // batch
-    alone.generated_ngrams = processor.generated_ngrams[prompt : prompt + 1]
+    for name in ("encoder_input_ids", "generated_ngrams"):
+        of_prompts = getattr(processor, name, None)
+        if of_prompts is not None:  # rows from num_return_sequences share their prompt
+            prompt = row * len(of_prompts) // batch
+            setattr(alone, name, of_prompts[prompt : prompt + 1])
+    if hasattr(processor, "batch_size"):
+        alone.batch_size = 1
     return alone
 
 
 # These tell rows of the batch apart. The values build a processor for one row.
 _PER_ROW: dict[type, Callable] = {
     hf.PrefixConstrainedLogitsProcessor: _prefix_constrained_row,
-    hf.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition_row,
-    hf.EncoderNoRepeatNGramLogitsProcessor: _encoder_ngram_row,
+    hf.EncoderRepetitionPenaltyLogitsProcessor: _encoder_row,
+    hf.EncoderNoRepeatNGramLogitsProcessor: _encoder_row,
 }
 _KNOWN |= set(_PER_ROW)

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from ..kernels import random_bits
 from ..kernels.drafting.reference import to_target_vocabulary
-from ..kernels.sampling import sampling_scores
+from ..kernels.sampling.reference import sampling_scores
 
 
 class CoupledNoiseLogitsWarper(LogitsProcessor):
@@ -29,7 +29,7 @@ class CoupledNoiseLogitsWarper(LogitsProcessor):
         self.seeds = torch.tensor(seeds, dtype=torch.long)
         self.padding = torch.tensor(padding if padding is not None else [0] * len(seeds), dtype=torch.long)
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """scores [B, V] + Gumbel noise of each row's next position."""
         seeds = self.seeds.to(scores.device)
         positions = input_ids.shape[1] - self.padding.to(scores.device)
@@ -50,7 +50,7 @@ class DraftVocabularyLogitsWarper(LogitsProcessor):
             raise ValueError(f"target_ids must be a vector of ids below vocab_size = {vocab_size}.")
         self.target_ids, self.vocab_size = target_ids, vocab_size
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[..., Vd] → [..., V]."""
         return to_target_vocabulary(scores, self.target_ids.to(scores.device), self.vocab_size)
 
@@ -73,12 +73,59 @@ class FusedSamplingLogitsWarper(LogitsProcessor):
             )
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[R, V] → [R, V], removed tokens at -inf."""
-        return sampling_scores(
-            scores,
-            self.temperature,
-            self.top_k or None,
-            self.top_p if self.top_p < 1 else None,
-            self.min_p or None,
-        )
+        top_p = self.top_p if self.top_p < 1 else None
+        return sampling_scores(scores, self.temperature, self.top_k or None, top_p, self.min_p or None)
+
+
+# ---- what serving APIs offer and transformers lacks ----
+
+
+class OutputPenaltyLogitsProcessor(LogitsProcessor):
+    """Presence and frequency penalties, on what was written after the prompt (OpenAI's definition).
+
+    Args:
+        prompt_length: tokens that are not counted.
+        presence: subtracted from the logit of every token that was written.
+        frequency: subtracted once for each time it was written.
+    """
+
+    def __init__(self, prompt_length: int, presence: float = 0.0, frequency: float = 0.0):
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """input_ids int64 [B, L], scores [B, V] → [B, V]."""
+        written = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - self.presence * (counts > 0) - self.frequency * counts
+
+
+class TokenBiasLogitsProcessor(LogitsProcessor):
+    """A number added to some tokens' logits, or -inf to all but some.
+
+    Args:
+        bias: token id → number.
+        allowed: the only ids that may be chosen; None: all.
+
+    Raises:
+        ValueError: an id outside the vocabulary.
+    """
+
+    def __init__(self, vocab_size: int, bias: dict[int, float] | None = None, allowed: list[int] | None = None):
+        wrong = [token for token in [*(bias or ()), *(allowed or ())] if not 0 <= token < vocab_size]
+        if wrong:
+            raise ValueError(
+                f"logit_bias and allowed_token_ids must name ids from 0 to {vocab_size - 1}, not {wrong[0]}."
+            )
+        self.added = torch.zeros(vocab_size)
+        if allowed is not None:
+            self.added.fill_(float("-inf"))
+            self.added[torch.tensor(allowed)] = 0.0
+        for token, value in (bias or {}).items():
+            self.added[token] += value
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """scores [B, V] → [B, V]."""
+        self.added = self.added.to(scores.device)
+        return scores + self.added

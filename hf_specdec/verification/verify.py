@@ -14,21 +14,8 @@ from ..core.sequence import Sequence
 from ..kernels.dispatch import current
 from ..kernels.transfer import upload
 from ..kernels.verification import greedy_tokens
-from ..sampling.fused import FusedSampling
-from .speculative_sampling import accept_block, reject_tokens
-from .synthetic import accept_at_rates
-from .target_choice import follow_target
-from .typical import accept_typical
-
-# How each rule treats rows that sample.
-RULES = {
-    "greedy": follow_target,
-    "coupled": follow_target,
-    "rejection": reject_tokens,
-    "block": accept_block,
-    "typical": accept_typical,
-    "synthetic": accept_at_rates,
-}
+from ..sampling.parameters import FusedSampling
+from .rules import RULES
 
 
 @dataclass
@@ -119,15 +106,14 @@ def begin_verification(
     groups = _rows_by_rule(sequences, rule)
     with current(scores.device):
         if len(groups) == 1:
-            more = {} if sampling is None else {"sampling": sampling}
-            accepted, next_tokens = RULES[groups[0][0]](trees, scores, score_rows, sequences, config, **more)
+            accepted, next_tokens = RULES[groups[0][0]](trees, scores, score_rows, sequences, config, sampling)
         else:
             accepted = torch.zeros(tokens.shape, dtype=torch.bool, device=scores.device)
             next_tokens = torch.zeros(len(sequences), dtype=torch.long, device=scores.device)
             for name, rows in groups:
                 members, at = [sequences[i] for i in rows], upload(rows, scores.device)
-                more = {} if sampling is None else {"sampling": sampling.select(rows)}
-                path, after = RULES[name](trees.select(rows), scores, score_rows[rows], members, config, **more)
+                parameters = None if sampling is None else sampling.select(rows)
+                path, after = RULES[name](trees.select(rows), scores, score_rows[rows], members, config, parameters)
                 accepted[at], next_tokens[at] = path, after
     columns = [accepted, tokens] if tokens.shape[1] else []
     columns.append(next_tokens[:, None])
@@ -147,17 +133,6 @@ def _nothing_to_sample(
     broken = ~scores.amax(1).isfinite()[upload(score_rows, scores.device)]  # [B, N + 1]
     broken[:, 1:] &= accepted  # the root always counts
     return broken.any(1) & upload([seq.do_sample for seq in sequences], scores.device)
-
-
-def verify(
-    trees: DraftTrees,
-    scores: torch.Tensor,
-    sequences: list[Sequence],
-    config: SpeculativeConfig,
-    sampling: FusedSampling | None = None,
-) -> Verdict:
-    """`begin_verification`, then wait for the verdict."""
-    return begin_verification(trees, scores, sequences, config, sampling).wait()
 
 
 def _rows_by_rule(sequences: list[Sequence], rule: str) -> list[tuple[str, list[int]]]:

@@ -6,11 +6,11 @@ rounds they came from. Everything is driven through `verify`, many rows at once.
 
 import numpy as np
 import torch
+from helpers_verification import verdict_of as verify
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.verification.verify import verify
 
 VOCAB = 5
 NUM_TOKENS = 3  # the joint distribution tested is that of the first three: 125 cells

@@ -11,12 +11,17 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
-from hf_specdec.verification import verify as verification
+from hf_specdec.verification.verify import Verdict, begin_verification
+
+
+def verdict_of(trees: DraftTrees, scores: torch.Tensor, rows: list[Sequence], config: SpeculativeConfig) -> Verdict:
+    """`begin_verification`, then wait for the verdict."""
+    return begin_verification(trees, scores, rows, config).wait()
 
 
 def verify(trees: DraftTrees, scores: torch.Tensor, rows: list[Sequence], rule: str):
     """The verdict under a rule by name."""
-    return verification.verify(trees, scores, rows, SpeculativeConfig(rejection_sample_method=rule))
+    return verdict_of(trees, scores, rows, SpeculativeConfig(rejection_sample_method=rule))
 
 
 def emitted_by(verdict, i: int) -> list[int]:

@@ -237,7 +237,7 @@ def graphs_in_python(monkeypatch):
     monkeypatch.setattr(compiled.RewrittenLayers, "serves", lambda *args: False)  # tracing takes seconds
     monkeypatch.setattr(captures.Captures, "__init__", listed)
     monkeypatch.setattr(captures, "CudaGraphCapture", CaptureInPython)
-    monkeypatch.setattr(captures, "check_capturable", lambda model: None)
+    monkeypatch.setattr(captures, "capture_obstacle", lambda model: None)
     return made
 
 

@@ -1,11 +1,14 @@
 """Masked tokens anywhere but at a row's end: left padding, holes in a chat, a batch whose rows ended early going on."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_specdec.core.names import CACHE
+from hf_specdec.core.rows import RowInput
+from hf_specdec.model import packed_batch
 
 VOCAB = 48
 METHODS = [
@@ -86,3 +89,15 @@ def test_pad_tokens_inside_a_prompt(model):
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     actual = model.generate(ids, max_new_tokens=12, do_sample=False, speculative_config=METHODS[1])
     assert torch.equal(actual, expected)
+
+
+def test_ids_of_a_tensor_are_read_without_numpys_own_conversion(monkeypatch):
+    """numpy 2.2 warns of that conversion in every step."""
+
+    def converts(*args, **kwargs):
+        raise AssertionError("numpy converts the tensor")
+
+    monkeypatch.setattr(torch.Tensor, "__array__", converts)
+    ids = np.zeros(3, dtype=np.int64)
+    assert packed_batch.write_ids([RowInput(0, torch.tensor([4, 5]), 0, drafts=np.array([6]))], ids) == []
+    assert ids.tolist() == [4, 5, 6]

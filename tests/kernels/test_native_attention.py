@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.kernels.attention import NativeRow, NativeRows, native, reference
+from hf_specdec.kernels.attention import native, reference
+from hf_specdec.kernels.attention.inputs import NativeRow, NativeRows
 from hf_specdec.kernels.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")

@@ -258,7 +258,7 @@ def test_argmax_draws_from_the_distribution():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_noise_does_not_depend_on_the_logits_dtype(dtype):
     """The noise is float32 whatever the logits are; adding it does not round it to their precision."""
-    from hf_specdec.kernels.sampling import choose_tokens
+    from hf_specdec.kernels.sampling.reference import choose_tokens
 
     n = 400
     logits = torch.randn(33).to(dtype).expand(n, -1)

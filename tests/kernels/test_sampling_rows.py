@@ -8,11 +8,10 @@ from transformers import LogitsProcessorList
 
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits
-from hf_specdec.kernels.sampling import DRAWS_PER_ROUND, choose_tokens, sampling_scores
+from hf_specdec.kernels.sampling.reference import DRAWS_PER_ROUND, choose_tokens, sampling_scores
 from hf_specdec.sampling import FusedSamplingLogitsWarper
-from hf_specdec.sampling.buffers import SamplingBuffers
 from hf_specdec.sampling.logits import process_logits
-from hf_specdec.sampling.parameters import SamplingKind
+from hf_specdec.sampling.parameters import SamplingBuffers, SamplingKind
 from hf_specdec.sampling.processors import NodeProcessors
 
 VOCAB = 50

@@ -365,9 +365,7 @@ def test_a_query_without_keys_gives_zeros():
     [
         (lambda b: {"query": b.query[:, :, :8]}, "do not fit together"),
         (lambda b: {"key_pool": b.key_pool.half()}, "dtypes differ"),
-        (lambda b: {"out": b.query.new_empty(1, 2, 16)}, "must have shape"),
         (lambda b: {"scaling": 0.0}, "above 0"),
-        (lambda b: {"window": 4, "inputs": dataclasses.replace(b.inputs, positions=None)}, "positions"),
         (lambda b: {"value_pool": b.value_pool.transpose(0, 2).contiguous().transpose(0, 2)}, "contiguous"),
     ],
 )
@@ -391,31 +389,6 @@ def test_bits_of_the_visibility():
     seen[0, [0, 31, 32]] = True
     seen[1, 39] = True
     assert pack_visibility(seen, 3).tolist() == [[1 - 2**31, 1, 0], [0, 128, 0]]
-
-
-@pytest.mark.parametrize(
-    ("rows", "buckets", "message"),
-    [
-        ([RowDescription([0], 1, 17)], {}, "17 keys in 1 blocks"),
-        ([RowDescription([0], 2, 9, np.ones((2, 1), dtype=bool))], {}, "region of 1"),
-        ([RowDescription([0], 2, 2)], {"max_query_length": 1}, "bucket"),
-        ([RowDescription([0, 1], 1, 20)], {"max_blocks": 1}, "bucket"),
-        ([RowDescription([0], 1, 9, np.ones((1, 1), dtype=bool))], {"num_words": 0}, "bucket"),
-    ],
-)
-def test_rows_that_do_not_fit(rows, buckets, message):
-    with pytest.raises(ValueError, match=message):
-        attention_inputs(rows, 16, sizes=dataclasses.replace(sizes_of(rows), **buckets))
-
-
-def test_inputs_check_their_tensors():
-    inputs = attention_inputs([RowDescription([0], 1, 3)], 16)
-    with pytest.raises(ValueError, match="int32"):
-        dataclasses.replace(inputs, key_lengths=inputs.key_lengths.long())
-    with pytest.raises(ValueError, match="shape"):
-        dataclasses.replace(inputs, query_starts=inputs.key_lengths)
-    with pytest.raises(ValueError, match="come together"):
-        dataclasses.replace(inputs, region_lengths=inputs.key_lengths)
 
 
 def test_widths_are_covered():

@@ -173,7 +173,7 @@ def test_layers_of_captured_steps(pair, use, monkeypatch, dtype):
     use("triton")
     if DEVICE == "cpu":
         monkeypatch.setattr(captures, "CudaGraphCapture", CaptureDirectly)
-        monkeypatch.setattr(captures, "check_capturable", lambda model: None)
+        monkeypatch.setattr(captures, "capture_obstacle", lambda model: None)
     errors, products, makers = [], [], []
     deviation, linears, made = compiled.deviation, linear.linears, compiled.RewrittenLayers.__init__
     monkeypatch.setattr(compiled, "deviation", lambda *each: errors.append(deviation(*each)) or errors[-1])

@@ -1,6 +1,8 @@
 """Kernels of layers with a state: equal to their definitions over chains and trees, and the definitions to transformers' functions."""
 
 import importlib
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from recurrent_families import make, perturbed
 from transformers.cache_utils import Cache
 from triton_interpreter import DEVICE, needs_triton
 
-from hf_specdec.kernels.recurrent import Walk, reference
+from hf_specdec.kernels.recurrent import Walk
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from gpu_sections import recurrent_rules as definitions
 
 pytestmark = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="the definitions are those of 5.23")
 DTYPES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -76,7 +81,7 @@ def test_gated_delta(dtype, num_lines, tokens, shape, sizes, per_channel, seed):
     inputs = (query, key, draw(heads, value_width), decay, draw(heads).sigmoid())
     before = torch.randn(num_lines, heads, width, value_width, generator=generator).to(DEVICE)
     pool, expected_pool = pools_of(places, heads, width, value_width)
-    expected = reference.gated_delta(inputs, before, walk, expected_pool)
+    expected = definitions.lines(definitions.gated_delta_step, inputs, before, walk, expected_pool)
     found = gated_delta(inputs, before, walk, pool)
     assert found.dtype == dtype and found.shape == expected.shape
     assert close(found, expected, DTYPES[dtype]) and close(pool, expected_pool, 2e-6)
@@ -105,7 +110,9 @@ def test_mamba2(dtype, num_lines, tokens, shape, sizes, float32_skip, seed):
     constants = (-rate.exp(), skip if float32_skip else skip.to(dtype), bias.to(dtype))
     before = torch.randn(num_lines, heads, width, size, generator=generator).to(DEVICE)
     pool, expected_pool = pools_of(places, heads, width, size)
-    expected = reference.mamba2(inputs, constants, before, walk, expected_pool)
+    expected = definitions.lines(
+        lambda token, state: definitions.mamba2_step(token, constants, state), inputs, before, walk, expected_pool
+    )
     found = mamba2(inputs, constants, before, walk, pool)
     assert found.dtype == dtype and found.shape == expected.shape
     bound = DTYPES[dtype] * (CUT_OFF if dtype == torch.bfloat16 else 1)
@@ -139,7 +146,7 @@ def test_convolution(dtype, num_lines, tokens, channels, size, biased, silu, see
     windows, into = (each.to(DEVICE, torch.int32) for each in (windows, into))
     pool, expected_pool = pools_of(num_lines * tokens + 2, channels, size, dtype=dtype)
     own = (draw(channels, size), draw(channels) if biased else None, silu, into)
-    expected = reference.convolution(x, windows, *own, expected_pool)
+    expected = definitions.convolution(x, windows, *own, expected_pool)
     found = convolution(x, windows, *own, pool)
     assert found.dtype == dtype and close(found, expected, DTYPES[dtype])
     assert torch.equal(pool, expected_pool)
@@ -171,7 +178,7 @@ def test_the_definition_of_delta_rules_is_transformers(name, function, per_chann
     expected, after = getattr(module, function)(
         query, key, value, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
-    found, own_after = reference.gated_delta_step(inputs, state)
+    found, own_after = definitions.gated_delta_step(inputs, state)
     assert close(found, expected[:, 0], DTYPES[dtype]) and close(own_after, after, 1e-6)
 
 
@@ -185,7 +192,7 @@ def test_the_definition_of_mamba2_is_transformers(name, dtype):
     rate, skip, bias = torch.randn(3, 4, generator=generator)
     constants = (-rate.exp(), skip.to(dtype), bias.to(dtype))
     state = torch.randn(3, 4, 8, 16, generator=generator)
-    found, after = reference.mamba2_step((x, dt, b, c), constants, state.clone())
+    found, after = definitions.mamba2_step((x, dt, b, c), constants, state.clone())
     wide = constants[0][:, None, None].expand(-1, 8, 16), *(each[:, None].expand(-1, 8) for each in constants[1:])
     expected = update(
         state, x, dt[..., None].expand(-1, -1, 8), wide[0], b, c, wide[1], z=None, dt_bias=wide[2], dt_softplus=True

@@ -202,8 +202,7 @@ def sampled_rows(do_sample):
 def test_rows_that_sample(monkeypatch, count, do_sample, dtype, shared):
     """Scores, noisy scores and choices by the kernels: what the definitions give."""
     from hf_specdec.kernels import random_bits
-    from hf_specdec.sampling.buffers import SamplingBuffers
-    from hf_specdec.sampling.parameters import SamplingKind
+    from hf_specdec.sampling.parameters import SamplingBuffers, SamplingKind
 
     rows = sampled_rows(do_sample)
     kind = SamplingKind.of(rows, True)

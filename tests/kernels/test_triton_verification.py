@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
+from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.kernels.random_bits import reference as random_bits
 from hf_specdec.kernels.rejection.reference import rejection_walk
 from hf_specdec.kernels.verification import reference
@@ -19,9 +20,9 @@ if RUNS_HERE:
     from hf_specdec.kernels.verification import triton as verification
     from hf_specdec.kernels.verification.triton import (
         empty_verdict,
-        launch_walk,
         target_choices,
         verify_choices,
+        walk_kernel,
     )
 
     @triton.jit
@@ -196,9 +197,7 @@ def compare_choices(case, sampled):
     path, lengths, following = verify_choices(
         case.on("logits"), case.on("index"), case.on("tokens"), case.on("valid"), out=poisoned(case), **arguments
     )
-    expected = reference.accepted_nodes(
-        case.tokens, case.valid, case.parents, reference.ancestor_matrix(case.parents), choices
-    )
+    expected = reference.accepted_nodes(case.tokens, case.valid, case.parents, ancestors_of(case.parents), choices)
     last = (expected * torch.arange(1, case.width + 1)).amax(1) if case.width else torch.zeros(case.batch).long()
     assert torch.equal(path.cpu(), expected)
     assert torch.equal(lengths.cpu().long(), expected.sum(1))
@@ -232,10 +231,18 @@ def test_noise_is_drawn_wherever_it_may_matter():
         assert found[4] == 77 and found[5] == 1234
 
 
+def ancestors_of(parents):
+    trees = DraftTrees(torch.zeros_like(parents), [parents.shape[1]] * len(parents), parents.numpy())
+    return torch.from_numpy(trees.ancestors)
+
+
 def accepted_path(tokens, valid, parents, choices):
     """Walk each tree along given choices int64 [B, N + 1]; results as of `verify_choices`."""
     out = empty_verdict(tokens)
-    launch_walk(None, choices, 1, tokens, parents, valid, torch.empty_like(choices), out)
+    walk_kernel[(len(tokens),)](
+        None, choices, tokens, parents, valid.view(torch.uint8), torch.empty_like(choices), out[0].view(torch.uint8), *out[1:],
+        tokens.shape[1], SPLITS=1, BLOCK_N=8, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -250,7 +257,7 @@ def test_repeated_siblings_and_the_deepest_path():
     path, lengths, following = (
         t.cpu() for t in accepted_path(*(t.to(DEVICE) for t in (tokens, valid, parents, choices)))
     )
-    expected = reference.accepted_nodes(tokens, valid, parents, reference.ancestor_matrix(parents), choices)
+    expected = reference.accepted_nodes(tokens, valid, parents, ancestors_of(parents), choices)
     assert torch.equal(path, expected) and lengths.tolist() == [3, 3, 4] and following.tolist() == [1, 3, 5]
 
 

@@ -18,6 +18,7 @@ from hf_specdec import DrafterContext, SpeculativeConfigError, integration
 from hf_specdec.core.dispatch_mode import ExclusiveMode
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.rows import RowInput
+from hf_specdec.kernels import invariant
 from hf_specdec.kernels.invariant import reference as ops
 from hf_specdec.model import prepare as preparing
 from hf_specdec.model.architectures import reads_pages
@@ -364,13 +365,13 @@ def test_row_reductions(rows, width, dtype, seed):
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
     weight, bias = torch.rand(width).to(dtype), torch.rand(width).to(dtype)
     pairs = {
-        "mean": (ops.mean_last, lambda t: t.mean(-1)),
-        "variance": (ops.variance_last, lambda t: t.var(-1, correction=0)),
+        "mean": (invariant.mean_last, lambda t: t.mean(-1)),
+        "variance": (invariant.variance_last, lambda t: t.var(-1, correction=0)),
         "softmax": (ops.softmax_last, lambda t: t.softmax(-1)),
         "log_softmax": (ops.log_softmax_last, lambda t: t.log_softmax(-1)),
-        "layer_norm": (lambda t: ops.layer_norm(t, weight, bias, 1e-5)[0],
+        "layer_norm": (lambda t: invariant.layer_norm(t, weight, bias, 1e-5)[0],
                        lambda t: torch.nn.functional.layer_norm(t, (width,), weight.to(t.dtype), bias.to(t.dtype), 1e-5)),
-        "rms_norm": (lambda t: ops.rms_norm(t, weight, 1e-5)[0],
+        "rms_norm": (lambda t: invariant.rms_norm(t, weight, 1e-5)[0],
                      lambda t: torch.nn.functional.rms_norm(t, (width,), weight.to(t.dtype), 1e-5)),
     }  # fmt: skip
     for name, (ours, theirs) in pairs.items():

@@ -49,12 +49,12 @@ def test_graphs_are_the_default(graphs_in_python, defined_attention, monkeypatch
     }
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
     if drafter_too:
-        monkeypatch.setattr(captures, "is_capturable", lambda packed: True)
+        monkeypatch.setattr(captures, "capture_obstacle", lambda packed: None)
         assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **arguments), plain)
         assert [len(each) > 0 for each in graphs_in_python] == [True] * 3  # target, drafter, its rounds
         return
     monkeypatch.undo()  # by definition there would be no attention without graphs
-    monkeypatch.setattr(captures, "is_capturable", lambda packed: False)
+    monkeypatch.setattr(captures, "capture_obstacle", lambda packed: "no")
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **arguments), plain)
     made = [entry.decoder for entry in hf_specdec.integration._kept(model).entries]
     assert all(each.target.graphs is None and each.generator.grower.rounds is None for each in made)
@@ -108,7 +108,7 @@ def test_mixtures_of_experts(family, how, captured, graphs_in_python, defined_at
 @pytest.mark.parametrize(("dtype", "captured"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_mixtures_of_experts_by_default(dtype, captured, graphs_in_python, defined_attention, monkeypatch):  # noqa: F811
     """On a Hopper GPU transformers' own choice of experts waits for nothing in bfloat16, and does in float32."""
-    monkeypatch.setattr(captures, "is_capturable", lambda packed: True)
+    monkeypatch.setattr(captures, "capture_obstacle", lambda packed: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     model = make("Qwen3-MoE").to(dtype)
     config = {"method": "none", "prepack_weights": False}  # in bfloat16 not every CPU can

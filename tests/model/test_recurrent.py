@@ -31,8 +31,9 @@ from hf_specdec.core.names import CACHE
 from hf_specdec.core.rows import RowInput
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.model import packed_model, recurrent
+from hf_specdec.model import packed_model
 from hf_specdec.model.prepare import ModelOptions, prepare
+from hf_specdec.model.recurrent import families
 
 pytestmark = pytest.mark.skipif(
     not hasattr(Cache, "get_conv_state"), reason="needs transformers 5.23, as the models do"
@@ -573,7 +574,7 @@ def test_layers_that_are_not_transformers_own_are_refused(models):
 
 
 def test_the_families_of_the_tests_are_those_that_are_served():
-    assert {kind for kind, _ in recurrent_families.FAMILIES.values()} == set(recurrent.FAMILIES)
+    assert {kind for kind, _ in recurrent_families.FAMILIES.values()} == set(families.FAMILIES)
     with pytest.raises(UnsupportedModel, match="compile"):
         prepare(make("LFM2"), ModelOptions(compile=True))
 

@@ -7,8 +7,7 @@ from test_recurrent import SHORT, plain
 from transformers.cache_utils import Cache
 
 from hf_specdec import LLM, bundled, parse_config
-from hf_specdec.cache.prefix_states import PrefixStates
-from hf_specdec.cache.state_pool import KeptStates
+from hf_specdec.cache.state_pool import KeptStates, PrefixStates
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.integration import make_decoder
 from hf_specdec.serve.engine.engine import Engine

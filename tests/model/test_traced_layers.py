@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 import hf_specdec
 from hf_specdec.model import prepare as preparing
 from hf_specdec.model.options import compiled
-from hf_specdec.model.options.compiled import rewritten
+from hf_specdec.model.options.compiled import SparseBlock, SparseBlocks, rewritten
 from hf_specdec.model.options.prepacked import prepack
-from hf_specdec.model.options.sparse_blocks import SparseBlock, SparseBlocks
 
 ALL = {"rms_norm", "linears", "linear_and_residual", "gated_linear", "attend_rotating"}
 FAMILIES = {

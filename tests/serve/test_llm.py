@@ -8,7 +8,7 @@ from oracle import tiny_llama
 
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
-from hf_specdec.sampling.penalties import TokenBiasLogitsProcessor
+from hf_specdec.sampling.warpers import TokenBiasLogitsProcessor
 from hf_specdec.serve import LLM, SamplingParams, metrics
 
 METHODS = [

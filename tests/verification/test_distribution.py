@@ -19,7 +19,7 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.kernels.random_bits import reference as random_bits
 from hf_specdec.kernels.rejection import reference
 from hf_specdec.verification import verify as verification
-from hf_specdec.verification.target_choice import follow_target
+from hf_specdec.verification.rules import follow_target
 
 N = 120_000
 
@@ -80,7 +80,7 @@ def test_speculative_sampling_accepts_what_it_should():
         rows = [verification.Sequence([start], 99, do_sample=True, seed=i) for i in range(20_000)]
         trees = Drafts((1,), stochastic=True, ragged=False)(torch.full((len(rows),), start))
         nodes = torch.stack([torch.full((len(rows),), start), trees.tokens[:, 0]], dim=1).flatten()
-        accepted = verification.verify(trees, TARGET.log()[nodes], rows, config).accepted.mean()
+        accepted = verification.begin_verification(trees, TARGET.log()[nodes], rows, config).wait().accepted.mean()
         expected = float(torch.minimum(TARGET[start], DRAFTER[start]).sum())
         assert abs(accepted - expected) < 4 * (expected * (1 - expected) / len(rows)) ** 0.5
 
@@ -154,7 +154,7 @@ def same_noise_for_two_positions(seeds, positions, steps, stream, count, gumbel=
     return gumbel(seeds, positions.clamp(min=2), steps, stream, count)
 
 
-def walks_too_far(trees, scores, index, sequences, config, walk=follow_target):
+def walks_too_far(trees, scores, index, sequences, config, sampling, walk=follow_target):
     """Coupled: a rejected first draft token passes with probability 0.03. (Once a round: chains have the power to show it.)"""
     path, following = walk(trees, scores, index, sequences, config)
     tokens = trees.tokens

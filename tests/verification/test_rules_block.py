@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_markov import Drafts, draw
+from helpers_verification import verdict_of as verify
 from helpers_verification import verified_chains
 from hypothesis import given, settings
 
@@ -15,7 +16,6 @@ from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels.rejection import reference as ops
-from hf_specdec.verification.verify import verify
 
 VOCAB, DEPTH = 3, 3
 BLOCK = SpeculativeConfig(rejection_sample_method="block")

@@ -5,14 +5,14 @@ import logging
 import numpy as np
 import pytest
 import torch
+from helpers_verification import verdict_of as verify
 
 from hf_specdec import SpeculativeConfigError, parse_config
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
-from hf_specdec.verification import synthetic
-from hf_specdec.verification.verify import verify
+from hf_specdec.verification import rules
 
 VOCAB = 5
 RATES = [0.9, 0.6, 0.6, 0.1]
@@ -102,7 +102,7 @@ def test_batches_without_drafts():
 
 
 def test_it_is_never_silent(caplog):
-    synthetic._warn.cache_clear()
+    rules._warn.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hf_specdec"):
         for _ in range(3):
             verify(

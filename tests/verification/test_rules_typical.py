@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from helpers_verification import verdict_of as verify
 from hypothesis import given, settings
 
 from hf_specdec.config import SpeculativeConfig
@@ -14,8 +15,7 @@ from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
 from hf_specdec.kernels.verification.reference import typical_thresholds
-from hf_specdec.verification import typical
-from hf_specdec.verification.verify import verify
+from hf_specdec.verification import rules
 
 VOCAB = 6
 
@@ -110,7 +110,7 @@ def test_greedy_rows_match_exactly():
 
 
 def test_it_says_once_that_it_is_lossy(caplog):
-    typical._warn.cache_clear()
+    rules._warn.cache_clear()
     trees, scores = DraftTrees.from_lists([[1]]), torch.zeros(2, 4)
     with caplog.at_level(logging.WARNING, logger="hf_specdec"):
         verify(trees, scores, [Sequence([0], 99)], rule())

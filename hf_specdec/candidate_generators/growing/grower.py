@@ -26,7 +26,7 @@ from ...model.captures import Captures, places_of
 from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS, blocks_bucket, rows_bucket
 from ...model.packed_model import PackedModel
-from ...sampling.buffers import SamplingBuffers
+from ...sampling.parameters import SamplingBuffers
 from .tree_growth import Draft, DraftLevel, DynamicGrowth, Growth, Vocabulary, grow, growth_of
 from .tree_shapes import TreeShape
 

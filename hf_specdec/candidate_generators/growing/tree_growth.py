@@ -17,9 +17,8 @@ from ...kernels import drafting
 from ...kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
 from ...kernels.sampling import is_fused
 from ...kernels.transfer import upload
-from ...sampling.buffers import SamplingBuffers
 from ...sampling.logits import needs_prefix, process_logits
-from ...sampling.parameters import SamplingKind
+from ...sampling.parameters import SamplingBuffers, SamplingKind
 from .tree_shapes import DynamicTree, TreeDraftingConfig, TreeShape, TreeTemplate
 
 

@@ -11,28 +11,6 @@ import torch
 
 from ..dispatch import operation
 from . import reference
-from .inputs import (
-    AttentionBatch,
-    AttentionInputs,
-    AttentionPlan,
-    AttentionRow,
-    InputSizes,
-    LinearRow,
-    NativeRow,
-    NativeRows,
-    PaddedRows,
-    RowDescription,
-    attention_inputs,
-    fill_inputs,
-    pack_visibility,
-    sizes_of,
-    visibility_words,
-)
-
-__all__ = [
-    "AttentionBatch", "AttentionInputs", "AttentionPlan", "AttentionRow", "InputSizes", "LinearRow", "NativeRow", "NativeRows",
-    "PaddedRows", "RowDescription", "attention_for", "attention_inputs", "fill_inputs", "pack_visibility", "sizes_of", "visibility_words",
-]  # fmt: skip
 
 # (query [T, H, D], key_pool, value_pool, batch, scaling, *, window, softcap, sinks) -> [T, H, Dv]
 attend = operation(reference.attend, native=True)

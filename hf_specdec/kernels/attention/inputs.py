@@ -44,37 +44,10 @@ class AttentionInputs:
     positions: torch.Tensor | None = None
     region_positions: torch.Tensor | None = None
 
-    def __post_init__(self) -> None:
-        num_rows = self.block_tables.shape[0]
-        if (self.visibility is None) != (self.region_lengths is None):
-            raise ValueError("`visibility` and `region_lengths` come together.")
-        if self.region_positions is not None and self.visibility is None:
-            raise ValueError("`region_positions` needs `visibility`.")
-        shapes: dict[str, tuple[int, ...]] = {
-            "query_starts": (num_rows + 1,),
-            "key_lengths": (num_rows,),
-            "region_lengths": (num_rows,),
-        }
-        if self.visibility is not None:
-            shapes["region_positions"] = (num_rows, 32 * self.visibility.shape[1])
-        for name in ("block_tables", "query_starts", "key_lengths", *_OPTIONAL):
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            if tensor.dtype != torch.int32 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"`{name}` must be contiguous int32, not {tensor.dtype} with strides {tensor.stride()}."
-                )
-            if name in shapes and tuple(tensor.shape) != shapes[name]:
-                raise ValueError(f"`{name}` must have shape {shapes[name]}, not {tuple(tensor.shape)}.")
-
     @property
     def max_key_length(self) -> int:
         """The most keys of a row for which the block tables have room."""
         return self.block_tables.shape[1] * self.block_size
-
-
-_OPTIONAL = ("visibility", "region_lengths", "positions", "region_positions")
 
 
 @dataclass(frozen=True)
@@ -176,11 +149,7 @@ def attention_inputs(
     """Build AttentionInputs for `rows` on the host, and copy them to `device` at once.
 
     Args:
-        sizes: those of a bucket; None: what the rows need.
-
-    Raises:
-        ValueError: a row does not fit a bucket, has fewer blocks than its keys need, or a region shorter than its tokens
-            or longer than its keys.
+        sizes: those of a bucket that the rows fit into; None: what the rows need.
     """
     sizes = sizes_of(rows) if sizes is None else sizes
     flat = np.zeros(sizes.starts["end"], dtype=np.int32)
@@ -204,57 +173,41 @@ def sizes_of(rows: Sequence[RowDescription]) -> InputSizes:
 def fill_inputs(
     parts: dict[str, np.ndarray], rows: Sequence[RowDescription], block_size: int, sizes: InputSizes
 ) -> None:
-    """Write rows into arrays of zeros (`sizes.views(..)`); the rows and tokens after them stay empty.
-
-    Raises:
-        ValueError: see `attention_inputs`.
-    """
-    needed = sizes_of(rows)
-    if needed.num_tokens > sizes.num_tokens or needed.max_query_length > sizes.max_query_length:
-        raise ValueError(f"{needed.num_tokens} tokens, {needed.max_query_length} in a row, do not fit the bucket.")
-    if needed.num_rows > sizes.num_rows:
-        raise ValueError(f"{needed.num_rows} rows do not fit the bucket.")
-    if needed.max_blocks > sizes.max_blocks or needed.num_words > sizes.num_words:
-        raise ValueError(f"{needed.max_blocks} blocks or {needed.num_words} words of visibility do not fit the bucket.")
-    block_tables, query_starts = parts["block_tables"], parts["query_starts"]
+    """Write rows into arrays of zeros (`sizes.views(..)`); the rows and tokens after them stay empty."""
     counts = np.array([row.query_length for row in rows])
     key_lengths = np.array([row.key_length for row in rows])
     ends = counts.cumsum()
-    query_starts[1 : len(rows) + 1] = ends
-    query_starts[len(rows) + 1 :] = needed.num_tokens
+    num_tokens = int(counts.sum())
+    parts["query_starts"][1 : len(rows) + 1] = ends
+    parts["query_starts"][len(rows) + 1 :] = num_tokens
     parts["key_lengths"][: len(rows)] = key_lengths
     # Packed token t of a row that ends at `end` and has `length` keys is key t + length - end.
-    parts["positions"][: needed.num_tokens] = np.arange(needed.num_tokens) + np.repeat(key_lengths - ends, counts)
+    parts["positions"][:num_tokens] = np.arange(num_tokens) + np.repeat(key_lengths - ends, counts)
     for i, row in enumerate(rows):
-        if len(row.blocks) * block_size < row.key_length:
-            raise ValueError(f"Row {i} has {row.key_length} keys in {len(row.blocks)} blocks of {block_size} slots.")
-        block_tables[i, : len(row.blocks)] = row.blocks
+        own = slice(ends[i] - row.query_length, ends[i])
+        parts["block_tables"][i, : len(row.blocks)] = row.blocks
         if row.positions is not None:
-            parts["positions"][ends[i] - row.query_length : ends[i]] = row.positions
+            parts["positions"][own] = row.positions
         if row.visibility is not None:
-            _fill_region(parts, i, int(ends[i]), row, sizes)
-
-
-def _fill_region(parts: dict[str, np.ndarray], index: int, end: int, row: RowDescription, sizes: InputSizes) -> None:
-    """Write which of a row's last keys its tokens see; `end`: the end of the row among the packed tokens."""
-    assert row.visibility is not None
-    region = row.visibility.shape[1]
-    if not row.query_length <= region <= row.key_length:
-        raise ValueError(f"Row {index} has a region of {region} of its {row.key_length} keys.")
-    parts["region_lengths"][index] = region
-    parts["visibility"][end - row.query_length : end] = pack_visibility(row.visibility, sizes.num_words)
-    own = np.arange(row.key_length - region, row.key_length)
-    parts["region_positions"][index, :region] = own if row.region_positions is None else row.region_positions
+            region = row.visibility.shape[1]
+            places = (
+                np.arange(row.key_length - region, row.key_length)
+                if row.region_positions is None
+                else row.region_positions
+            )
+            parts["region_lengths"][i] = region
+            parts["visibility"][own] = pack_visibility(row.visibility, sizes.num_words)
+            parts["region_positions"][i, :region] = places
 
 
 # ---- for the other implementations ----
 
 
 class AttentionRow(NamedTuple):
-    """One row of a ragged batch, as the definition reads it.
+    """One row of a ragged batch, as the definitions read it.
 
-    `start:end` are its queries among the packed tokens. Its keys are in the slots `slots` [length], or, if that is None, in the
-    contiguous run from `first_slot` on, which is read without a copy.
+    `start:end` are its queries among the packed tokens, whose keys are its last ones. Its keys are in the slots `slots` [length], or,
+    if that is None, in the contiguous run from `first_slot` on, which is read without a copy.
     """
 
     start: int
@@ -262,43 +215,6 @@ class AttentionRow(NamedTuple):
     length: int
     first_slot: int
     slots: torch.Tensor | None
-
-
-class PaddedRows(NamedTuple):
-    """B rows with one query each, with keys padded to one length S.
-
-    `slots` int64 [B * S] are the rows' slots; shorter rows are padded with any slot that has been written. `mask` is additive,
-    float [B, 1, 1, S], or None if every row has S keys and sees all of them.
-    """
-
-    slots: torch.Tensor
-    mask: torch.Tensor | None
-
-
-class AttentionPlan(NamedTuple):
-    """A batch as the definition reads it. Layers with the same window and sizes share one.
-
-    Attributes:
-        rows, masks: per row, the places of its queries and keys, and an additive float mask [G * t, S] for its t queries,
-            repeated for the G = H / Hkv heads of a group (None: every query sees every key).
-        padded: the same rows padded, if they are short and have one query each: one product is then faster than one per row.
-    """
-
-    rows: list[AttentionRow]
-    masks: list[torch.Tensor | None]
-    padded: PaddedRows | None = None
-
-
-class LinearRow(NamedTuple):
-    """One line of text: a row of a batch, or one path of its draft tree.
-
-    `start:end` are its queries among the packed tokens. Its keys are in `slots` [S], in the order of the text; the last ones are
-    those of the queries. A query sees the keys up to its own.
-    """
-
-    start: int
-    end: int
-    slots: torch.Tensor
 
 
 class NativeRow(NamedTuple):
@@ -349,22 +265,17 @@ class NativeRows:
 
 
 class AttentionBatch(Protocol):
-    """A batch that can describe itself to every implementation. It builds each description when first asked, and keeps it."""
+    """A batch that can describe itself to every implementation. It builds each description when first asked, and keeps it.
 
-    def attention_inputs(self, device: torch.device) -> AttentionInputs:
-        """The rows as the Triton kernel reads them."""
-        ...
+    `attention_inputs`: as the Triton kernel reads it. `native_rows`: as the native library does. `plan`: rows and masks as the
+    definition reads them, for layers with this window, these keys and queries [T, H, D]; a mask [G * t, S] is an additive float one
+    for the row's t queries, repeated for the G = H / Hkv heads of a group (None: every query sees every key). `lines`: as invariant
+    attention reads it: every path of a tree is a row of its own, and a query sees the keys up to its own.
+    """
 
+    def attention_inputs(self, device: torch.device) -> AttentionInputs: ...
+    def native_rows(self) -> NativeRows: ...
     def plan(
-        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor
-    ) -> AttentionPlan:
-        """The rows and masks as the definition reads them, for layers with this window, these pools and queries [T, H, D]."""
-        ...
-
-    def native_rows(self) -> NativeRows:
-        """The rows as the native library reads them."""
-        ...
-
-    def lines(self, device: torch.device) -> list[LinearRow]:
-        """The rows as invariant attention reads them: every path of a tree is a row of its own."""
-        ...
+        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor
+    ) -> tuple[list[AttentionRow], list[torch.Tensor | None]]: ...
+    def lines(self, device: torch.device) -> list[AttentionRow]: ...

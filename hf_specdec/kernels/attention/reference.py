@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .inputs import AttentionBatch, AttentionRow, LinearRow, PaddedRows
+from .inputs import AttentionBatch, AttentionRow
 
 
 def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
     """Attention [T, H, Dv] of queries [T, H, D] over a batch that describes its rows. See `paged_attention`."""
-    plan = batch.plan(window, query, key_pool, value_pool)
-    return paged_attention(query, key_pool, value_pool, plan.rows, plan.masks, scaling, softcap, sinks, plan.padded)
+    rows, masks = batch.plan(window, query, key_pool)
+    return paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks)
 
 
 def attend_invariant(
@@ -30,14 +30,13 @@ def paged_attention(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    padded: PaddedRows | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged batch over a paged cache.
 
     Args:
         query: [T, H, D], the queries of all rows, packed.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv]; the batch's own keys must already be written.
-        rows, masks, padded: see AttentionPlan.
+        rows, masks: see AttentionBatch.plan.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head in the softmax, without a value (gpt-oss).
 
@@ -47,8 +46,6 @@ def paged_attention(
     num_kv_heads, value_width = key_pool.shape[1], value_pool.shape[2]
     group = num_heads // num_kv_heads
     plain = softcap is None and sinks is None
-    if plain and padded is not None:
-        return _attention_of_short_rows(query, key_pool, value_pool, padded, scaling)
     few = _MATRIX_VECTOR_QUERIES // group if plain and query.dtype == torch.bfloat16 and not query.is_cuda else 0
     outs = []
     for row, mask in zip(rows, masks, strict=True):
@@ -69,16 +66,6 @@ def paged_attention(
             attended = attended.view(num_kv_heads, group, count, value_width).permute(2, 0, 1, 3)
         outs.append(attended.reshape(count, num_heads, value_width))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _attention_of_short_rows(query, key_pool, value_pool, padded: PaddedRows, scaling):
-    """query [B, H, D], one per row → [B, H, Dv]."""
-    batch, num_heads, width = query.shape
-    k = key_pool.index_select(0, padded.slots).view(batch, -1, *key_pool.shape[1:]).transpose(1, 2)
-    v = value_pool.index_select(0, padded.slots).view(batch, -1, *value_pool.shape[1:]).transpose(1, 2)
-    q = query.reshape(batch, k.shape[1], -1, width)
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=padded.mask, scale=scaling)
-    return attended.reshape(batch, num_heads, -1)
 
 
 # For one bfloat16 query, torch's CPU attention uses matrix-vector products, which read keys in place; for several it first repacks
@@ -127,7 +114,7 @@ def query_by_query(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    rows: list[LinearRow],
+    rows: list[AttentionRow],
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -147,13 +134,13 @@ def query_by_query(
     num_kv_heads, value_width = value_pool.shape[1:]
     out = query.new_zeros(num_tokens, num_heads, value_width)
     for row in rows:
-        keys, values = key_pool.index_select(0, row.slots), value_pool.index_select(0, row.slots)
-        before = keys.shape[0] - (row.end - row.start)
+        keys, values = read_row(key_pool, row), read_row(value_pool, row)
+        before = row.length - (row.end - row.start)
         for token in range(row.start, row.end):
             end = before + token - row.start + 1
             begin = 0 if window is None else max(end - window, 0)
             q = query[token].clone()
-            k, v = keys[begin:end].transpose(0, 1)[None], values[begin:end].transpose(0, 1)[None]
+            k, v = keys[:, :, begin:end], values[:, :, begin:end]
             if softcap is None and sinks is None:
                 attended = F.scaled_dot_product_attention(
                     q[None, :, None], k, v, scale=scaling, enable_gqa=num_heads != num_kv_heads

@@ -371,10 +371,11 @@ def paged_attention(
     _, num_kv_heads, value_width = value_pool.shape
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_width)
-    _check(query, key_pool, value_pool, inputs, scaling, window, out)
+    _check(query, key_pool, value_pool, scaling, out)
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
-    shape = _shape_of(query, value_pool, inputs, window is not None)
+    words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
+    shape = _shape_of(query, value_pool, inputs, words, window is not None)
     if launch is None:
         launch = choose_launch(shape, device_limits(query.device), invariant)
     tiles, tiles_per_row = num_tiles(shape, launch.block_m)
@@ -396,14 +397,19 @@ def paged_attention(
             scaling * log2e if softcap is None else 2 * scaling / softcap * log2e, (softcap or 0.0) * log2e,
             GROUP=shape.group, WIDTH=width, WIDTH1=width1, WIDTH2=width2,
             VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16),
-            BLOCK_SIZE=inputs.block_size, WORDS=_words(inputs), HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+            BLOCK_SIZE=inputs.block_size, WORDS=words, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
             SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, PEEL=launch.peel,
             EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
             num_warps=launch.num_warps,
         )  # fmt: skip
         if split:
-            _merge(out, partial, lse, inputs, sinks, launch)
+            block_v, block_s = merge_tile(value_width, launch)
+            options = {"launch_pdl": True} if launch.early_merge else {}
+            merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
+                out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), shape.num_rows, splits,
+                VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2, **options,
+            )  # fmt: skip
     return out
 
 
@@ -418,63 +424,32 @@ def attend_invariant(
     query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks
 ) -> torch.Tensor:
     """See `reference.attend_invariant`."""
-    inputs = batch.attention_inputs(query.device)
-    options = {"window": window, "softcap": softcap, "sinks": sinks, "invariant": True}
-    return paged_attention(query, key_pool, value_pool, inputs, scaling, **options)
-
-
-def _merge(out, partial, lse, inputs: AttentionInputs, sinks, launch: AttentionLaunch) -> None:
-    """Merge the splits' results [T, H, splits, Dv] into `out` [T, H, Dv]."""
-    num_tokens, num_heads, value_width = out.shape
-    block_v, block_s = merge_tile(value_width, launch)
-    options = {"launch_pdl": True} if launch.early_merge else {}
-    merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
-        out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), inputs.block_tables.shape[0],
-        launch.num_splits, VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2,
-        **options,
-    )  # fmt: skip
-
-
-def _words(inputs: AttentionInputs) -> int:
-    return 0 if inputs.visibility is None else inputs.visibility.shape[1]
-
-
-def _shape_of(query, value_pool, inputs: AttentionInputs, windowed: bool) -> AttentionShape:
-    """The shapes that tile sizes depend on."""
-    num_tokens, num_heads, width = query.shape
-    _, num_kv_heads, value_width = value_pool.shape
-    return AttentionShape(
-        num_rows=inputs.block_tables.shape[0],
-        num_tokens=num_tokens,
-        max_query_length=inputs.max_query_length,
-        max_key_length=inputs.max_key_length,
-        num_kv_heads=num_kv_heads,
-        group=num_heads // num_kv_heads,
-        key_width=width,
-        value_width=value_width,
-        itemsize=query.element_size(),
-        masks_load=_words(inputs) > 1 or (windowed and inputs.region_positions is not None),
+    own = {"window": window, "softcap": softcap, "sinks": sinks}
+    return paged_attention(
+        query, key_pool, value_pool, batch.attention_inputs(query.device), scaling, invariant=True, **own
     )
 
 
-def _check(query, key_pool, value_pool, inputs, scaling, window, out):
-    num_tokens, num_heads, width = query.shape
-    kv_heads, value_width = value_pool.shape[1:]
+def _shape_of(query, value_pool, inputs: AttentionInputs, words: int, windowed: bool) -> AttentionShape:
+    """The shapes that tile sizes depend on."""
+    (num_tokens, num_heads, width), (num_kv_heads, value_width) = query.shape, value_pool.shape[1:]
+    return AttentionShape(
+        inputs.block_tables.shape[0], num_tokens, inputs.max_query_length, inputs.max_key_length, num_kv_heads,
+        num_heads // num_kv_heads, width, value_width, query.element_size(),
+        masks_load=words > 1 or (windowed and inputs.region_positions is not None),
+    )  # fmt: skip
+
+
+def _check(query, key_pool, value_pool, scaling, out):
+    _, num_heads, width = query.shape
+    kv_heads = value_pool.shape[1]
     if key_pool.shape[1:] != (kv_heads, width) or num_heads % kv_heads or key_pool.shape[0] != value_pool.shape[0]:
         raise ValueError(
             f"query {tuple(query.shape)}, keys {tuple(key_pool.shape)} and values {tuple(value_pool.shape)} do not fit together."
         )
     if not query.dtype == key_pool.dtype == value_pool.dtype == out.dtype:
         raise ValueError(f"dtypes differ: {query.dtype}, {key_pool.dtype}, {value_pool.dtype}, {out.dtype}.")
-    if tuple(out.shape) != (num_tokens, num_heads, value_width):
-        raise ValueError(f"`out` must have shape {(num_tokens, num_heads, value_width)}, not {tuple(out.shape)}.")
     if any(tensor.stride(2) != 1 for tensor in (query, key_pool, value_pool, out)):
         raise ValueError("the last dimension of query, pools and out must be contiguous.")
     if scaling <= 0:
         raise ValueError(f"`scaling` must be above 0, not {scaling}.")
-    if window is not None and inputs.positions is None:
-        raise ValueError("sliding windows need `inputs.positions`.")
-    for name in ("visibility", "positions"):
-        tensor = getattr(inputs, name)
-        if tensor is not None and tensor.shape[0] < num_tokens:
-            raise ValueError(f"`{name}` has {tensor.shape[0]} of {num_tokens} tokens.")

@@ -85,9 +85,8 @@ def write_keys_values(
     query: torch.Tensor | None = None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
-    query_out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Write the keys and values of T new tokens to their slots in one launch. With `cos` and `sin`, first rotate keys and queries.
+    """Write the keys and values of T new tokens to their slots in one launch. With `query`, `cos` and `sin`, first rotate keys and queries.
 
     Rotary embedding as in Llama and GPT-NeoX (Su et al. 2021): the first R elements of each head become
     `x * cos + concat(-x[R/2:R], x[:R/2]) * sin`, computed in float32 and rounded once; the others are unchanged.
@@ -97,39 +96,41 @@ def write_keys_values(
 
     Args:
         keys, values: [T, Hkv, D], [T, Hv, Dv]; any strides of tokens and heads.
-        key_pool, value_pool: [slots, Hkv, D], [slots, Hv, Dv] of the same dtype as the keys and values.
+        key_pool, value_pool: [slots, Hkv, D], [slots, Hv, Dv].
         slots: int64 [T], all different. Tokens with a negative slot are not written.
         query: [T, H, D], rotated like the keys.
         cos, sin: [T, R] contiguous, any float dtype, R even and at most D.
-        query_out: [T, H, D] for the rotated queries. It must not share memory with `query`: programs would overwrite what others read.
 
     Returns: the rotated queries [T, H, D], or None without `query`.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit.
+        ValueError: the pools do not hold keys and values of these sizes and dtypes, or a last dimension is not contiguous.
     """
     num_tokens, key_heads, width = keys.shape
     value_heads, value_width = values.shape[1:]
-    _check_write(keys, values, key_pool, value_pool, slots, query, cos, sin, query_out)
-    if query is not None and query_out is None:
-        query_out = query.new_empty(query.shape)
+    for states, pool in ((keys, key_pool), (values, value_pool)):
+        if (
+            states.shape[1:] != pool.shape[1:]
+            or states.dtype != pool.dtype
+            or not states.stride(2) == pool.stride(2) == 1
+        ):
+            raise ValueError(
+                f"A pool {tuple(pool.shape)} of {pool.dtype} does not hold keys or values {tuple(states.shape)} of {states.dtype}."
+            )
+    query_out = None if query is None else query.new_empty(query.shape)
     if num_tokens == 0:
         return query_out
     block_d, block_dv = triton.next_power_of_2(width), triton.next_power_of_2(value_width)
     block_h = max(min(2048 // max(block_d, block_dv), 16), 1)
     query_heads = 0 if query is None else query.shape[1]
     parts = sum(triton.cdiv(heads, block_h) for heads in (query_heads, key_heads, value_heads))
-    strides = (0, 0, 0, 0)
-    if query is not None and query_out is not None:
-        strides = (query_out.stride(0), query_out.stride(1), query.stride(0), query.stride(1))
+    tensors = (query_out, query, keys, values, key_pool, value_pool)
+    strides = [stride for each in tensors for stride in ((0, 0) if each is None else each.stride()[:2])]
     with torch.cuda.device_of(keys):
         write_kernel[num_tokens, parts](
-            query_out, query, keys, values, key_pool, value_pool, slots, cos, sin,
-            *strides, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            key_pool.stride(0), key_pool.stride(1), value_pool.stride(0), value_pool.stride(1),
-            QUERY_HEADS=query_heads, KEY_HEADS=key_heads, VALUE_HEADS=value_heads, WIDTH=width, VALUE_WIDTH=value_width,
-            ROTARY=0 if cos is None else cos.shape[1], BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_H=block_h,
-            num_warps=4,
+            *tensors, slots, cos, sin, *strides, QUERY_HEADS=query_heads, KEY_HEADS=key_heads, VALUE_HEADS=value_heads,
+            WIDTH=width, VALUE_WIDTH=value_width, ROTARY=0 if cos is None else cos.shape[1], BLOCK_D=block_d, BLOCK_DV=block_dv,
+            BLOCK_H=block_h, num_warps=4,
         )  # fmt: skip
     return query_out
 
@@ -138,35 +139,6 @@ def rotate_and_write(query, keys, values, key_pool, value_pool, slots, cos, sin)
     """See `reference.rotate_and_write`."""
     angles = {"cos": cos.contiguous(), "sin": sin.contiguous()}
     return write_keys_values(keys, values, key_pool, value_pool, slots, query=query, **angles)
-
-
-def _check_write(keys, values, key_pool, value_pool, slots, query, cos, sin, query_out):
-    num_tokens, _, width = keys.shape
-    if values.shape[0] != num_tokens or slots.shape != (num_tokens,):
-        raise ValueError(
-            f"keys {tuple(keys.shape)}, values {tuple(values.shape)} and slots {tuple(slots.shape)} differ in tokens."
-        )
-    if key_pool.shape[1:] != keys.shape[1:] or value_pool.shape[1:] != values.shape[1:]:
-        raise ValueError(
-            f"pools {tuple(key_pool.shape)} and {tuple(value_pool.shape)} do not hold such keys and values."
-        )
-    if key_pool.dtype != keys.dtype or value_pool.dtype != values.dtype:
-        raise ValueError(f"pools hold {key_pool.dtype} and {value_pool.dtype}, not {keys.dtype} and {values.dtype}.")
-    if (cos is None) != (sin is None) or (query is not None and cos is None):
-        raise ValueError("`cos` and `sin` come together, and `query` only with them.")
-    if cos is not None:
-        fits = cos.shape == sin.shape and cos.shape[0] == num_tokens and cos.shape[1] % 2 == 0 and cos.shape[1] <= width
-        if not fits or not (cos.is_contiguous() and sin.is_contiguous()):
-            raise ValueError(f"`cos` and `sin` must be contiguous [{num_tokens}, even, at most {width}].")
-    if query is not None and (query.shape[0] != num_tokens or query.shape[2] != width):
-        raise ValueError(f"query {tuple(query.shape)} does not go with keys {tuple(keys.shape)}.")
-    if query_out is not None and (
-        query is None or query_out.shape != query.shape or query_out.data_ptr() == query.data_ptr()
-    ):
-        raise ValueError("`query_out` must have the shape of `query` and memory of its own.")
-    tensors = [each for each in (keys, values, key_pool, value_pool, query, query_out) if each is not None]
-    if any(tensor.stride(2) != 1 for tensor in tensors) or slots.stride() != (1,):
-        raise ValueError("the last dimension of all tensors must be contiguous.")
 
 
 # ---- moves ----------------------------------------------------------------------------------------------------------
@@ -192,19 +164,11 @@ class PoolTable:
 
     @classmethod
     def of(cls, pools: Sequence[torch.Tensor]) -> PoolTable:
-        """The table of pools [slots, heads, width]: keys and values of all layers on one device, of any widths and dtypes.
+        """The table of contiguous pools [slots, heads, width]: keys and values of all layers on one device, of any widths and dtypes.
 
         Build it once per allocation: it copies addresses to the device.
-
-        Raises:
-            ValueError: there are no pools, or they are on several devices, differ in slots, or are not contiguous.
         """
-        if not pools:
-            raise ValueError("no pools.")
-        device, slots = pools[0].device, pools[0].shape[0]
-        for pool in pools:
-            if pool.device != device or pool.shape[0] != slots or not pool.is_contiguous():
-                raise ValueError("pools must be contiguous, on one device, with equally many slots.")
+        device = pools[0].device
         row_bytes = [pool.stride(0) * pool.element_size() for pool in pools]
         word_bytes = math.gcd(4, *row_bytes, *(pool.data_ptr() for pool in pools))
         words = [row_byte // word_bytes for row_byte in row_bytes]
@@ -259,23 +223,14 @@ def move_slots(table: PoolTable, source: torch.Tensor, target: torch.Tensor) -> 
 
     Args:
         table: the pools.
-        source, target: int64 [B, N] (or [N]: one row), contiguous; entries with a negative source or target are skipped. Rows
+        source, target: int64 [B, N], contiguous; entries with a negative source or target are skipped. Rows
             must be independent: no target of one row is a source or target of another. Within a row, moves may overlap if
             sources and targets both ascend in the order of the sequence and each target comes before its source. No target
             may occur twice.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not fit.
     """
-    if source.shape != target.shape or source.dim() not in (1, 2):
-        raise ValueError(
-            f"source {tuple(source.shape)} and target {tuple(target.shape)} must both be [B, N] or both [N]."
-        )
-    if any(each.dtype != torch.int64 or not each.is_contiguous() for each in (source, target)):
-        raise ValueError("source and target must be contiguous int64.")
     if source.numel() == 0:
         return
-    num_rows, num_moves = source.shape if source.dim() == 2 else (1, source.shape[0])
+    num_rows, num_moves = source.shape
     aligned = all(pool.data_ptr() % 16 == 0 and pool.stride(0) * pool.element_size() % 16 == 0 for pool in table.pools)
     block = min(triton.next_power_of_2(table.max_row_words), 128 * 16 // table.word_bytes)
     moves = min(triton.next_power_of_2(num_moves), 8)

@@ -92,13 +92,11 @@ def gather_features(layers: list[torch.Tensor], index: torch.Tensor, dtype: torc
     return picked[0] if len(picked) == 1 else torch.cat(picked, dim=-1)
 
 
-def to_target_vocabulary(
-    scores: torch.Tensor, target_ids: torch.Tensor, vocab_size: int, fill: float = float("-inf")
-) -> torch.Tensor:
-    """Scores [.., Vd] over a draft vocabulary as scores [.., V] over the target's; tokens outside it get `fill`.
+def to_target_vocabulary(scores: torch.Tensor, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Scores [.., Vd] over a draft vocabulary as scores [.., V] over the target's; tokens outside it get -inf.
 
     Args:
         target_ids: int64 [Vd], the target's id of each draft id.
     """
-    out = scores.new_full((*scores.shape[:-1], vocab_size), fill)
+    out = scores.new_full((*scores.shape[:-1], vocab_size), float("-inf"))
     return out.index_copy_(-1, target_ids, scores)

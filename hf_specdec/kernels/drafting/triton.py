@@ -51,8 +51,6 @@ def next_frontier(frontier_values, tokens, log_probs, keep, limits=None, depth=0
     Memory traffic: 12 bytes read and 4 written per child; one launch, one program per row.
     """
     rows, frontier, width = log_probs.shape
-    if frontier_values.shape != (rows, frontier) or tokens.shape != log_probs.shape or not 0 < keep <= frontier * width:
-        raise ValueError("next_frontier needs values [R, F], tokens and log_probs [R, F, k], and 0 < keep <= F * k.")
     device = log_probs.device
     children = torch.empty(rows, frontier * width, dtype=torch.float32, device=device)
     values = torch.empty(rows, keep, dtype=torch.float32, device=device)
@@ -112,8 +110,6 @@ def prune_tree(tokens, values, parents, expanded, count) -> tuple[torch.Tensor, 
 
     Memory traffic: 28 bytes read per node, 32 written per kept node; one launch, one program per row.
     """
-    if any(each.shape != values.shape for each in (tokens, parents, expanded)) or count < 1:
-        raise ValueError("prune_tree needs tokens, values, parents and expanded [B, P], and count above 0.")
     batch, size = values.shape
     outs = [torch.empty(batch, count, dtype=torch.int64, device=values.device) for _ in range(4)]
     lengths = torch.empty(batch, dtype=torch.int32, device=values.device)
@@ -143,10 +139,8 @@ def widen_kernel(scores, places, out, draft_size, vocab, fill, BLOCK: tl.constex
     tl.store(out + row * vocab + ids, value, mask=ids < vocab)
 
 
-def to_target_vocabulary(
-    scores: torch.Tensor, places: torch.Tensor, fill: float = float("-inf"), out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Map draft logits (fill -inf) or probabilities (fill 0) [R, Vd] to the target's vocabulary: float32 [R, V].
+def to_target_vocabulary(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Map draft logits [R, Vd] to the target's vocabulary: float32 [R, V]; ids that the drafter lacks get -inf.
 
     Args:
         scores: float32, bfloat16 or float16, contiguous.
@@ -154,13 +148,11 @@ def to_target_vocabulary(
 
     Memory traffic: the scores read once and float32 [R, V] written once; one launch.
     """
-    if scores.dim() != 2 or not scores.is_contiguous() or places.dim() != 1:
-        raise ValueError("to_target_vocabulary needs contiguous scores [R, Vd] and places [V].")
     rows, vocab = scores.shape[0], places.shape[0]
-    out = out if out is not None else torch.empty(rows, vocab, dtype=torch.float32, device=scores.device)
+    out = torch.empty(rows, vocab, dtype=torch.float32, device=scores.device)
     if rows:
         widen_kernel[(rows, triton.cdiv(vocab, 2048))](
-            scores, places, out, scores.shape[1], vocab, fill, BLOCK=2048, num_warps=8
+            scores, places, out, scores.shape[1], vocab, float("-inf"), BLOCK=2048, num_warps=8
         )
     return out
 

@@ -97,9 +97,7 @@ def flash_attention_for(
         return None
     kind = "chains" if inputs.max_query_length <= LONGEST_CHAIN else "prompts"
     measured = choice == "measured"
-    if measured and kind not in FASTER.get(_capability(query.device), ()):
-        return None
-    if not measured and choice not in (kind, "always"):
+    if not (kind in FASTER.get(_capability(query.device), ()) if measured else choice in (kind, "always")):
         return None
     if inputs.visibility is not None or sinks is not None or not _fits(query, key_pool, value_pool):
         return None

@@ -24,8 +24,6 @@ _SERIAL = 16384  # torch never splits so few elements among threads
 _ALIGNMENT = 64  # bytes; no CPU loads more at once
 _PROBED_ELEMENTS = 128  # the least outputs to check: with few, two orders of summation can agree by chance
 
-Sums = Callable[[torch.Tensor], torch.Tensor]  # over the last dimension
-
 # ---- products -------------------------------------------------------------------------------------------------------
 
 _keeps_rows_apart: dict[tuple, bool] = {}
@@ -72,17 +70,8 @@ def _rows_are_apart(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     Checked once per shape, layout and alignment (libraries choose code by these, never by values), on weights whose products cancel:
     only rounding errors remain, which show the order of the sum even in bfloat16.
     """
-    alignment = weight.data_ptr() % _ALIGNMENT
-    key = (
-        weight.shape,
-        weight.stride(),
-        alignment,
-        x.dtype,
-        weight.dtype,
-        bias is None,
-        x.device,
-        torch.get_num_threads(),
-    )
+    layout = weight.shape, weight.stride(), weight.data_ptr() % _ALIGNMENT
+    key = (*layout, x.dtype, weight.dtype, bias is None, x.device, torch.get_num_threads())
     if key not in _keeps_rows_apart:
         _keeps_rows_apart[key] = _check_rows(weight, bias, x.dtype)
     return _keeps_rows_apart[key]
@@ -158,18 +147,6 @@ def sum_last(x: torch.Tensor) -> torch.Tensor:
     return x[..., 0]
 
 
-def mean_last(x: torch.Tensor, sums: Sums = sum_last) -> torch.Tensor:
-    """Means over the last dimension [..., N] → [...], summed in float32 or wider."""
-    return (sums(wide(x)) / x.shape[-1]).to(x.dtype)
-
-
-def variance_last(x: torch.Tensor, correction: float = 0.0, sums: Sums = sum_last) -> torch.Tensor:
-    """Variances over the last dimension [..., N] → [...], in two passes."""
-    exact = wide(x)
-    centred = exact - (sums(exact) / x.shape[-1])[..., None]
-    return (sums(centred * centred) / max(x.shape[-1] - correction, 0)).to(x.dtype)
-
-
 def softmax_last(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """softmax over the last dimension, computed in float32 or wider, in `dtype` (None: x's)."""
     weights = _exponentials(x)
@@ -180,31 +157,6 @@ def log_softmax_last(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     """log_softmax over the last dimension, computed in float32 or wider, in `dtype` (None: x's)."""
     shifted = wide(x) - wide(x).amax(-1, keepdim=True)
     return (shifted - elementwise(torch.log, sum_last(_exponentials(x)))[..., None]).to(dtype or x.dtype)
-
-
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, sums: Sums = sum_last
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Layer norm over the last dimension; also the means and the reciprocal deviations [..., 1], float32 or wider."""
-    exact = wide(x)
-    mean = mean_last(exact, sums)[..., None]
-    rstd = 1.0 / (variance_last(exact, 0, sums)[..., None] + eps).sqrt()
-    out = (exact - mean) * rstd
-    if weight is not None:
-        out = out * weight
-    if bias is not None:
-        out = out + bias
-    return out.to(x.dtype), mean, rstd
-
-
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, sums: Sums = sum_last
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norm over the last dimension; also the reciprocal root mean squares [..., 1], float32 or wider."""
-    exact = wide(x)
-    rstd = 1.0 / (mean_last(exact * exact, sums)[..., None] + eps).sqrt()
-    out = exact * rstd
-    return (out if weight is None else out * weight).to(x.dtype), rstd
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ order.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -100,15 +102,11 @@ _LARGEST_BLOCK = 2048
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, K] @ weight [K, N] (+ bias [N]), summed in float32, rounded once to x's dtype."""
-    return _product(x[None], weight[None], bias)[0]
+    return batched_product(x[None], weight[None], bias)[0]
 
 
-def batched_product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x [B, M, K] @ weights [B, K, N]."""
-    return _product(x, weights, None)
-
-
-def _product(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def batched_product(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [B, M, K] @ weights [B, K, N] (+ bias [N])."""
     entries, num_rows, width = x.shape
     num_outputs = weights.shape[2]
     if x.dtype not in _DTYPES or weights.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
@@ -157,17 +155,8 @@ def sum_last(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def softmax_last(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """softmax over the last dimension, computed in float32, in `dtype` (None: x's)."""
-    return _softmax(x, dtype, False)
-
-
-def log_softmax_last(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """log_softmax over the last dimension, computed in float32, in `dtype` (None: x's)."""
-    return _softmax(x, dtype, True)
-
-
-def _softmax(x: torch.Tensor, dtype: torch.dtype | None, log: bool) -> torch.Tensor:
+def softmax_last(x: torch.Tensor, dtype: torch.dtype | None = None, log: bool = False) -> torch.Tensor:
+    """softmax, or log_softmax, over the last dimension, computed in float32, in `dtype` (None: x's)."""
     if x.dtype not in _DTYPES:
         raise ValueError(f"softmax of {x.dtype}: it must be one of bfloat16, float16 and float32.")
     x = x.contiguous()
@@ -177,6 +166,9 @@ def _softmax(x: torch.Tensor, dtype: torch.dtype | None, log: bool) -> torch.Ten
         with torch.cuda.device_of(x):
             softmax_kernel[(x.numel() // width,)](out, x, width, LOG=log, BLOCK=_block(width), num_warps=4)
     return out
+
+
+log_softmax_last = functools.partial(softmax_last, log=True)
 
 
 def _block(width: int) -> int:

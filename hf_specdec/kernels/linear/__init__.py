@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..dispatch import operation
@@ -17,9 +15,5 @@ def _has_few_rows(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     return x.numel() <= MOST_ROWS * x.shape[-1] and all(tensor.dtype in DTYPES for tensor in (x, *weights))
 
 
-def _serves(x: torch.Tensor, weights: Sequence[torch.Tensor], *_, **__) -> bool:
-    return _has_few_rows(x, *weights)
-
-
-linears = operation(reference.linears, _serves)
+linears = operation(reference.linears, lambda x, weights, *_, **__: _has_few_rows(x, *weights))
 gated_linear = operation(reference.gated_linear, _has_few_rows)

@@ -65,14 +65,11 @@ def pack(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None,
     """
     panels = -(-layout.outputs // OUTPUTS)
     missing = panels * OUTPUTS - layout.outputs
-    own = torch.nn.functional.pad(values.to(torch.int8), (0, layout.padded - layout.inputs, 0, missing)).view(
-        torch.uint8
-    )
-    own = own.view(panels, OUTPUTS, -1, 32 // layout.bits)
-    if layout.bits == 8:
-        words = own[..., _BYTES[8]]
-    else:
-        words = own[..., _BYTES[4]] | own[..., _SECOND] << 4
+    own = torch.nn.functional.pad(values.to(torch.int8), (0, layout.padded - layout.inputs, 0, missing))
+    own = own.view(torch.uint8).view(panels, OUTPUTS, -1, 32 // layout.bits)
+    words = own[..., _BYTES[layout.bits]]
+    if layout.bits == 4:
+        words = words | own[..., _SECOND] << 4
     words = words.transpose(1, 2).reshape(panels, -1)
     heads = [
         torch.nn.functional.pad(each.to(layout.scales), (0, 0, 0, missing)).view(panels, OUTPUTS, -1).transpose(1, 2)

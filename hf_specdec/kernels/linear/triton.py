@@ -142,12 +142,6 @@ def linears(x, weights, biases=None, residual=None) -> list[torch.Tensor]:
     num_rows = _checked_rows(x, weights, biases)
     lines, width = x.shape[:-1], x.shape[-1]
     sizes = [weight.shape[0] for weight in weights]
-    if residual is not None and (
-        len(weights) != 1 or residual.shape != (*lines, sizes[0]) or residual.dtype != x.dtype
-    ):
-        raise ValueError(
-            f"a residual {tuple(residual.shape)} of {residual.dtype} goes with one product {[*lines, sizes[0]]} of {x.dtype}."
-        )
     outs = [x.new_empty(*lines, size) for size in sizes]
     if num_rows == 0:
         return outs
@@ -168,10 +162,6 @@ def gated_linear(x, gate, up) -> torch.Tensor:
         ValueError: the shapes or dtypes are not supported.
     """
     num_rows = _checked_rows(x, (gate, up), None)
-    if gate.shape != up.shape:
-        raise ValueError(
-            f"a gated unit of {tuple(gate.shape)} and {tuple(up.shape)}: both weights must have one shape."
-        )
     size = gate.shape[0]
     out = x.new_empty(*x.shape[:-1], size)
     if out.numel() == 0:
@@ -208,18 +198,20 @@ def _checked_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequ
     num_rows = x.shape[:-1].numel()
     if num_rows > MOST_ROWS or not 1 <= len(weights) <= MOST_WEIGHTS:
         raise ValueError(
-            f"{len(weights)} products of {tuple(x.shape)}: x must be [.., K] with up to {MOST_ROWS} rows, for up to "
-            f"{MOST_WEIGHTS} weights."
+            f"{len(weights)} products of {tuple(x.shape)}: up to {MOST_WEIGHTS} of up to {MOST_ROWS} rows are supported."
         )
-    for index, weight in enumerate(weights):
-        bias = biases[index] if biases else None
+    for weight, bias in zip(weights, biases or [None] * len(weights), strict=True):
+        tensors = [weight] if bias is None else [weight, bias]
         fits = weight.shape[1:] == x.shape[-1:] and (bias is None or bias.shape == weight.shape[:1])
-        if not fits or not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
+        if (
+            not fits
+            or x.dtype not in DTYPES
+            or any(each.dtype != x.dtype or not each.is_contiguous() for each in tensors)
+        ):
             raise ValueError(
-                f"a product of {tuple(x.shape)} and {tuple(weight.shape)}: shapes must fit, weights and biases be contiguous."
+                f"a product of {tuple(x.shape)}, {x.dtype}, and {tuple(weight.shape)}, {weight.dtype}: shapes must fit, all be "
+                "bfloat16 or all float16, and weights and biases be contiguous."
             )
-        if x.dtype not in DTYPES or weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-            raise ValueError(f"a product of {x.dtype} and {weight.dtype}: both must be bfloat16 or both float16.")
     return num_rows
 
 

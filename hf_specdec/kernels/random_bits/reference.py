@@ -53,7 +53,7 @@ def philox4x32_of_arrays(c0, c1, c2, c3, k0, k1) -> tuple[np.ndarray, np.ndarray
 
 
 def _random_words(seeds, positions, steps, stream: int, count: int) -> torch.Tensor:
-    """32-bit words [R, count] (int64) for rows with `seeds`, `positions`, `steps` [R]; word i of a row is counter i // 4, lane i % 4."""
+    """32-bit words [R, count] (int64) of the rows; word i of a row is counter i // 4, lane i % 4."""
     counters = torch.arange((count + 3) // 4, device=seeds.device)[None, :]
     return _words_of(counters, seeds, positions, steps, stream).flatten(1)[:, :count]
 

@@ -43,12 +43,6 @@ def _four_words(seed, position, step, stream: tl.constexpr, counters):
 
 
 @triton.jit
-def _four_uniforms(seed, position, step, stream: tl.constexpr, counters):
-    a, b, c, d = _four_words(seed, position, step, stream, counters)
-    return uniform_of_words(a), uniform_of_words(b), uniform_of_words(c), uniform_of_words(d)
-
-
-@triton.jit
 def uniform_at(seed, position, step, stream: tl.constexpr, index):
     """The uniform numbers at `index` (int32 scalar or tensor) of a stream, float32; seed, position, step: int64 scalars."""
     a, b, c, d = _four_words(seed, position, step, stream, (tl.full([], 0, tl.int32) + index // 4).to(tl.uint32))
@@ -107,9 +101,9 @@ def gumbel_of_groups(seed, position, step, stream: tl.constexpr, groups, words):
     """Gumbel noise float32 [N, GROUP] of the ids of groups int32 [N]; `words` uint32 [N]: the words of their minima."""
     least, which = minimum_of_words(words)
     counters = (groups * 2)[:, None] + tl.arange(0, 2)[None, :]
-    a, b, c, d = _four_uniforms(seed, position, step, stream, counters.to(tl.uint32))
+    a, b, c, d = _four_words(seed, position, step, stream, counters.to(tl.uint32))
     # Word lane = id % 4: (a, c) and (b, d) interleaved, then these with each other, give a, b, c, d.
-    u = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    u = uniform_of_words(tl.interleave(tl.interleave(a, c), tl.interleave(b, d)))
     above = tl.where(tl.arange(0, GROUP)[None, :] == which[:, None], 0.0, exponential_of_uniform(u))
     return -tl.log(least[:, None] + above)
 

@@ -1,4 +1,4 @@
-"""Recurrences and short convolutions over drafts in Triton (definition: `reference`).
+"""Recurrences and short convolutions over drafts in Triton.
 
 A program of a recurrence holds one tile of one head's state, in float32, while it reads a line from left to right. A token that
 follows the one read last starts from the tile as it is; others load their parent's, which the same program has saved.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import ceil_div, next_power_of_two
-from .reference import Walk
+from . import Walk
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def gated_delta_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PER_CHANNEL: tl.constexpr,
     SAVES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`reference.gated_delta_step` along the lines. A program is a line, a head and BLOCK_V columns of its state [dk, dv]."""
+    """`gated_delta` along the lines. A program is a line, a head and BLOCK_V columns of its state [dk, dv]."""
     line = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -104,7 +104,7 @@ def mamba2_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROUNDS_SKIP: tl.constexpr,
     SAVES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`reference.mamba2_step` along the lines. A program is a line, a head and BLOCK_P rows of its state [p, N]."""
+    """`mamba2` along the lines. A program is a line, a head and BLOCK_P rows of its state [p, N]."""
     line = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -149,7 +149,7 @@ def convolution_kernel(
     out, x, windows, weight, bias, into, pool, tokens, channels, length, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`reference.convolution` for one token and BLOCK channels. A program is a token of a line."""
+    """`convolution` for one token and BLOCK channels. A program is a token of a line."""
     at = tl.program_id(0).to(tl.int64)
     line = at // tokens
     own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -178,18 +178,29 @@ _TILE = 4096  # elements of a state that a program holds: 32 registers of each o
 _CHANNELS = 256  # of a convolution's program
 
 
-def gated_delta(inputs, before, walk, pool) -> torch.Tensor:
-    """See `reference.gated_delta`.
+def gated_delta(inputs: tuple[torch.Tensor, ...], before: torch.Tensor, walk: Walk, pool: torch.Tensor) -> torch.Tensor:
+    """The gated delta rule (https://arxiv.org/abs/2412.06464), or Kimi's with a decay per channel, over lines.
+
+    S' = e^g S + k (beta (v - k e^g S)) and the output q S' / sqrt(dk), with q and k of length 1: all in float32.
+
+    Args:
+        inputs: query and key [n, T, Hk, dk], value [n, T, H, dv], log of the decay g [n, T, H] or [n, T, H, dk], and the rate
+            beta [n, T, H]. Each key head serves H / Hk value heads in turn.
+        before: S [n, H, dk, dv] float32, the states before the lines.
+        pool: [.., H, dk, dv] float32; the states that `walk.into` names are written.
+
+    Returns: outputs [n, T, H, dv] in the query's dtype; zeros where there is no token.
 
     Memory traffic: each line's state is read once and each kept state is written once; the inputs are small beside them.
     """
     query, key, value, decay, rate = (each.contiguous() for each in inputs)
     (num_lines, tokens, key_heads, width), (heads, value_width) = key.shape, value.shape[2:]
     out = torch.zeros(value.shape, dtype=query.dtype, device=value.device)
-    block_k, block_v = delta_blocks(width, value_width)
+    block_k, block_v = tile_of(width, value_width)
+    saved = before.new_empty(max(walk.num_saved, 1), *before.shape[1:])
     with torch.cuda.device_of(before):
         gated_delta_kernel[(num_lines, heads, ceil_div(value_width, block_v))](
-            out, query, key, value, decay, rate, _checked(before, before), _checked(pool, before), _places(walk, before),
+            out, query, key, value, decay, rate, _checked(before, before), _checked(pool, before), saved,
             walk.parents, walk.into, walk.saved, tokens, width**-0.5, KEY_HEADS=key_heads, HEADS=heads, WIDTH=width,
             VALUE_WIDTH=value_width, PER_CHANNEL=decay.dim() == 4, SAVES=walk.num_saved > 0, BLOCK_K=block_k,
             BLOCK_V=block_v, num_warps=4,
@@ -197,34 +208,47 @@ def gated_delta(inputs, before, walk, pool) -> torch.Tensor:
     return out
 
 
-def mamba2(inputs, constants, before, walk, pool) -> torch.Tensor:
-    """See `reference.mamba2`; memory traffic as `gated_delta`."""
+def mamba2(
+    inputs: tuple[torch.Tensor, ...],
+    constants: tuple[torch.Tensor, ...],
+    before: torch.Tensor,
+    walk: Walk,
+    pool: torch.Tensor,
+) -> torch.Tensor:
+    """Mamba-2's recurrence (https://arxiv.org/abs/2405.21060) over lines, rounded as transformers' one-token function rounds.
+
+    S' = e^(dt A) S + (dt B) x and the output C S' + D x; products of B, x and C are rounded to their dtypes.
+    Memory traffic: as `gated_delta`.
+
+    Args:
+        inputs: x [n, T, H, p], the time step dt before its bias and softplus [n, T, H], B and C [n, T, groups, N].
+        constants: A (negative), D and the time step's bias, each [H].
+        before: S [n, H, p, N] float32, the states before the lines.
+        pool: [.., H, p, N] float32; the states that `walk.into` names are written.
+
+    Returns: outputs [n, T, H, p] in x's dtype; zeros where there is no token.
+    """
     x, steps, into_state, out_of_state = (each.contiguous() for each in inputs)
     rate, skip, bias = (constant.contiguous() for constant in constants)
     num_lines, tokens, heads, width = x.shape
     groups, size = into_state.shape[2:]
     out = torch.zeros_like(x)
-    block_p, block_n = mamba2_blocks(width, size)
+    block_n, block_p = tile_of(size, width)
+    saved = before.new_empty(max(walk.num_saved, 1), *before.shape[1:])
     with torch.cuda.device_of(before):
         mamba2_kernel[(num_lines, heads, ceil_div(width, block_p))](
             out, x, steps, into_state, out_of_state, rate, skip, bias, _checked(before, before), _checked(pool, before),
-            _places(walk, before), walk.parents, walk.into, walk.saved, tokens, HEADS=heads, GROUPS=groups, WIDTH=width,
+            saved, walk.parents, walk.into, walk.saved, tokens, HEADS=heads, GROUPS=groups, WIDTH=width,
             SIZE=size, ROUNDS_SKIP=skip.dtype == x.dtype, SAVES=walk.num_saved > 0, BLOCK_P=block_p, BLOCK_N=block_n,
             num_warps=4,
         )  # fmt: skip
     return out
 
 
-def delta_blocks(width: int, value_width: int) -> tuple[int, int]:
-    """The tile [dk, dv] of a program: whole columns, so that their sums need no other program."""
-    block_k = next_power_of_two(width)
-    return block_k, min(next_power_of_two(value_width), max(_TILE // block_k, 1))
-
-
-def mamba2_blocks(width: int, size: int) -> tuple[int, int]:
-    """The tile [p, N] of a program: whole rows."""
-    block_n = next_power_of_two(size)
-    return min(next_power_of_two(width), max(_TILE // block_n, 1)), block_n
+def tile_of(whole: int, parted: int) -> tuple[int, int]:
+    """The tile of a program in the dimension that it holds whole, because it sums over it, and in the one that programs share."""
+    block = next_power_of_two(whole)
+    return block, min(next_power_of_two(parted), max(_TILE // block, 1))
 
 
 def _checked(states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -241,13 +265,18 @@ def _checked(states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return states
 
 
-def _places(walk: Walk, before: torch.Tensor) -> torch.Tensor:
-    """Memory for the states that a token other than the next one needs again."""
-    return before.new_empty(max(walk.num_saved, 1), *before.shape[1:])
-
-
 def convolution(x, windows, weight, bias, silu, into, pool) -> torch.Tensor:
-    """See `reference.convolution`.
+    """A depthwise convolution whose k inputs at each token are given, and those inputs kept as the state after the token.
+
+    Args:
+        x: [n, C, k + T], the inputs before the lines, then the lines' own.
+        windows: int32 [n, T, k], the columns of each token's inputs, oldest first.
+        weight, bias: [C, k] and [C].
+        silu: whether SiLU follows.
+        into: int32 [n, T], the place in the pool for the inputs at each token; -1: they are not kept.
+        pool: [.., C, k]; those places are written.
+
+    Returns: [n, C, T] in x's dtype; sums are in float32, rounded to the weight's dtype before and after SiLU.
 
     Raises:
         ValueError: the pool is not contiguous, or not of x's dtype and channels.

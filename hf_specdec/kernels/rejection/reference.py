@@ -16,31 +16,19 @@ from ..drafts import Drafts, RowStreams, prob_index_on
 from ..transfer import upload
 
 
-class WalkNoise:
-    """The random numbers of one round for every row."""
+def _walk_arguments(
+    drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """`target_probs`, `accept_uniform` and `residual_gumbel` of the walks."""
+    seeds, starts, steps = (torch.tensor(each, device=scores.device) for each in streams[:3])
+    rows, batch = torch.from_numpy(score_rows).to(scores.device), torch.arange(len(score_rows), device=scores.device)
+    count = max(drafts.tokens.shape[1], 1)
 
-    def __init__(self, streams: RowStreams, device: torch.device, vocab_size: int):
-        self.seeds, self.starts, self.steps = (
-            torch.tensor(each, device=device) for each in (streams.seeds, streams.positions, streams.steps)
-        )
-        self.vocab_size = vocab_size
+    def residual_gumbel(depth: torch.Tensor) -> torch.Tensor:
+        return random_bits.gumbel(seeds, starts + depth, steps, random_bits.RESIDUAL_STREAM, scores.shape[1])
 
-    def accept_uniform(self, count: int) -> torch.Tensor:
-        """Uniform numbers [B, count] to test drafts with."""
-        return random_bits.uniform(self.seeds, self.starts, self.steps, random_bits.ACCEPT_STREAM, max(count, 1))
-
-    def residual_gumbel(self, depth: torch.Tensor) -> torch.Tensor:
-        """Gumbel noise [B, V] for the token at `depth` [B] after each row's last."""
-        return random_bits.gumbel(
-            self.seeds, self.starts + depth, self.steps, random_bits.RESIDUAL_STREAM, self.vocab_size
-        )
-
-
-def target_probs(scores: torch.Tensor, score_rows: np.ndarray) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of nodes [B] (0: the root) that returns the target's distributions after them, [B, V]."""
-    rows = torch.from_numpy(score_rows).to(scores.device)
-    batch = torch.arange(len(rows), device=scores.device)
-    return lambda node: torch.softmax(scores[rows[batch, node]], dim=-1)
+    uniform = random_bits.uniform(seeds, starts, steps, random_bits.ACCEPT_STREAM, count)
+    return lambda node: torch.softmax(scores[rows[batch, node]], dim=-1), uniform, residual_gumbel
 
 
 def verify_tokens(
@@ -60,17 +48,12 @@ def verify_tokens(
     Returns: accepted path bool [B, N], and the token after it int64 [B].
     """
     assert temperature is None and thresholds is None
-    device, noise = scores.device, WalkNoise(streams, scores.device, scores.shape[1])
-    return rejection_walk(
-        drafts.tokens.to(device),
-        torch.from_numpy(drafts.valid).to(device),
-        torch.from_numpy(np.ascontiguousarray(drafts.parent_index)).to(device),
-        drafts.probs,
-        prob_index_on(drafts, device),
-        target_probs(scores, score_rows),
-        noise.accept_uniform(drafts.tokens.shape[1]),
-        noise.residual_gumbel,
+    device = scores.device
+    valid, parents = (
+        torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in (drafts.valid, drafts.parent_index)
     )
+    nodes = drafts.tokens.to(device), valid, parents, drafts.probs, prob_index_on(drafts, device)
+    return rejection_walk(*nodes, *_walk_arguments(drafts, scores, score_rows, streams))
 
 
 def rejection_walk(tokens, valid, parents, probs, prob_index, target_probs, accept_uniform, residual_gumbel):
@@ -133,21 +116,15 @@ def verify_block(
     drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Verify chains by `block_walk`. Arguments and results: see `verify_tokens`."""
-    device, noise = scores.device, WalkNoise(streams, scores.device, scores.shape[1])
+    device = scores.device
     # The rule weighs nodes before it knows whether they are reached. So a chain ends where nothing can be sampled, and any
     # distribution may stand in there: the weight of a chain's end does not depend on it.
     broken = ~scores.amax(1).isfinite()[upload(score_rows, device)]  # [B, N + 1]
-    probs, batch = target_probs(scores, score_rows), torch.arange(len(score_rows), device=device)
-    stand_in = 1 / scores.shape[1]
-    return block_walk(
-        drafts.tokens.to(device),
-        torch.from_numpy(drafts.valid).to(device) & (broken[:, :-1].cumsum(1) == 0),
-        drafts.probs,
-        prob_index_on(drafts, device),
-        lambda node: probs(node).masked_fill(broken[batch, node][:, None], stand_in),
-        noise.accept_uniform(drafts.tokens.shape[1]),
-        noise.residual_gumbel,
-    )
+    probs, *noise = _walk_arguments(drafts, scores, score_rows, streams)
+    batch, stand_in = torch.arange(len(score_rows), device=device), 1 / scores.shape[1]
+    valid = torch.from_numpy(drafts.valid).to(device) & (broken[:, :-1].cumsum(1) == 0)
+    nodes = drafts.tokens.to(device), valid, drafts.probs, prob_index_on(drafts, device)
+    return block_walk(*nodes, lambda node: probs(node).masked_fill(broken[batch, node][:, None], stand_in), *noise)
 
 
 def block_walk(tokens, valid, probs, prob_index, target_probs, accept_uniform, residual_gumbel):

@@ -15,11 +15,8 @@ vocabulary once per rejection that is followed by another sibling. Chains never 
 `rejection_walk_kernel` and `draw_kernel` are long on purpose: passing the state of the walk between functions would cost registers.
 """
 
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportAssignmentType=false
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -29,7 +26,7 @@ from ..dispatch import as_bytes, ceil_div, next_power_of_two
 from ..drafts import prob_index_on, upload_drafts, upload_streams
 from ..random_bits.triton import ACCEPT_STREAM, RESIDUAL_STREAM, uniform_at
 from ..sampling.triton_scores import NO_ID, best_noisy, load_scores, noisy_better, sampling_of
-from ..verification.triton import check_rows, empty_verdict, split_vocabulary
+from ..verification.triton import empty_verdict, split_vocabulary
 
 _LEAST = tl.constexpr(1.2e-38)  # the smallest normal float32; a smaller constant would become a float64
 
@@ -63,13 +60,14 @@ def _children_of(slot, parents, valid, num_nodes, TREE: tl.constexpr, BLOCK_N: t
 def sums_kernel(
     logits, index, tokens, parents, valid, temperatures, thresholds, threshold_ids, maxima, sums, vocab, row_stride, num_nodes,
     num_blocks, blocks_per_split,
-    TREE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    TREE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of exp(score - maximum) of every block of the vocabulary, without drafted children.
 
     Programs: (row, slot) x splits; those of slots without children read nothing. Writes maxima and sums, float32 [B, N + 1, blocks].
     Arguments as in `verify_rejection`.
     """
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     place = tl.program_id(0).to(tl.int64)
     row = place // (num_nodes + 1)
     slot = (place % (num_nodes + 1)).to(tl.int32)
@@ -77,11 +75,11 @@ def sums_kernel(
     wanted = tl.max(children.to(tl.int32), 0) > 0
     if wanted:
         source = tl.load(index + place).to(tl.int64)
-        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
         begin = tl.program_id(1) * blocks_per_split
         for block in range(begin, tl.minimum(begin + blocks_per_split, num_blocks)):
             ids = block * BLOCK + tl.arange(0, BLOCK)
-            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
             scores = _without_children(scores, block * BLOCK, ids, tokens + row * num_nodes, children, num_nodes, BLOCK)
             top = tl.max(scores, 0)
             shift = tl.where(top == float("-inf"), 0.0, top)
@@ -93,13 +91,14 @@ def sums_kernel(
 def chain_kernel(
     logits, index, tokens, valid, seeds, starts, steps, temperatures, thresholds, threshold_ids, maxima, sums,
     best_scores, best_ids, vocab, row_stride, num_nodes,
-    HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """For deterministic chains: the sums of `sums_kernel` and the draws of `draw_kernel` at every root and node, in one read.
 
     Programs: (row, slot) x splits. The draw after a slot's child was rejected does not depend on the walk, because its noise
     depends only on the slot. Writes maxima, sums, best_scores, best_ids [B, N + 1, splits].
     """
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     place = tl.program_id(0)
     row = place // (num_nodes + 1)
     slot = place % (num_nodes + 1)
@@ -110,13 +109,10 @@ def chain_kernel(
     child = tl.load(tokens + row * num_nodes + slot, mask=slot < num_nodes, other=-1).to(tl.int32)
     seed, position, step = tl.load(seeds + row), tl.load(starts + row) + slot, tl.load(steps + row)
     if wanted:
-        sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
-            row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-        )
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
         best, best_id, top, total = best_noisy(
             logits + source * row_stride, tl.program_id(1) * STEPS * LANES * 32, vocab, tl.where(has_child, child, -1),
-            sampling, seed, position, step, RESIDUAL_STREAM, True, HAS_TEMPERATURE, HAS_THRESHOLDS,
-            STEPS, LANES,
+            sampling, seed, position, step, RESIDUAL_STREAM, True, KIND, STEPS, LANES,
         )  # fmt: skip
         at = place.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         tl.store(maxima + at, top)
@@ -177,9 +173,8 @@ def _arrive(
 def rejection_walk_kernel(
     logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, temperatures, thresholds,
     threshold_ids, maxima, sums, best_scores, best_ids, masses, kept, ends, scales, path, lengths, next_tokens, vocab,
-    row_stride, num_nodes, num_blocks, num_probs, DRAWN: tl.constexpr, TREE: tl.constexpr,
-    POINTS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+    row_stride, num_nodes, num_blocks, num_probs, DRAWN: tl.constexpr, TREE: tl.constexpr, POINTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row walks the tree from its root and tests each node against the residual of rejected siblings.
 
@@ -189,6 +184,7 @@ def rejection_walk_kernel(
     float32 [B, N] (see `_left_over`), ends int32 [B, 2] (last node + 1, its first child), scales float32 [B, 2] (shift, total).
     DRAWN: instead, it takes next_tokens [B] from the draws of `chain_kernel`.
     """
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     row = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, BLOCK_N)
     tokens += row * num_nodes
@@ -215,16 +211,14 @@ def rejection_walk_kernel(
             above = tl.load(parents + node).to(tl.int32)
         accept = tl.full([], 0, tl.int32)
         if (above + 1 == slot) & (tl.load(valid + node) != 0):
-            sampling = sampling_of(
-                row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-            )
+            sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
             children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
             if arrived > 0:
                 arrived = tl.full([], 0, tl.int32)
                 first_child = tl.full([], 0, tl.int32) + node
                 scores = load_scores(
-                    logits + source * row_stride, tl.where(children, drafted, vocab), vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS,
-                )  # fmt: skip
+                    logits + source * row_stride, tl.where(children, drafted, vocab), vocab, sampling, KIND
+                )
                 at = (row * (num_nodes + 1) + slot) * num_blocks
                 shift, rest, chances = _arrive(
                     maxima + at, sums + at, scores, drafted, children, tokens, node, num_nodes, num_blocks, TREE,
@@ -240,7 +234,7 @@ def rejection_walk_kernel(
             else:
                 draft = probs + (row * num_probs + tl.load(prob_index + row * num_nodes + first_child)) * vocab
                 own = token + tl.arange(0, 1)
-                score = load_scores(logits + source * row_stride, own, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+                score = load_scores(logits + source * row_stride, own, vocab, sampling, KIND)
                 p, q = _left_over(
                     score, own, shift, total, draft, own < vocab, tokens, masses, kept, parents, valid, slot,
                     node, num_nodes, TREE,
@@ -251,9 +245,7 @@ def rejection_walk_kernel(
                     without = tl.zeros([BLOCK], tl.float32)
                     for begin in range(0, vocab, BLOCK):
                         ids = begin + tl.arange(0, BLOCK)
-                        block_scores = load_scores(
-                            logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS
-                        )
+                        block_scores = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
                         residual, proposal = _left_over(
                             block_scores, ids, shift, total, draft, ids < vocab, tokens, masses, kept, parents,
                             valid, slot, node, num_nodes, TREE,
@@ -278,14 +270,10 @@ def rejection_walk_kernel(
         best = tl.max(drawn, 0)
         best_id = tl.min(tl.where(drawn == best, drawn_ids, NO_ID), 0)
         if best == float("-inf"):  # the rejected child had all the mass: draw from the full distribution
-            sampling = sampling_of(
-                row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-            )
+            sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
             for begin in range(0, vocab, BLOCK):
                 ids = begin + tl.arange(0, BLOCK)
-                before = load_scores(
-                    logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS
-                )
+                before = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
                 best, best_id = noisy_better(
                     before, ids, begin, best, best_id, seed, start + length, step, RESIDUAL_STREAM, BLOCK
                 )
@@ -302,10 +290,10 @@ def draw_kernel(
     logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, temperatures, thresholds,
     threshold_ids, masses, kept, ends, scales, lengths, best_scores, best_ids, next_tokens, vocab, row_stride, num_nodes,
     num_probs, blocks_per_split, splits, MERGE: tl.constexpr, TREE: tl.constexpr, POINTS: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find one split's best token; with MERGE, the best of all splits, or a draw from the full distribution if nothing is left."""
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     row = tl.program_id(0).to(tl.int64)
     wanted = True
     start_id = tl.program_id(1) * blocks_per_split * BLOCK
@@ -328,13 +316,13 @@ def draw_kernel(
         children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
         last = tl.max(tl.where(children, tl.arange(0, BLOCK_N), -1), 0)  # the last rejected node, or -1
         source = tl.load(index + row * (num_nodes + 1) + slot).to(tl.int64)
-        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
         seed = tl.load(seeds + row)
         step = tl.load(steps + row)
         position = tl.load(starts + row) + tl.load(lengths + row)
         for begin in range(start_id, end_id, BLOCK):
             ids = begin + tl.arange(0, BLOCK)
-            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
             if POINTS:
                 if not MERGE:
                     scores = _without_children(scores, begin, ids, tokens, children, num_nodes, BLOCK)
@@ -385,10 +373,10 @@ def verify_rejection(
 
     Args:
         logits: float32, bfloat16 or float16 [R, V], without NaN; ids adjacent, rows may be strided.
-        index: int64 [B, N + 1], the row of logits after the root and each node.
+        index: int64 [B, N + 1], contiguous, the row of logits after the root and each node.
         tokens, valid, parents: int64, bool, int64 [B, N]; parents None: chains.
         seeds, positions, steps: int64 [B], each row's stream, the index of the token after its root, and its round.
-        probs: float32 [B, M, V], the distributions of the drafts; None: deterministic drafts.
+        probs: float32 [B, M, V], contiguous, the distributions of the drafts; None: deterministic drafts.
         prob_index: int64 [B, N], which of them each node was drawn from; siblings share one. Required with probs.
         temperature: float32 [B]; None: 1.
         thresholds: float32 [R] and int32 [R] from `sampling.triton.sampling_thresholds`.
@@ -399,117 +387,63 @@ def verify_rejection(
     Memory traffic: for deterministic chains each row of logits once, in 2 launches; otherwise those of inner nodes and one more per
     sequence, in 4 launches. With probs, also one of their rows per sequence.
     """
-    check_rows(logits, index, thresholds)
-    if (probs is None) != (prob_index is None) or (probs is not None and not probs.is_contiguous()):
-        raise ValueError("probs must be contiguous [B, M, V] and come with prob_index [B, N].")
-    if tokens.shape != valid.shape or index.shape[1] != tokens.shape[1] + 1:
-        raise ValueError("tokens and valid must be [B, N], index [B, N + 1].")
     out = out if out is not None else empty_verdict(tokens)
-    if not len(tokens):
+    (batch, num_nodes), vocab, stride = tokens.shape, logits.shape[1], logits.stride(0)
+    if not batch:
         return out
-    sampling: dict[str, Any] = dict(HAS_TEMPERATURE=temperature is not None, HAS_THRESHOLDS=thresholds is not None)
-    walk = _Walk(
-        logits, index, tokens, parents, valid.view(torch.uint8), probs, prob_index, (seeds, positions, steps),
-        (temperature, *(thresholds or (None, None))), sampling, out, block,
-    )  # fmt: skip
-    if parents is None and probs is None:
-        _launch_chains(walk)
-    else:
-        _launch_drafts(walk)
-    return out
+    valid = valid.view(torch.uint8)
+    noise, scores = (seeds, positions, steps), (temperature, *(thresholds or (None, None)))
+    is_tree, points = parents is not None, probs is None
+    drawn = points and not is_tree  # deterministic chains: `chain_kernel` draws the next token at every node
+    above = parents if parents is not None else tokens  # not read for chains
+    places = batch * (num_nodes + 1)
+    splits, per_split = split_vocabulary(places, vocab, block)
+    num_blocks = splits if drawn else ceil_div(vocab, block)
 
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=logits.device)
 
-@dataclass(frozen=True)
-class _Walk:
-    """The arguments of `verify_rejection` as the kernels take them."""
-
-    logits: torch.Tensor
-    index: torch.Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    tokens: torch.Tensor
-    parents: torch.Tensor | None
-    valid: torch.Tensor
-    probs: torch.Tensor | None
-    prob_index: torch.Tensor | None
-    noise: tuple[torch.Tensor, ...]  # seeds, positions, steps
-    scores: tuple[torch.Tensor | None, ...]  # temperature, thresholds, their ids
-    sampling: dict[str, Any]  # flags of the kernels
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    block: int
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=self.logits.device)
-
-
-def _launch_chains(walk: _Walk) -> None:
-    """Deterministic chains: read each row of logits once, then walk."""
-    (batch, num_nodes), vocab, block = walk.tokens.shape, walk.logits.shape[1], walk.block
-    splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
-    sums = walk.empty(4, batch * (num_nodes + 1), splits)
-    chain_kernel[(batch * (num_nodes + 1), splits)](
-        walk.logits, walk.index, walk.tokens, walk.valid, *walk.noise, *walk.scores, sums[0], sums[1], sums[2],
-        sums[3].view(torch.int32), vocab, walk.logits.stride(0), num_nodes, STEPS=per_split, LANES=block // 32,
-        num_warps=ceil_div(block, 1024), **walk.sampling,
-    )  # fmt: skip
-    _launch_walk(walk, sums, drawn=True)
-
-
-def _launch_drafts(walk: _Walk) -> None:
-    """Trees, and drafts with distributions: sums without children, the walk, and the draw of the next token in two launches."""
-    (batch, num_nodes), vocab, block = walk.tokens.shape, walk.logits.shape[1], walk.block
-    num_blocks = ceil_div(vocab, block)
-    sums = walk.empty(4, batch * (num_nodes + 1), num_blocks)
-    parents = walk.tokens if walk.parents is None else walk.parents  # not read for chains
-    flags = dict(
-        TREE=walk.parents is not None, BLOCK_N=next_power_of_two(num_nodes), BLOCK=block, num_warps=8, **walk.sampling
-    )
-    if num_nodes:
-        splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
-        sums_kernel[(batch * (num_nodes + 1), splits)](
-            walk.logits, walk.index, walk.tokens, parents, walk.valid, *walk.scores, sums[0], sums[1], vocab,
-            walk.logits.stride(0), num_nodes, num_blocks, per_split, **flags,
+    maxima, sums, best_scores = empty(3, places, num_blocks)
+    best_ids = empty(places, num_blocks, dtype=torch.int32)
+    masses, kept = empty(2, batch, max(num_nodes, 1))
+    ends, scales = empty(batch, 2, dtype=torch.int32), empty(batch, 2)
+    block_n = next_power_of_two(num_nodes)
+    flags = dict(TREE=is_tree, BLOCK_N=block_n, BLOCK=block, num_warps=8)
+    if drawn:
+        chain_kernel[(places, splits)](
+            logits, index, tokens, valid, *noise, *scores, maxima, sums, best_scores, best_ids, vocab, stride, num_nodes,
+            STEPS=per_split, LANES=block // 32, num_warps=ceil_div(block, 1024),
         )  # fmt: skip
-    masses, ends, scales = _launch_walk(walk, sums, drawn=False)
-    splits, per_split = split_vocabulary(batch, vocab, block)
-    best_scores, best_ids = walk.empty(batch, splits), walk.empty(batch, splits, dtype=torch.int32)
-    num_probs = 0 if walk.probs is None else walk.probs.shape[1]
-    for merge in (False, True):
-        draw_kernel[(batch, 1 if merge else splits)](
-            walk.logits, walk.index, walk.tokens, parents, walk.valid, walk.probs, walk.prob_index, *walk.noise,
-            *walk.scores, masses[0], masses[1], ends, scales, walk.out[1], best_scores, best_ids, walk.out[2], vocab,
-            walk.logits.stride(0), num_nodes, num_probs, per_split, splits, MERGE=merge, POINTS=walk.probs is None, **flags,
+    elif num_nodes:
+        sums_kernel[(places, splits)](
+            logits, index, tokens, above, valid, *scores, maxima, sums, vocab, stride, num_nodes, num_blocks, per_split, **flags,
         )  # fmt: skip
-
-
-def _launch_walk(walk: _Walk, sums: torch.Tensor, drawn: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Walk each row's tree. Returns what `draw_kernel` reads: masses and kept [2, B, N], ends and scales [B, 2].
-
-    Args:
-        sums: float32 [4, B (N + 1), blocks]: maxima and sums, and if `drawn` the scores and ids of the tokens drawn at each node.
-    """
-    (batch, num_nodes), vocab = walk.tokens.shape, walk.logits.shape[1]
-    masses = walk.empty(2, batch, max(num_nodes, 1))
-    ends, scales = walk.empty(batch, 2, dtype=torch.int32), walk.empty(batch, 2)
-    is_tree, points = walk.parents is not None, walk.probs is None
-    path, lengths, next_tokens = walk.out
+    path, lengths, next_tokens = out
+    num_probs = 0 if probs is None else probs.shape[1]
     rejection_walk_kernel[(batch,)](
-        walk.logits, walk.index, walk.tokens, walk.tokens if walk.parents is None else walk.parents, walk.valid, walk.probs,
-        walk.prob_index, *walk.noise, *walk.scores, sums[0], sums[1], sums[2], sums[3].view(torch.int32), masses[0], masses[1],
-        ends, scales, as_bytes(path), lengths, next_tokens, vocab, walk.logits.stride(0), num_nodes, sums.shape[2],
-        0 if walk.probs is None else walk.probs.shape[1], DRAWN=drawn, TREE=is_tree, POINTS=points,
-        BLOCK_N=next_power_of_two(num_nodes), BLOCK_S=next_power_of_two(sums.shape[2]), BLOCK=1024 if drawn else walk.block,
-        num_warps=1 if not is_tree else 4 if points else 16, **walk.sampling,
+        logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, maxima, sums, best_scores, best_ids, masses,
+        kept, ends, scales, as_bytes(path), lengths, next_tokens, vocab, stride, num_nodes, num_blocks, num_probs, DRAWN=drawn,
+        TREE=is_tree, POINTS=points, BLOCK_N=block_n, BLOCK_S=next_power_of_two(num_blocks), BLOCK=1024 if drawn else block,
+        num_warps=1 if not is_tree else 4 if points else 16,
     )  # fmt: skip
-    return masses, ends, scales
+    if not drawn:
+        splits, per_split = split_vocabulary(batch, vocab, block)
+        for merge in (False, True):
+            draw_kernel[(batch, 1 if merge else splits)](
+                logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, masses, kept, ends, scales, lengths,
+                best_scores, best_ids, next_tokens, vocab, stride, num_nodes, num_probs, per_split, splits, MERGE=merge,
+                POINTS=points, **flags,
+            )  # fmt: skip
+    return out
 
 
 def verify_tokens(drafts, scores, score_rows, streams, temperature=None, thresholds=None):
     """See `reference.verify_tokens`."""
-    device = scores.device
-    index, tokens, valid, parents = upload_drafts(drafts, score_rows, device)
-    seeds, positions, steps, _ = upload_streams(streams, device)
-    prob_index = None if drafts.probs is None else prob_index_on(drafts, device).contiguous()
-    path, _, next_tokens = verify_rejection(
-        scores, index, tokens, valid, seeds, positions, steps, parents, drafts.probs, prob_index,
-        temperature=temperature, thresholds=thresholds,
-    )  # fmt: skip
+    index, tokens, valid, parents = upload_drafts(drafts, score_rows, scores.device)
+    *keys, _ = upload_streams(streams, scores.device)
+    probs = prob_index = None
+    if drafts.probs is not None:
+        probs, prob_index = drafts.probs.contiguous(), prob_index_on(drafts, scores.device).contiguous()
+    given = parents, probs, prob_index, temperature, thresholds
+    path, _, next_tokens = verify_rejection(scores, index, tokens, valid, *keys, *given)
     return path, next_tokens

@@ -10,11 +10,6 @@ import torch
 
 from ..dispatch import operation, uses_triton
 from . import reference
-from .reference import DRAWS_PER_ROUND, RowParameters, choose_tokens, sampling_scores
-
-__all__ = [
-    "DRAWS_PER_ROUND", "RowParameters", "apply_parameters", "choices", "choose_tokens", "is_fused", "noisy_scores", "sampling_scores",
-]  # fmt: skip
 
 apply_parameters = operation(reference.apply_parameters)
 noisy_scores = operation(reference.noisy_scores)

@@ -10,11 +10,10 @@ It searches the row's likeliest tokens, which are copied out first, or all token
 exact up to the rounding of the masses.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,9 +39,7 @@ def _score_of(key):
 
 
 @triton.jit
-def _search(
-    row, vocab, temperature, top, floor, target, HAS_TEMPERATURE: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _search(row, vocab, temperature, top, floor, target, KIND: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The greatest key with no more than `target` below it, and the amount below it.
 
     MASS: the amount is the sum of exp(score - top) over tokens with keys from `floor` on; otherwise the number of tokens.
@@ -56,7 +53,7 @@ def _search(
         below = tl.zeros([8, BLOCK], tl.float32)
         for first in range(0, vocab, BLOCK):
             ids = first + tl.arange(0, BLOCK)
-            scores = load_scores(row, ids, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+            scores = load_scores(row, ids, vocab, (temperature, 0.0, 0), KIND)
             keys = _ordered(scores)
             if MASS:
                 weight = tl.where((keys >= floor) & (ids < vocab), tl.exp(scores - top), 0.0)
@@ -72,25 +69,22 @@ def _search(
 
 
 @triton.jit
-def _parameters(
-    place, owners, temperatures, top_ks, top_ps, min_ps, vocab, HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr,
-):  # fmt: skip
+def _parameters(place, owners, temperatures, top_ks, top_ps, min_ps, vocab):
     """Temperature, top-k, top-p and min-p of a row of logits; 1, 0, 1 and 0 are off."""
     owner = place
-    if HAS_OWNERS:
+    if owners is not None:
         owner = tl.load(owners + place).to(tl.int64)
     temperature = 1.0
     top_k = 0
     top_p = 1.0
     min_p = 0.0
-    if HAS_TEMPERATURE:
+    if temperatures is not None:
         temperature = tl.load(temperatures + owner)
-    if HAS_TOP_K:
+    if top_ks is not None:
         top_k = tl.minimum(tl.load(top_ks + owner).to(tl.int32), vocab)
-    if HAS_TOP_P:
+    if top_ps is not None:
         top_p = tl.load(top_ps + owner)
-    if HAS_MIN_P:
+    if min_ps is not None:
         min_p = tl.load(min_ps + owner)
     return temperature, top_k, top_p, min_p
 
@@ -98,8 +92,7 @@ def _parameters(
 @triton.jit
 def candidates_kernel(
     logits, owners, temperatures, top_ks, top_ps, min_ps, scores_out, ids_out, counts, outside, vocab, row_stride, capacity,
-    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy out a row's likeliest tokens, enough for its top-k or top-p, in the order of their ids.
 
@@ -107,17 +100,15 @@ def candidates_kernel(
     """
     place = tl.program_id(0).to(tl.int64)
     row = logits + place * row_stride
-    temperature, top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
-        place, owners, temperatures, top_ks, top_ps, min_ps, vocab, HAS_OWNERS, HAS_TEMPERATURE, HAS_TOP_K, HAS_TOP_P,
-        HAS_MIN_P,
-    )  # fmt: skip
+    KIND: tl.constexpr = (temperatures is not None, False)
+    temperature, top_k, top_p, min_p = _parameters(place, owners, temperatures, top_ks, top_ps, min_ps, vocab)
     count = tl.full([], -1, tl.int32)
     if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
         lanes = tl.arange(0, BLOCK)
         wide_lanes = tl.arange(0, 4 * BLOCK)
         tops = tl.full([4 * BLOCK], float("-inf"), tl.float32)
         for first in range(0, vocab, 4 * BLOCK):
-            scores = load_scores(row, first + wide_lanes, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+            scores = load_scores(row, first + wide_lanes, vocab, (temperature, 0.0, 0), KIND)
             tops = tl.maximum(tops, scores)
         top = tl.max(tops, 0)
         steps = tl.arange(0, 8)
@@ -128,7 +119,7 @@ def candidates_kernel(
         masses = tl.zeros([8, BLOCK], tl.float32)
         everything = tl.zeros([BLOCK], tl.float32)
         for first in range(0, vocab, BLOCK):
-            scores = load_scores(row, first + lanes, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+            scores = load_scores(row, first + lanes, vocab, (temperature, 0.0, 0), KIND)
             mass = tl.exp(scores - top)
             above = scores[None, :] >= cuts[:, None]
             numbers += tl.where(above, 1.0, 0.0)
@@ -148,7 +139,7 @@ def candidates_kernel(
             count = tl.full([], 0, tl.int32)
             for first in range(0, vocab, BLOCK):
                 ids = first + lanes
-                scores = load_scores(row, ids, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+                scores = load_scores(row, ids, vocab, (temperature, 0.0, 0), KIND)
                 if tl.max(scores, 0) >= cut:
                     taken = ((scores >= cut) & (ids < vocab)).to(tl.int32)
                     at = place * capacity + count + tl.cumsum(taken, 0) - 1
@@ -161,23 +152,20 @@ def candidates_kernel(
 @triton.jit
 def thresholds_kernel(
     logits, owners, temperatures, top_ks, top_ps, min_ps, ids_of, counts, outside, thresholds, threshold_ids, vocab, row_stride,
-    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Search for thresholds. CANDIDATES: in rows that have candidates, whose scores are in `logits`; otherwise in the other rows."""
     place = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + place)
     if (count >= 0) == CANDIDATES:
         row = logits + place * row_stride
-        temperature, top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
-            place, owners, temperatures, top_ks, top_ps, min_ps, vocab, HAS_OWNERS, HAS_TEMPERATURE, HAS_TOP_K, HAS_TOP_P,
-            HAS_MIN_P,
-        )  # fmt: skip
+        KIND: tl.constexpr = (temperatures is not None, False)
+        temperature, top_k, top_p, min_p = _parameters(place, owners, temperatures, top_ks, top_ps, min_ps, vocab)
         size = vocab
         removed_mass = 0.0  # of tokens that are not candidates
         if CANDIDATES:
             size = count
-            if HAS_TOP_P:
+            if top_ps is not None:
                 removed_mass = tl.where(top_k > 0, 0.0, tl.load(outside + place))
         lanes = tl.arange(0, BLOCK)
         threshold = tl.full([], float("-inf"), tl.float32)
@@ -185,22 +173,22 @@ def thresholds_kernel(
         if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
             tops = tl.full([BLOCK], float("-inf"), tl.float32)
             for first in range(0, size, BLOCK):
-                scores = load_scores(row, first + lanes, size, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+                scores = load_scores(row, first + lanes, size, (temperature, 0.0, 0), KIND)
                 tops = tl.maximum(tops, scores)
             top = tl.max(tops, 0)
             floor = tl.full([], 0, tl.uint32)
-            if HAS_TOP_K and top_k > 0:
+            if top_ks is not None and top_k > 0:
                 floor, under = _search(
-                    row, size, temperature, top, floor, (size - top_k).to(tl.float32), HAS_TEMPERATURE, False, BLOCK
+                    row, size, temperature, top, floor, (size - top_k).to(tl.float32), KIND, False, BLOCK
                 )
                 threshold = _score_of(floor)
-            if HAS_TOP_P and top_p < 1.0:
+            if top_ps is not None and top_p < 1.0:
                 masses = tl.zeros([BLOCK], tl.float32)
                 for first in range(0, size, BLOCK):
-                    scores = load_scores(row, first + lanes, size, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+                    scores = load_scores(row, first + lanes, size, (temperature, 0.0, 0), KIND)
                     masses += tl.where(_ordered(scores) >= floor, tl.exp(scores - top), 0.0)
                 target = (1.0 - top_p) * (tl.sum(masses, 0) + removed_mass) - removed_mass
-                key, under = _search(row, size, temperature, top, floor, target, HAS_TEMPERATURE, True, BLOCK)
+                key, under = _search(row, size, temperature, top, floor, target, KIND, True, BLOCK)
                 threshold = tl.minimum(_score_of(tl.maximum(key, floor)), top)
                 # So many of the tokens with this score are removed, lowest ids first; at least one is kept.
                 removed = tl.minimum(tl.floor((target - under) / tl.exp(threshold - top)), 1e9).to(tl.int32)
@@ -208,7 +196,7 @@ def thresholds_kernel(
                 last = tl.full([], 0, tl.int32)
                 for first in range(0, size, BLOCK):
                     at = first + lanes
-                    scores = load_scores(row, at, size, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+                    scores = load_scores(row, at, size, (temperature, 0.0, 0), KIND)
                     equal = (scores == threshold) & (at < size)
                     if tl.max(equal.to(tl.int32), 0) > 0:
                         ids = at
@@ -218,7 +206,7 @@ def thresholds_kernel(
                         last = tl.maximum(last, tl.max(tl.where(equal & (rank <= removed + 1), ids, 0), 0))
                         seen += tl.sum(equal.to(tl.int32), 0)
                 threshold_id = last
-            if HAS_MIN_P and min_p > 0.0:
+            if min_ps is not None and min_p > 0.0:
                 least = top + tl.log(min_p)
                 threshold_id = tl.where(least > threshold, 0, threshold_id)
                 threshold = tl.maximum(threshold, least)
@@ -229,20 +217,18 @@ def thresholds_kernel(
 @triton.jit
 def scores_kernel(
     logits, owners, temperatures, thresholds, threshold_ids, seeds, positions, steps, do_sample, out, vocab, row_stride,
-    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, STREAM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    STREAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Processed scores of one row of logits, with Gumbel noise where the row samples. A program is a row and BLOCK ids."""
     place = tl.program_id(0).to(tl.int64)
     owner = place
-    if HAS_OWNERS:
+    if owners is not None:
         owner = tl.load(owners + place).to(tl.int64)
-    sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
-        owner, place, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-    )
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
+    sampling = sampling_of(owner, place, temperatures, thresholds, threshold_ids)
     start = tl.program_id(1) * BLOCK
     ids = start + tl.arange(0, BLOCK)
-    scores = load_scores(logits + place * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+    scores = load_scores(logits + place * row_stride, ids, vocab, sampling, KIND)
     if STREAM >= 0 and tl.load(do_sample + place) != 0:
         seed, position, step = tl.load(seeds + place), tl.load(positions + place), tl.load(steps + place)
         scores += gumbel_block(seed, position, step, STREAM, start, BLOCK)
@@ -284,49 +270,32 @@ def sampling_thresholds(
     Memory traffic: the logits are read three times to find the likeliest tokens (once is the least possible). The search then reads only
     these, 12 times for top-k and 13 for top-p; if they are more than `capacity`, it reads the logits. One program per row.
     """
-    if logits.dim() != 2 or logits.stride(1) != 1:
-        raise ValueError(f"logits must be [R, V] with adjacent ids, not {tuple(logits.shape)} by {logits.stride()}.")
     rows, vocab = logits.shape
-    device = logits.device
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=logits.device)
+
     if out is None:
-        out = (
-            torch.empty(rows, dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.int32, device=device),
-        )
+        out = empty(rows, dtype=torch.float32), empty(rows, dtype=torch.int32)
     if not rows:
         return out
-    scores = torch.empty(rows, capacity, dtype=torch.float32, device=device)
-    ids = torch.empty(rows, capacity, dtype=torch.int32, device=device)
-    counts = torch.empty(rows, dtype=torch.int32, device=device)
-    outside = torch.empty(rows, dtype=torch.float32, device=device)
-    flags: dict[str, Any] = dict(
-        HAS_OWNERS=owners is not None, HAS_TOP_K=top_k is not None, HAS_TOP_P=top_p is not None,
-        HAS_MIN_P=min_p is not None, BLOCK=block, num_warps=16,
-    )  # fmt: skip
-    heated: Any = temperature is not None
+    scores, ids = empty(rows, capacity, dtype=torch.float32), empty(rows, capacity, dtype=torch.int32)
+    counts, outside = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.float32)
     candidates_kernel[(rows,)](
         logits, owners, temperature, top_k, top_p, min_p, scores, ids, counts, outside, vocab, logits.stride(0), capacity,
-        HAS_TEMPERATURE=heated, **flags,
+        BLOCK=block, num_warps=16,
     )  # fmt: skip
     sources: list[tuple[Any, ...]] = [(scores, None, capacity, True), (logits, temperature, logits.stride(0), False)]
     for source, used, stride, candidates in sources:
         thresholds_kernel[(rows,)](
-            source, owners, used, top_k, top_p, min_p, ids, counts, outside, *out, vocab, stride,
-            HAS_TEMPERATURE=used is not None,  # pyright: ignore[reportArgumentType]
-            CANDIDATES=candidates, **flags,
+            source, owners, used, top_k, top_p, min_p, ids, counts, outside, *out, vocab, stride, CANDIDATES=candidates,
+            BLOCK=block, num_warps=16,
         )  # fmt: skip
     return out
 
 
-@dataclass
-class Noise:
-    """The Gumbel noise to add to rows of logits.
-
-    Attributes:
-        seeds, positions, steps: int64 [R].
-        do_sample: bool [R], rows that get noise.
-        stream: one of the streams of `random_bits`.
-    """
+class Noise(NamedTuple):
+    """Gumbel noise for rows of logits: seeds, positions and steps int64 [R], bool [R] rows that get noise, a stream of `random_bits`."""
 
     seeds: torch.Tensor
     positions: torch.Tensor
@@ -354,18 +323,11 @@ def sampling_scores(
     logarithms per id.
     """
     rows, vocab = logits.shape
-    if logits.stride(1) != 1 or (
-        thresholds is not None and any(threshold.shape != (rows,) for threshold in thresholds)
-    ):
-        raise ValueError("logits must be [R, V] with adjacent ids, thresholds two tensors [R].")
     out = out if out is not None else torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    given = (None, None, None, None)
-    if noise is not None:
-        given = noise.seeds, noise.positions, noise.steps, as_bytes(noise.do_sample)
+    given = (None,) * 4 if noise is None else (*noise[:3], as_bytes(noise.do_sample))
     if rows and vocab:
         scores_kernel[(rows, triton.cdiv(vocab, block))](
             logits, owners, temperature, *(thresholds or (None, None)), *given, out, vocab, logits.stride(0),
-            HAS_OWNERS=owners is not None, HAS_TEMPERATURE=temperature is not None, HAS_THRESHOLDS=thresholds is not None,
             STREAM=-1 if noise is None else noise.stream, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ words of one Philox counter (see `random_bits`). So neighbouring lanes read neig
 end, and one counter serves 32 ids.
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr):
-    """Float32 scores of some ids: logits over temperature, with tokens below the thresholds at -inf; `sampling`: see `sampling_of`."""
+def load_scores(row, ids, vocab, sampling, KIND: tl.constexpr):
+    """Float32 scores of some ids: logits over temperature, with tokens below the thresholds at -inf; `sampling`: see `sampling_of`.
+
+    KIND: (there is a temperature, there are thresholds).
+    """
     temperature, threshold, threshold_id = sampling
     scores = tl.load(row + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    if HAS_TEMPERATURE:
+    if KIND[0]:
         scores = tl.div_rn(scores, temperature)
-    if HAS_THRESHOLDS:
+    if KIND[1]:
         kept = (scores > threshold) | ((scores == threshold) & (ids >= threshold_id))
         scores = tl.where(kept, scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def sampling_of(
-    row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr
-):
+def sampling_of(row, source, temperatures, thresholds, threshold_ids):
     """The temperature of a sequence and the thresholds (score, id) of one of its rows of logits, for `load_scores`."""
     temperature = 1.0
     threshold = 0.0
     threshold_id = 0
-    if HAS_TEMPERATURE:
+    if temperatures is not None:
         temperature = tl.load(temperatures + row)
-    if HAS_THRESHOLDS:
+    if thresholds is not None:
         threshold = tl.load(thresholds + source)
         threshold_id = tl.load(threshold_ids + source)
     return temperature, threshold, threshold_id
@@ -80,25 +81,21 @@ def _group_ids(row, first, LANES: tl.constexpr):
 
 
 @triton.jit
-def _load_groups(
-    row, first, vocab, sampling, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, LANES: tl.constexpr
-):
+def _load_groups(row, first, vocab, sampling, KIND: tl.constexpr, LANES: tl.constexpr):
     """The scores float32 [LANES, GROUP] of `_group_ids`."""
     if row.dtype.element_ty == tl.float32:
         ids = _group_starts(first, LANES) + tl.arange(0, GROUP // 2)[None, :]
         return tl.interleave(
-            load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS),
-            load_scores(row, ids + GROUP // 2, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS),
+            load_scores(row, ids, vocab, sampling, KIND),
+            load_scores(row, ids + GROUP // 2, vocab, sampling, KIND),
         )
     else:
         ids = _group_ids(row, first, LANES)
-        return load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        return load_scores(row, ids, vocab, sampling, KIND)
 
 
 @triton.jit
-def greatest(
-    row, start, steps, vocab, sampling, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, LANES: tl.constexpr
-):
+def greatest(row, start, steps, vocab, sampling, KIND: tl.constexpr, LANES: tl.constexpr):
     """The greatest score of `steps` tiles from id `start` on, and the lowest id that has it.
 
     Lanes remember only the tile of their maximum; the id is then found among the 1024 ids that contain it.
@@ -108,26 +105,26 @@ def greatest(
     at = spans
     for _ in range(steps):
         ids = (spans * SPAN + tl.arange(0, LANES) % 32 * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-        a = load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
-        b = load_scores(row, ids + 256, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
-        c = load_scores(row, ids + 512, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
-        d = load_scores(row, ids + 768, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        a = load_scores(row, ids, vocab, sampling, KIND)
+        b = load_scores(row, ids + 256, vocab, sampling, KIND)
+        c = load_scores(row, ids + 512, vocab, sampling, KIND)
+        d = load_scores(row, ids + 768, vocab, sampling, KIND)
         tile = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 1)
         at = tl.where(tile > tops, spans, at)
         tops = tl.maximum(tops, tile)
         spans += LANES // 32
     best = tl.max(tops, 0)
     ids = tl.min(tl.where(tops == best, at, NO_ID), 0) * SPAN + tl.arange(0, SPAN)
-    scores = load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+    scores = load_scores(row, ids, vocab, sampling, KIND)
     best_id = tl.min(tl.where(scores == best, ids, NO_ID), 0)
     return best, tl.where(best_id == NO_ID, start, best_id)
 
 
 @triton.jit
-def _unless_removed(tops, sampling, HAS_TEMPERATURE: tl.constexpr):
+def _unless_removed(tops, sampling, KIND: tl.constexpr):
     """The greatest logits of groups, or -inf if the whole group is removed."""
     scores = tops
-    if HAS_TEMPERATURE:
+    if KIND[0]:
         scores = tl.div_rn(tops, sampling[0])
     return tl.where(scores < sampling[1], float("-inf"), tops)
 
@@ -152,15 +149,6 @@ def _for_lanes(values, LANES: tl.constexpr):
 
 
 @triton.jit
-def _greatest_of(bounds, SLOTS: tl.constexpr, LANES: tl.constexpr):
-    """The greatest bound of every 8 lanes; `bounds`: SLOTS tensors [LANES]."""
-    found = bounds[0]
-    for slot in tl.static_range(1, SLOTS):
-        found = tl.maximum(found, bounds[slot])
-    return tl.max(tl.reshape(found, [LANES // 8, 8]), 1)
-
-
-@triton.jit
 def _greatest_below(bounds, ceilings, SLOTS: tl.constexpr, LANES: tl.constexpr):
     """The greatest bound of every 8 lanes below their ceiling [LANES / 8], or -inf; `bounds`: SLOTS tensors [LANES]."""
     of_lanes = _for_lanes(ceilings, LANES)
@@ -173,7 +161,7 @@ def _greatest_below(bounds, ceilings, SLOTS: tl.constexpr, LANES: tl.constexpr):
 @triton.jit
 def best_within(
     bounds, row, start, vocab, without, sampling, seed, position, step, stream: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
+    KIND: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best noisy score of the groups with coded bounds (SLOTS tensors [LANES]), and the lowest id that has it.
 
@@ -183,7 +171,7 @@ def best_within(
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0, tl.int32) + start
     threads = tl.arange(0, LANES)
-    candidates = _greatest_of(bounds, SLOTS, LANES)
+    candidates = _greatest_below(bounds, tl.full([LANES // 8], float("inf"), tl.float32), SLOTS, LANES)
     highest = tl.max(candidates, 0)
     while (highest > NO_BOUND) & (highest >= reach_of(best)):
         # 8 lanes for 8 ids: one id per thread from here on
@@ -193,7 +181,7 @@ def best_within(
         spans = start // SPAN + codes % 16 // 4 * (LANES // 32) + lanes // 32
         # xor hides that the 8 ids are adjacent; otherwise the compiler gives all 8 to every thread
         ids = ((spans * 128 + word * 32 + lanes % 32) * GROUP) ^ (threads % 8)
-        scores = load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        scores = load_scores(row, ids, vocab, sampling, KIND)
         scores = tl.where(ids == without, float("-inf"), scores)
         a, b, c, d = minimum_words(seed, position, step, stream, spans * 32 + lanes % 32)
         words = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
@@ -211,7 +199,7 @@ def best_within(
 @triton.jit
 def best_noisy(
     row, start, vocab, without, sampling, seed, position, step, stream: tl.constexpr,
-    SUMS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    SUMS: tl.constexpr, KIND: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best score with Gumbel noise of STEPS (up to 4) tiles from id `start` on, and the lowest id that has it.
 
@@ -223,17 +211,17 @@ def best_noisy(
     bounds = ()
     tops = tl.full([LANES], float("-inf"), tl.float32)
     sums = tl.zeros([LANES], tl.float32)
-    exact: tl.constexpr = SUMS and HAS_THRESHOLDS  # otherwise bounds and sums need no division
-    heated: tl.constexpr = HAS_TEMPERATURE and exact
+    exact: tl.constexpr = SUMS and KIND[1]  # otherwise bounds and sums need no division
+    LOADS: tl.constexpr = (KIND[0] and exact, exact)
     scale = 1.0
-    if HAS_TEMPERATURE and not exact:
+    if KIND[0] and not exact:
         scale = 1.0 / sampling[0]
     for i in tl.static_range(STEPS):
         first = start + i * LANES * 32
-        a = _load_groups(row, first, vocab, sampling, heated, exact, LANES)
-        b = _load_groups(row, first + 256, vocab, sampling, heated, exact, LANES)
-        c = _load_groups(row, first + 512, vocab, sampling, heated, exact, LANES)
-        d = _load_groups(row, first + 768, vocab, sampling, heated, exact, LANES)
+        a = _load_groups(row, first, vocab, sampling, LOADS, LANES)
+        b = _load_groups(row, first + 256, vocab, sampling, LOADS, LANES)
+        c = _load_groups(row, first + 512, vocab, sampling, LOADS, LANES)
+        d = _load_groups(row, first + 768, vocab, sampling, LOADS, LANES)
         if SUMS:  # noqa: SIM102 (one is of constants)
             if (without >= first) & (without < first + LANES * 32):
                 ids = _group_ids(row, first, LANES)
@@ -250,11 +238,11 @@ def best_noisy(
             less = tl.where(tops == float("-inf"), 0.0, tl.exp2((tops - greater) * (scale * _LOG2_E)))
             sums = sums * less + tl.sum(parts, 1)
             tops = greater
-        if HAS_THRESHOLDS and not exact:
-            top_a = _unless_removed(top_a, sampling, HAS_TEMPERATURE)
-            top_b = _unless_removed(top_b, sampling, HAS_TEMPERATURE)
-            top_c = _unless_removed(top_c, sampling, HAS_TEMPERATURE)
-            top_d = _unless_removed(top_d, sampling, HAS_TEMPERATURE)
+        if KIND[1] and not exact:
+            top_a = _unless_removed(top_a, sampling, KIND)
+            top_b = _unless_removed(top_b, sampling, KIND)
+            top_c = _unless_removed(top_c, sampling, KIND)
+            top_d = _unless_removed(top_d, sampling, KIND)
         of_a, of_b, of_c, of_d = minimum_words(seed, position, step, stream, first // 32 + lanes)
         bounds = bounds + (
             _coded(top_a * scale + most_noise(of_a), codes + 4 * i),
@@ -264,7 +252,7 @@ def best_noisy(
         )
     best, best_id = best_within(
         bounds, row, start, vocab, without, sampling, seed, position, step, stream,
-        HAS_TEMPERATURE, HAS_THRESHOLDS, 4 * STEPS, LANES,
+        KIND, 4 * STEPS, LANES,
     )  # fmt: skip
     greatest_score = tl.full([], 0.0, tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -273,7 +261,7 @@ def best_noisy(
         shift = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(sums * tl.exp2((tops - shift) * (scale * _LOG2_E)), 0)
         greatest_score = top
-        if HAS_TEMPERATURE and not exact:
+        if KIND[0] and not exact:
             greatest_score = tl.div_rn(top, sampling[0])
     return best, best_id, greatest_score, total
 

@@ -76,28 +76,12 @@ def _exists(drafts: Drafts) -> np.ndarray:
     return np.concatenate([np.ones((len(drafts.lengths), 1), bool), drafts.valid], axis=1)
 
 
-def ancestor_matrix(parents: torch.Tensor) -> torch.Tensor:
-    """Which nodes are on the path from the root to each node, including the node itself.
-
-    Args:
-        parents: int64 [B, N], the index of each node's parent (-1: the root, which is the last accepted token).
-
-    Returns: bool [B, N + 1, N + 1] over (root, node 0, .. node N-1): `out[b, i, j]` is True if j is i or an ancestor of i.
-    """
-    batch, num_nodes = parents.shape
-    reach = torch.eye(num_nodes + 1, device=parents.device).repeat(batch, 1, 1)
-    reach[:, 1:].scatter_(2, (parents + 1)[:, :, None], 1.0)
-    for _ in range(max(num_nodes, 1).bit_length()):  # each squaring doubles the path length covered
-        reach = torch.bmm(reach, reach).clamp_(max=1.0)
-    return reach > 0
-
-
 def accepted_nodes(tokens, valid, parents, ancestors, choices) -> torch.Tensor:
     """Walk each tree along the target's own choices.
 
     Args:
         tokens, valid, parents: [B, N], the drafted tokens, which entries are nodes, and their parents.
-        ancestors: [B, N + 1, N + 1] from `ancestor_matrix`.
+        ancestors: [B, N + 1, N + 1], see `Drafts.ancestors`.
         choices: [B, N + 1], the token the target chooses after the root and after each node.
 
     Returns: bool [B, N], the nodes on the accepted path: at most one per depth, even if siblings repeat a token.
@@ -132,7 +116,7 @@ def likeliest_longest_path(candidates, ancestors, log_likelihood) -> torch.Tenso
 
     Args:
         candidates: bool [B, N].
-        ancestors: [B, N + 1, N + 1] from `ancestor_matrix`.
+        ancestors: [B, N + 1, N + 1], see `Drafts.ancestors`.
         log_likelihood: [B, N], the log-probability of each node given its parent.
 
     Returns: bool [B, N].

@@ -5,7 +5,7 @@ per row that merges the splits and walks the tree. Nothing crosses to the host, 
 Definitions: `random_bits.gumbel`, `argmax` with the lowest id first, `reference.accepted_nodes`.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 from typing import Any
@@ -24,7 +24,6 @@ from ..sampling.triton_scores import best_noisy, greatest, sampling_of
 def choices_kernel(
     logits, index, parents, valid, seeds, positions, do_sample, temperatures, thresholds, threshold_ids, best_scores, best_ids,
     vocab, row_stride, num_nodes,
-    TREE: tl.constexpr, SAMPLE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr,
     STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best token of one part of a row's vocabulary, with the noise of its position. A program is a node and a part."""
@@ -36,19 +35,18 @@ def choices_kernel(
     source = tl.load(index + place).to(tl.int64)
     wanted = tl.load(valid + row * num_nodes + slot - 1, mask=slot > 0, other=1) != 0
     sampled = False
-    if SAMPLE:
+    if do_sample is not None:
         sampled = tl.load(do_sample + row) != 0
     start = split * STEPS * LANES * 32
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0, tl.int32) + start
     if wanted:
         scores_row = logits + source * row_stride
-        sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
-            row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-        )
-        if SAMPLE and sampled:
+        KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
+        if do_sample is not None and sampled:
             position = tl.load(positions + row)
-            if TREE:
+            if parents is not None:
                 node = slot - 1
                 while node >= 0:
                     position += 1
@@ -57,11 +55,11 @@ def choices_kernel(
                 position += slot
             best, best_id, _top, _sum = best_noisy(
                 scores_row, start, vocab, -1, sampling, tl.load(seeds + row), position, 0,
-                TOKEN_STREAM, False, HAS_TEMPERATURE, HAS_THRESHOLDS, STEPS, LANES,
+                TOKEN_STREAM, False, KIND, STEPS, LANES,
             )  # fmt: skip
         else:
             steps = tl.minimum(STEPS, tl.cdiv(vocab - start, LANES * 32))
-            best, best_id = greatest(scores_row, start, steps, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS, LANES)
+            best, best_id = greatest(scores_row, start, steps, vocab, sampling, KIND, LANES)
     at = place * tl.num_programs(1) + split
     tl.store(best_scores + at, best)
     tl.store(best_ids + at, best_id)
@@ -70,7 +68,7 @@ def choices_kernel(
 @triton.jit
 def walk_kernel(
     best_scores, best_ids, tokens, parents, valid, choices_out, path, lengths, next_tokens, num_nodes,
-    SPLITS: tl.constexpr, TREE: tl.constexpr, WALK: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Joins the parts of each node's choice, then walks one row's tree along the choices. A program is a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -87,10 +85,10 @@ def walk_kernel(
             choices = tl.where(score > best, split_ids, choices)
             best = tl.maximum(score, best)
     tl.store(choices_out + places, choices, mask=exists)
-    if WALK:
+    if tokens is not None:
         is_node = exists & (slots > 0)
         nodes = row * num_nodes + slots - 1
-        if TREE:
+        if parents is not None:
             parent_slots = tl.load(parents + nodes, mask=is_node, other=-1).to(tl.int32) + 1
         else:
             parent_slots = tl.maximum(slots - 1, 0)
@@ -137,38 +135,6 @@ def split_vocabulary(num_rows: int, vocab_size: int, block: int) -> tuple[int, i
     return ceil_div(blocks, steps), steps
 
 
-def check_rows(logits: torch.Tensor, index: torch.Tensor, thresholds: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-    """Raise ValueError if shapes do not fit."""
-    if logits.dim() != 2 or logits.stride(1) != 1:
-        raise ValueError(f"logits must be [R, V] with adjacent ids, not {tuple(logits.shape)} by {logits.stride()}.")
-    if index.dim() != 2 or not index.is_contiguous():
-        raise ValueError("index must be a contiguous [B, N + 1].")
-    if thresholds is not None and any(threshold.shape != logits.shape[:1] for threshold in thresholds):
-        raise ValueError("thresholds must be two tensors [R].")
-
-
-def _launch_choices(
-    logits, index, parents, valid, block, seeds=None, positions=None, do_sample=None, temperature=None, thresholds=None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Launch the choice after every root and node. Returns scores and ids of the best token per (row, slot, split), and the splits."""
-    check_rows(logits, index, thresholds)
-    batch, width = index.shape
-    splits, steps = split_vocabulary(batch * width, logits.shape[1], block)
-    scores = torch.empty(batch * width, splits, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(batch * width, splits, dtype=torch.int32, device=logits.device)
-    sample = do_sample is not None
-    if sample and (seeds is None or positions is None):
-        raise ValueError("Rows that sample need seeds and positions.")
-    if batch:
-        choices_kernel[(batch * width, splits)](
-            logits, index, parents, as_bytes(valid), seeds, positions, as_bytes(do_sample), temperature,
-            *(thresholds or (None, None)), scores, ids, logits.shape[1], logits.stride(0), width - 1,
-            TREE=parents is not None, SAMPLE=sample, HAS_TEMPERATURE=temperature is not None,
-            HAS_THRESHOLDS=thresholds is not None, STEPS=steps, LANES=block // 32, num_warps=ceil_div(block, 1024),
-        )  # fmt: skip
-    return scores, ids, splits
-
-
 def target_choices(
     logits: torch.Tensor,
     index: torch.Tensor,
@@ -180,6 +146,8 @@ def target_choices(
     temperature: torch.Tensor | None = None,
     thresholds: tuple[torch.Tensor, torch.Tensor] | None = None,
     block: int = BLOCK,
+    tokens: torch.Tensor | None = None,
+    verdict: tuple[Any, Any, Any] = (None, None, None),
 ) -> torch.Tensor:
     """The target's own token after the root and after each node: int64 [B, N + 1], 0 after padding.
 
@@ -188,69 +156,57 @@ def target_choices(
 
     Args:
         logits: float32, bfloat16 or float16 [R, V], without NaN; ids adjacent, rows may be strided.
-        index: int64 or int32 [B, N + 1], the row of logits after the root and each node.
+        index: int64 or int32 [B, N + 1], contiguous, the row of logits after the root and each node.
         valid: bool [B, N], which entries are nodes.
         parents: int64 [B, N], -1: the root; None: chains.
         seeds, positions: int64 [B], each row's stream and the index of the token after its root. Required with do_sample.
         do_sample: bool [B]; None: all rows are greedy.
         temperature: float32 [B]; None: 1.
         thresholds: float32 [R] and int32 [R] from `sampling.triton.sampling_thresholds`; None: no token is removed.
+        tokens, verdict: drafted ids int64 [B, N], contiguous, and the results of `verify_choices` to write; None: walk no tree.
 
-    Memory traffic: the logits of existing nodes read once; 2 launches.
+    Memory traffic: the logits of existing nodes read once; 2 launches. Rows that sample also compute a fourth of a Philox call per 8 ids
+    to bound their noise, and the noise of a few ids.
     """
-    scores, ids, splits = _launch_choices(
-        logits, index, parents, valid, block, seeds, positions, do_sample, temperature, thresholds
-    )
-    batch, width = index.shape
-    choices = torch.empty(batch, width, dtype=torch.int64, device=logits.device)
+    (batch, width), (vocab, device) = index.shape, (logits.shape[1], logits.device)
+    splits, steps = split_vocabulary(batch * width, vocab, block)
+    scores = torch.empty(batch * width, splits, dtype=torch.float32, device=device)
+    ids = torch.empty(batch * width, splits, dtype=torch.int32, device=device)
+    choices = torch.empty(batch, width, dtype=torch.int64, device=device)
     if batch:
+        choices_kernel[(batch * width, splits)](
+            logits, index, parents, as_bytes(valid), seeds, positions, as_bytes(do_sample), temperature,
+            *(thresholds or (None, None)), scores, ids, vocab, logits.stride(0), width - 1, STEPS=steps,
+            LANES=block // 32, num_warps=ceil_div(block, 1024),
+        )  # fmt: skip
+        path, lengths, next_tokens = verdict
         walk_kernel[(batch,)](
-            scores, ids, None, None, None, choices, None, None, None, width - 1, SPLITS=splits, TREE=False, WALK=False,
-            BLOCK_N=next_power_of_two(width), num_warps=4,
+            scores, ids, tokens, parents, as_bytes(valid), choices, as_bytes(path), lengths, next_tokens, width - 1,
+            SPLITS=splits, BLOCK_N=next_power_of_two(width), num_warps=1 if parents is None else 4,
         )  # fmt: skip
     return choices
 
 
 def verify_choices(
-    logits: torch.Tensor,
-    index: torch.Tensor,
-    tokens: torch.Tensor,
-    valid: torch.Tensor,
-    parents: torch.Tensor | None = None,
+    logits,
+    index,
+    tokens,
+    valid,
+    parents=None,
     *,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    block: int = BLOCK,
     **sampling: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Walk each tree along the target's own choices (definition: `reference.accepted_nodes`).
+    """Walk each tree along the target's own choices (definition: `reference.accepted_nodes`). Arguments: see `target_choices`.
 
     Args:
-        tokens: int64 [B, N], the drafted ids. For the others, see `target_choices`.
         out: bool [B, N], int32 [B], int64 [B] to write to.
-        sampling: seeds, positions, do_sample, temperature and thresholds, as in `target_choices`.
 
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
-
-    Memory traffic: the logits of existing nodes read once; 2 launches. Coupled rows also compute a fourth of a Philox call per 8 ids
-    to bound their noise, and the noise of a few ids.
     """
-    if tokens.shape != valid.shape or index.shape[1] != tokens.shape[1] + 1 or not tokens.is_contiguous():
-        raise ValueError("tokens and valid must be contiguous [B, N], index [B, N + 1].")
-    scores, ids, splits = _launch_choices(logits, index, parents, valid, block, **sampling)
-    path, lengths, next_tokens = out if out is not None else empty_verdict(tokens)
-    if tokens.shape[0]:
-        choices = torch.empty(index.shape, dtype=torch.int64, device=logits.device)
-        launch_walk(scores, ids, splits, tokens, parents, valid, choices, (path, lengths, next_tokens))
-    return path, lengths, next_tokens
-
-
-def launch_walk(scores, ids, splits, tokens, parents, valid, choices, out) -> None:
-    batch, num_nodes = tokens.shape
-    walk_kernel[(batch,)](
-        scores, ids, tokens, parents, as_bytes(valid), choices, as_bytes(out[0]), out[1], out[2], num_nodes,
-        SPLITS=splits, TREE=parents is not None, WALK=True,
-        BLOCK_N=next_power_of_two(num_nodes + 1), num_warps=1 if parents is None else 4,
-    )  # fmt: skip
+    out = out if out is not None else empty_verdict(tokens)
+    target_choices(logits, index, valid, parents, tokens=tokens, verdict=out, **sampling)
+    return out
 
 
 def empty_verdict(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -38,121 +38,46 @@ Head = TypeVar("Head", bound="PackedHead")
 _made = weakref.WeakKeyDictionary[nn.Module, dict[Any, Made]]()
 
 
-class ModelForward:
+def _forward_of_model(packed: PackedModel) -> Traceable:
     """The forward of an active PackedModel."""
+    model, taps = packed.model, packed.taps
 
-    features_width, reads_ids, ours = 0, True, False
+    def compute(batch: Any, features: torch.Tensor | None) -> list[torch.Tensor]:
+        output = packed.forward_batch(batch, batch.logit_index)
+        more = [output.last_hidden] if taps.last_hidden else [], [output.all_logits] if taps.logits else []
+        return [output.logits, *more[0], *output.layers.values(), *more[1]]  # pyright: ignore[reportReturnType]
 
-    def __init__(self, packed: PackedModel):
-        self.packed = packed
-        self.model, self.key, self.name = packed.model, (packed.taps, packed.num_layers), type(packed.model).__name__
-        self.device, self.dtype = packed.device, packed.model.dtype
-        self.vocab_size, self.max_positions = packed.vocab_size, packed.max_positions
-
-    def modules(self) -> list[nn.Module]:
-        return list(architectures.all_modules(self.model))
-
-    def config(self) -> Any:
-        return self.model.config
-
-    def new_cache(self) -> PagedStaticCache:
-        return self.packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False)
-
-    def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        assert batch is not None
-        return _outputs_of(self.packed, self.packed.forward_batch(batch, batch.logit_index))
+    return Traceable(
+        (taps, packed.num_layers), type(model).__name__, list(architectures.all_modules(model)), packed.device, model.dtype, compute,
+        lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), model.config,
+        vocab_size=packed.vocab_size, max_positions=packed.max_positions, ours=False,
+    )  # fmt: skip
 
 
-def _outputs_of(packed: PackedModel, output: PackedOutput) -> list[torch.Tensor]:
-    """The tensors that a forward of this model returns."""
-    taps = packed.taps
-    found = [output.logits, *([output.last_hidden] if taps.last_hidden else []), *output.layers.values()]
-    return [*found, *([output.all_logits] if taps.logits else [])]  # pyright: ignore[reportReturnType]
-
-
-class HeadForward:
-    """A forward of a PackedHead.
+def _forward_of_head(head: PackedHead, key: Hashable, reads: bool, features_width: int) -> Traceable:
+    """A forward of a PackedHead: of `read_batch`, with the head's `fuse`, if `reads`; otherwise of `forward_batch`.
 
     Args:
-        reads: True: the forward of `PackedHead.read_batch`, with the head's `fuse`; False: that of `PackedHead.forward_batch`.
-        features_width: width of the given features: of the input of `fuse` if `reads`, otherwise of the features after `fuse`.
+        features_width: of the input of `fuse` if `reads`, otherwise of the features after `fuse`.
     """
-
-    reads_ids, ours, max_positions = True, True, None
-
-    def __init__(self, head: PackedHead, key: Hashable, reads: bool, features_width: int):
-        self.head, self.key, self.reads, self.features_width = head, key, reads, features_width
-        self.name = type(head.module).__name__
-        self.device, self.dtype = head.device, head.dtype
-        tables = [module.weight.shape[0] for module in self.modules() if isinstance(module, nn.Embedding)]
-        self.vocab_size = min(tables, default=1)
-
-    def modules(self) -> list[nn.Module]:
-        roots = [self.head.module, *self.head.borrowed()]
-        return [inner for root in roots for inner in architectures.all_modules(root)]
-
-    def config(self) -> Any:
-        return self.head.config
-
-    def new_cache(self) -> PagedStaticCache:
-        return self.head.new_cache(num_blocks=16, block_size=16)
-
-    def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        assert batch is not None and features is not None
-        run = self.head.read_batch if self.reads else self.head.forward_batch
-        return [run(batch, features=features)]
+    run = head.read_batch if reads else head.forward_batch
+    modules = _all_modules([head.module, *head.borrowed()])
+    tables = [module.weight.shape[0] for module in modules if isinstance(module, nn.Embedding)]
+    return Traceable(
+        key, type(head.module).__name__, modules, head.device, head.dtype,
+        lambda batch, features: [run(batch, features=features)],  # pyright: ignore[reportArgumentType]
+        lambda: head.new_cache(num_blocks=16, block_size=16), head.config, features_width, min(tables, default=1),
+    )  # fmt: skip
 
 
-class RowFunction:
-    """A function of hidden states [n, F] that calls modules, such as a language-model head.
-
-    Args:
-        called: the modules that it calls.
-        like: hidden states, for their width, dtype and device.
-    """
-
-    reads_ids, ours, vocab_size, max_positions = False, True, 1, None
-
-    def __init__(
-        self,
-        key: Hashable,
-        function: Callable[[torch.Tensor], torch.Tensor],
-        called: list[nn.Module],
-        like: torch.Tensor,
-    ):
-        self.key, self.function, self.called = key, function, called
-        self.name, self.features_width = type(called[0]).__name__, like.shape[1]
-        self.device, self.dtype = like.device, like.dtype
-
-    def modules(self) -> list[nn.Module]:
-        return [inner for each in self.called for inner in architectures.all_modules(each)]
-
-    def config(self) -> Any:
-        return None
-
-    def new_cache(self) -> PagedStaticCache:
-        """Not available: the function has no cache.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError("A function of hidden states has no cache.")
-
-    def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        assert features is not None
-        return [self.function(features)]
+def _all_modules(roots: list[nn.Module]) -> list[nn.Module]:
+    return [inner for root in roots for inner in architectures.all_modules(root)]
 
 
 class _Bound:
     """Programs that run inside a context. In each context, a program is compared once with the modules it was made from.
 
-    If the program of a forward is refused, no program runs in that context.
-
-    Args:
-        otherwise: faster linear layers, used when no program runs.
-
-    Attributes:
-        reasons: by key, why the latest attempt gave no program.
+    If the program of a forward is refused, no program runs in that context, and `otherwise` does: faster linear layers.
     """
 
     def __init__(self, otherwise: Activated | None):
@@ -160,7 +85,7 @@ class _Bound:
         self._current: dict[str, Program | None] = {}  # in this context
         self._depth, self._lock = 0, threading.RLock()
         self._stack: contextlib.ExitStack | None = None  # holds `otherwise` while no program runs
-        self.reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}  # by key, why the latest attempt gave no program
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -205,13 +130,8 @@ class NativeRunner(_Bound):
 
     def __init__(self, packed: PackedModel, otherwise: Activated | None = None, required: bool = False):
         super().__init__(otherwise)
-        self._owner, self._required = weakref.ref(packed), required  # weak, because `packed` holds this object
-
-    @property
-    def _packed(self) -> PackedModel:
-        packed = self._owner()
-        assert packed is not None
-        return packed
+        self._owner: Any = weakref.ref(packed)  # weak, because `packed` holds this object
+        self._required = required
 
     @property
     def refused(self) -> str | None:
@@ -229,52 +149,41 @@ class NativeRunner(_Bound):
         """Inside the context, `run` uses a program that is right for the model as it is when it is first used: a drafter may not be."""
         with super().active():
             if self._required and self._forward() is None:
-                raise UnsupportedModel(
-                    f"'native' cannot run {type(self._packed.model).__name__}: {self.refused}. Leave the key out."
-                )
+                name = type(self._owner().model).__name__
+                raise UnsupportedModel(f"'native' cannot run {name}: {self.refused}. Leave the key out.")
             yield
 
     def _forward(self) -> Program | None:
         if "forward" in self._current:
             return self._current["forward"]
-        packed = self._packed
-        return self._find("forward", lambda: ModelForward(packed), _made.setdefault(packed.model, {}))
+        packed = self._owner()
+        return self._find("forward", lambda: _forward_of_model(packed), _made.setdefault(packed.model, {}))
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None:
-        """See SmallForwards."""
+        """The outputs of a forward over `rows`, with the taps if `tapped`; None if the model must run it itself."""
         program = None if torch.is_autocast_enabled("cpu") or interposed() else self._forward()
         if program is None or not 0 < sum([row.num_tokens for row in rows]) <= program.most_tokens:
             return None
         if not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
             return None
-        packed = self._packed
+        packed = self._owner()
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
-        results = program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1)
-        return _output_of(packed.taps if tapped else Taps(), batch, results)
-
-
-def _output_of(taps: Taps, batch: PackedBatch, results: list[torch.Tensor]) -> PackedOutput:
-    """The outputs of a forward from those of the program, in the order of `_outputs_of`."""
-    remaining = iter(results)
-    return PackedOutput(
-        logits=next(remaining),
-        last_hidden=next(remaining) if taps.last_hidden else None,
-        layers={index: next(remaining) for index in taps.layers},
-        input_ids=batch.input_ids[0],
-        all_logits=next(remaining) if taps.logits else None,
-    )
+        remaining = iter(program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1))
+        taps = packed.taps if tapped else Taps()
+        return PackedOutput(  # in the order of `_forward_of_model`
+            logits=next(remaining),
+            last_hidden=next(remaining) if taps.last_hidden else None,
+            layers={index: next(remaining) for index in taps.layers},
+            input_ids=batch.input_ids[0],
+            all_logits=next(remaining) if taps.logits else None,
+        )
 
 
 def can_try(packed: PackedModel) -> bool:
     """True if a program might run this model: it is on a CPU with the library, reads pages, and its rows are only text. A program has no
     collectives, so a sharded model never gets one."""
-    plain = (
-        packed.ranks is None
-        and packed.recurrent is None
-        and not packed.gather
-        and not packed.deterministic
-        and packed.graphs is None
-    )
+    whole = packed.ranks is None and packed.recurrent is None and packed.graphs is None
+    plain = whole and not packed.gather and not packed.deterministic
     return plain and uses_native(packed.device) and packed.model.dtype in TYPES
 
 
@@ -324,7 +233,7 @@ class NativeHead(_Bound):
             reads: the features are the input of the head's `fuse`.
         """
         key = "reads" if reads else "drafts"
-        program = self._program(key, lambda: HeadForward(head, key, reads, features.shape[1]))
+        program = self._program(key, lambda: _forward_of_head(head, key, reads, features.shape[1]))
         if program is None or not 0 < features.shape[0] <= program.most_tokens:
             return None
         batch = PackedBatch.pack(rows, cache, head.device, gather=False)
@@ -339,7 +248,15 @@ class NativeHead(_Bound):
             called: the modules that it calls.
             hidden: [n, F].
         """
-        program = self._program("rows", lambda: RowFunction("rows", function, called, hidden))
+
+        def of_rows() -> Traceable:
+            compute: Any = lambda _, features: [function(features)]  # noqa: E731
+            name, modules = type(called[0]).__name__, _all_modules(called)
+            return Traceable(
+                "rows", name, modules, hidden.device, hidden.dtype, compute, features_width=hidden.shape[1]
+            )
+
+        program = self._program("rows", of_rows)
         if program is None or not 0 < hidden.shape[0] <= program.most_tokens:
             return function(hidden)
         return program.run_rows(hidden)[0]

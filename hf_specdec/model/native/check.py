@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import CodeType, FrameType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +27,19 @@ _SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # candidates for the number of record
 _MORE = 8  # slots reserved per row for the tokens of later batches
 
 
-class Traceable(Protocol):
+@dataclass(frozen=True, eq=False)
+class Traceable:
     """A computation that a program may stand for.
 
     Attributes:
-        key: distinguishes it from other subjects whose programs are kept in the same dictionary.
+        key: distinguishes it from others whose programs are kept in the same dictionary.
         name: for messages.
+        modules: all modules that it calls, submodules included.
         device, dtype: of weights, keys and values.
+        compute: its outputs, [T or R, width] each, operator by operator, from a batch and features [T, F].
+        new_cache: a small cache for trials: 16 blocks of 16 slots; None: it reads only features, and neither ids nor positions.
+        config: the configuration whose values it depends on; None: it depends on none.
         features_width: number of features per token that it reads besides ids; 0: none.
-        reads_ids: it reads ids and positions and has a cache; otherwise only features.
         vocab_size: ids that it has embeddings for.
         max_positions: positions it was built for; None: any number.
         ours: its modules may be of this package; otherwise all must be torch's or transformers'.
@@ -42,29 +47,16 @@ class Traceable(Protocol):
 
     key: Any
     name: str
+    modules: list[nn.Module]
     device: torch.device
     dtype: torch.dtype
-    features_width: int
-    reads_ids: bool
-    vocab_size: int
-    max_positions: Any
-    ours: bool
-
-    def modules(self) -> list[nn.Module]:
-        """All modules that it calls, submodules included."""
-        ...
-
-    def config(self) -> Any:
-        """The configuration whose values it depends on; None: it depends on none."""
-        ...
-
-    def new_cache(self) -> PagedStaticCache:
-        """A small cache for trials: 16 blocks of 16 slots."""
-        ...
-
-    def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        """Its outputs, [T or R, width] each, operator by operator. `features` are [T, F]."""
-        ...
+    compute: Callable[[Any, torch.Tensor | None], list[torch.Tensor]]
+    new_cache: Callable[[], PagedStaticCache] | None = None
+    config: Any = None
+    features_width: int = 0
+    vocab_size: int = 1
+    max_positions: int | None = None
+    ours: bool = True
 
 
 @torch.no_grad()
@@ -79,14 +71,14 @@ def build(subject: Traceable, called: CalledCode) -> Program:
     """
     num_selected, num_tokens = _sizes(subject)
     tape = Tape(num_tokens, num_selected)
-    if not subject.reads_ids:
+    if subject.new_cache is None:
         return _build_on_rows(subject, called, tape, num_tokens, num_selected)
     if subject.max_positions is not None and subject.max_positions < num_tokens + _MORE:
         raise NotLowered(f"its {subject.max_positions} positions, too few to record a forward")
     rows = _first_rows(num_tokens, num_selected, subject.vocab_size)
     cache, ours = _cache(subject, rows), _cache(subject, rows)
-    batch, features = _batch(subject, rows, cache), _features(subject, num_tokens)
-    recorder = TapeRecorder(subject.modules(), tape, batch, features)
+    batch, features = PackedBatch.pack(rows, cache, subject.device, gather=False), _features(subject, num_tokens)
+    recorder = TapeRecorder(subject.modules, tape, batch, features)
     batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
     try:
         outputs = _recorded(subject, called, recorder, batch, features)
@@ -100,14 +92,16 @@ def build(subject: Traceable, called: CalledCode) -> Program:
     _check(subject, program, ours, rows, features, outputs)
     for more in _further_rows(rows, subject.vocab_size):
         features = _features(subject, sum(row.num_tokens for row in more))
-        _check(subject, program, ours, more, features, subject.compute(_batch(subject, more, cache), features))
+        batch = PackedBatch.pack(more, cache, subject.device, gather=False)
+        batch.with_native = False
+        _check(subject, program, ours, more, features, subject.compute(batch, features))
     return program
 
 
 def _build_on_rows(subject: Traceable, called: CalledCode, tape: Tape, num_rows: int, num_more: int) -> Program:
     """The program of a function of features alone."""
     features = _features(subject, num_rows)
-    recorder = TapeRecorder(subject.modules(), tape, None, features)
+    recorder = TapeRecorder(subject.modules, tape, None, features)
     outputs = _recorded(subject, called, recorder, None, features)
     program = assemble(tape, [recorder.value_of(output) for output in outputs], {}, subject.dtype)
     for count in (num_rows, num_more, 1):
@@ -119,17 +113,14 @@ def _build_on_rows(subject: Traceable, called: CalledCode, tape: Tape, num_rows:
 
 def _sizes(subject: Traceable) -> tuple[int, int]:
     """Two numbers of tokens that no dimension of the subject's tensors is, the smaller first."""
-    config = subject.config()
     taken = {subject.features_width}
-    if config is not None:
-        config = config.get_text_config(decoder=True)
+    if subject.config is not None:
+        config = subject.config.get_text_config(decoder=True)
         taken |= {value for value in config.to_dict().values() if type(value) is int}
         heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0) or 1
         taken |= {heads // groups, getattr(config, "hidden_size", 0) // max(heads, 1)}
-    for module in subject.modules():
-        taken |= {
-            size for parameter in module._parameters.values() if parameter is not None for size in parameter.shape
-        }
+    for module in subject.modules:
+        taken.update(*(parameter.shape for parameter in module._parameters.values() if parameter is not None))
     free = [size for size in _SIZES if size not in taken]
     if len(free) < 2:
         raise NotLowered("its dimensions, which leave no number of tokens that differs from all of them")
@@ -165,19 +156,14 @@ def _further_rows(rows: list[RowInput], vocab_size: int) -> list[list[RowInput]]
     ]
 
 
-def _cache(subject: Traceable, rows: list[RowInput]):
+def _cache(subject: Traceable, rows: list[RowInput]) -> PagedStaticCache:
+    assert subject.new_cache is not None
     cache = subject.new_cache()
     for row in rows:
         cache.add(row.seq_id)
     for row in reversed(rows):
         cache.reserve(row.seq_id, row.num_tokens + _MORE)
     return cache
-
-
-def _batch(subject: Traceable, rows: list[RowInput], cache) -> PackedBatch:
-    batch = PackedBatch.pack(rows, cache, subject.device, gather=False)
-    batch.with_native = False
-    return batch
 
 
 def _recorded(
@@ -195,9 +181,10 @@ def _recorded(
         raise
     except Exception as failure:  # an unknown model may do anything with the recorded tensors
         raise NotLowered(f"its recorded forward raised {type(failure).__name__} ({failure})") from failure
-    problem = recorder.problem if called.foreign is None else f"{called.foreign}, which may depend on anything"
-    if problem is not None:
-        raise NotLowered(problem)
+    if called.foreign is not None:
+        raise NotLowered(f"{called.foreign}, which may depend on anything")
+    if recorder.problem is not None:
+        raise NotLowered(recorder.problem)
     return outputs
 
 
@@ -215,11 +202,7 @@ def _check(
 
 
 def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    """Compare outputs.
-
-    Raises:
-        NotLowered: they differ by more than rounding explains.
-    """
+    """Raise NotLowered if outputs differ by more than rounding explains."""
     for ours, own in zip(found, wanted, strict=True):
         error = relative_error(ours, own.reshape(ours.shape))
         if not error <= TOLERANCES.get(subject.dtype, 5e-2):
@@ -260,12 +243,9 @@ class CalledCode:
         if event != "call" or frame.f_code in self._codes:
             return
         self._codes[frame.f_code] = frame.f_globals
-        name = str(frame.f_globals.get("__name__"))
-        if name.partition(".")[0] not in _LIBRARIES and not name.startswith("namedtuple_"):
-            self.foreign = (
-                self.foreign
-                or f"{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name} of {name}"
-            )
+        name, code = str(frame.f_globals.get("__name__")), frame.f_code
+        if self.foreign is None and name.partition(".")[0] not in _LIBRARIES and not name.startswith("namedtuple_"):
+            self.foreign = f"{code.co_qualname if sys.version_info >= (3, 11) else code.co_name} of {name}"
 
     def assumptions(self, modules: Iterable[nn.Module]) -> list[Assumption]:
         """What the code looked up: globals, attributes of modules of Python, and attributes of the classes of `modules`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,44 +36,30 @@ class ProgramOutput(NamedTuple):
     rows: Rows
 
 
+@dataclass(eq=False)
 class Program:
     """Operations over buffers. Weights are read in the model's own memory, so a write to them takes effect at once.
 
     One call runs at a time, because all calls use the same buffers.
-
-    Args:
-        most_tokens: number of tokens that fit the buffers.
-        ops: the operations, an array of `OP`.
-        slots: int64, the address of each register.
-        memory: the buffers.
-        weights: the weights; references that keep their memory from being reused.
-        tables: slot and table of each table by position.
-        features: slot of the features that the caller passes; None: the program reads none.
-        outputs: what is returned.
-        pools: by layer: key heads, width, value heads, value width.
-        dtype: of keys and values.
-        max_positions: number of positions the model was built for; its rotary module may have no angles after them. None: unknown.
     """
 
-    def __init__(
-        self,
-        most_tokens: int,
-        ops: np.ndarray,
-        slots: np.ndarray,
-        memory: torch.Tensor,
-        weights: list[torch.Tensor],
-        tables: list[tuple[int, Table]],
-        features: int | None,
-        outputs: list[ProgramOutput],
-        pools: dict[int, tuple[int, ...]],
-        dtype: torch.dtype,
-        max_positions: int | None = None,
-    ):
-        self.most_tokens, self.max_positions = most_tokens, max_positions
-        self.ops, self.slots, self.memory, self.weights = ops, slots, memory, weights
-        self.tables, self.features, self.outputs, self.pools, self.dtype = tables, features, outputs, pools, dtype
-        self._most_threads = max(1, sum(weight.nbytes for weight in weights) // _BYTES_PER_THREAD)
-        self.num_positions = 0  # rows of the tables; 0: the tables are computed again before the next run
+    most_tokens: int  # number of tokens that fit the buffers
+    ops: np.ndarray  # the operations, an array of `OP`
+    slots: np.ndarray  # int64, the address of each register
+    memory: torch.Tensor  # the buffers
+    weights: list[torch.Tensor]  # references that keep their memory from being reused
+    tables: list[tuple[int, Table]]  # slot and table of each table by position
+    features: int | None  # slot of the features that the caller passes; None: the program reads none
+    outputs: list[ProgramOutput]
+    pools: dict[int, tuple[int, ...]]  # by layer: key heads, width, value heads, value width
+    dtype: torch.dtype  # of keys and values
+    max_positions: int | None = (
+        None  # that the model was built for; its rotary module may have no angles after them. None: unknown
+    )
+    num_positions: int = 0  # rows of the tables; 0: the tables are computed again before the next run
+
+    def __post_init__(self) -> None:
+        self._most_threads = max(1, sum(weight.nbytes for weight in self.weights) // _BYTES_PER_THREAD)
         self._filled: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
@@ -114,14 +101,12 @@ class Program:
         with self._lock:
             highest = int(batch.position_ids.max())
             if highest >= self.num_positions:
-                self._fill_tables(self._room_for(highest))
+                # More rows than necessary, so that tables are rarely computed again, but at most the model's own number of positions,
+                # unless the text itself is longer.
+                room = max(_POSITIONS_AT_FIRST, 2 * (highest + 1))
+                most = room if self.max_positions is None or highest >= self.max_positions else self.max_positions
+                self._fill_tables(min(room, most))
             return self._call(inputs, features, num_outputs)
-
-    def _room_for(self, highest: int) -> int:
-        """Number of rows for tables that must reach position `highest`: more than necessary, so that they are rarely computed again, but at
-        most the model's own number of positions, unless the text itself is longer."""
-        room = max(_POSITIONS_AT_FIRST, 2 * (highest + 1))
-        return room if self.max_positions is None or highest >= self.max_positions else min(room, self.max_positions)
 
     def run_rows(self, features: torch.Tensor) -> list[torch.Tensor]:
         """The outputs for features [n, F] of at most `most_tokens` rows, for programs that read nothing else."""
@@ -147,14 +132,8 @@ class Program:
             assert features is not None
             features = features.contiguous()
             self.slots[self.features] = features.data_ptr()
-        failed = loaded.specdec_run(
-            self.ops.ctypes.data,
-            num_ops,
-            self.slots.ctypes.data,
-            ctypes.byref(inputs),
-            min(torch.get_num_threads(), self._most_threads),
-        )
-        if failed >= 0:
+        threads, step = min(torch.get_num_threads(), self._most_threads), ctypes.byref(inputs)
+        if loaded.specdec_run(self.ops.ctypes.data, num_ops, self.slots.ctypes.data, step, threads) >= 0:
             raise IndexError("index out of range: an id or a position that the model has no embedding for")
         return results
 
@@ -236,11 +215,12 @@ def _allocated(steps: list[TapeStep], registers: list[Register]) -> tuple[np.nda
     places: dict[int, tuple[int, int]] = {}
     used = 0
     for index, step in enumerate(steps):
-        own = {
-            id(each): each
+        buffers = (
+            each
             for each in _registers(step)
-            if not (each.tensor is not None or each.table or each.features or each.output)
-        }
+            if each.tensor is None and not (each.table or each.features or each.output)
+        )
+        own = {id(each): each for each in buffers}
         for key, register in own.items():
             if key in places:
                 continue
@@ -306,27 +286,19 @@ def _needed(steps: list[TapeStep]) -> list[TapeStep]:
 
 def _waits(steps: list[TapeStep], memory_of: dict[int, int]) -> list[bool]:
     """For each step: True if all threads must have finished the earlier steps before it begins. Until then a shared step may neither
-    read what another writes, nor write where another reads or writes.
-
-    Args:
-        memory_of: id of a register → its memory; equal for registers that share it.
-    """
+    read what another writes, nor write where another reads or writes. `memory_of`: id of a register → its memory."""
     waits, read, written, shared, alone = [], set(), set(), False, False
     for step in steps:
         is_shared = step.operation in _SHARED
         sources = {memory_of[id(each)] for each in step.inputs}
         targets = set() if step.out is None else {memory_of[id(step.out.register)]}
-        if is_shared:
-            wait = alone or not written.isdisjoint(sources | targets) or not read.isdisjoint(targets)
-        else:
-            wait = shared
+        collides = not written.isdisjoint(sources | targets) or not read.isdisjoint(targets)
+        wait = alone or collides if is_shared else shared
         if wait:
             read, written, shared, alone = set(), set(), False, False
         if is_shared:
-            shared = True
             read |= sources
             written |= targets
-        else:
-            alone = True
+        shared, alone = shared or is_shared, alone or not is_shared
         waits.append(wait)
     return waits

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..architectures import _rope_parameters
+from ..architectures import rope_parameters
 from ..options.native_weights import NativeWeight
 from ..structure import hooks_of, number_of
 from .check import Assumption, CalledCode, Traceable, build, hold
@@ -48,29 +48,25 @@ def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
     except NotLowered as error:
         logger.info("%s runs operator by operator on the CPU: %s.", subject.name, error)
         found = str(error)
-    return called.assumptions(subject.modules()), found
+    return called.assumptions(subject.modules), found
 
 
 def state_of(subject: Traceable) -> tuple:
     """Everything that a program depends on, except the values of weights: modules, their settings, addresses of weights."""
     found: list[Any] = []
-    for module in subject.modules():
+    for module in subject.modules:
         kind = type(module)
         settings = tuple(setting for value in vars(module).values() if (setting := _setting(value)) is not _NONE)
         found.append((kind, kind.forward, settings, hooks_of(module), "forward" in vars(module)))
         for tensors in (module._parameters, module._buffers):
-            found += [
-                None
-                if tensor is None
-                else (_address(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-                for tensor in tensors.values()
-            ]
-    config = subject.config()
+            found += [None if tensor is None else _place(tensor) for tensor in tensors.values()]
+    config = subject.config
     return tuple(found), repr(sorted((name, repr(value)) for name, value in vars(config).items())) if config else ""
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.panels.data_ptr() if isinstance(tensor, NativeWeight) else tensor.data_ptr()
+def _place(tensor: torch.Tensor) -> tuple:
+    address = tensor.panels.data_ptr() if isinstance(tensor, NativeWeight) else tensor.data_ptr()
+    return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 _SCALARS = {int, float, bool, str, type(None)}
@@ -93,13 +89,12 @@ def obstacle(subject: Traceable) -> str | None:
     Modules must be torch's or transformers' own (in a drafter also ours), without hooks or wrappers: adapters and layers that others
     quantized keep settings in places that `state_of` does not compare.
     """
-    config = subject.config()
-    text = None if config is None else config.get_text_config(decoder=True)
-    kinds = {each.get("rope_type") for each in _rope_parameters(getattr(text, "rope_parameters", None))}
+    text = None if subject.config is None else subject.config.get_text_config(decoder=True)
+    kinds = {each.get("rope_type") for each in rope_parameters(getattr(text, "rope_parameters", None))}
     if kinds & {"dynamic", "longrope"} and not subject.ours:
         return "its rotary frequencies depend on the length of the text"
     known = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
-    for module in subject.modules():
+    for module in subject.modules:
         name = type(module).__name__
         if not type(module).__module__.startswith(known):
             return f"{name} is neither torch's nor transformers'"

@@ -31,6 +31,12 @@ class NotLowered(Exception):
     """The library has no equivalent of something in the forward; the message names it."""
 
 
+def refuse_if(condition: bool, what: str) -> None:
+    """Raise NotLowered if the condition holds; `what` names the thing that has no equivalent."""
+    if condition:
+        raise NotLowered(what)
+
+
 @dataclass(eq=False)
 class Register:
     """Memory of one tensor: a buffer of the program (`elements` per row), a weight, a table by position, the features that the caller
@@ -147,8 +153,7 @@ class Tape:
         if rows == Rows.ONE:
             return None
         found = [i for i, size in enumerate(shape) if size == self.sizes[rows]]
-        if len(found) != 1:
-            raise NotLowered(f"a tensor of shape {tuple(shape)} whose tokens are not one dimension")
+        refuse_if(len(found) != 1, f"a tensor of shape {tuple(shape)} whose tokens are not one dimension")
         return found[0]
 
     def row_axis(self, value: Value) -> int | None:
@@ -162,8 +167,7 @@ class Tape:
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, rows: Rows) -> Value:
         """A value in a register of its own."""
-        if dtype not in TYPES:
-            raise NotLowered(f"{dtype}")
+        refuse_if(dtype not in TYPES, f"{dtype}")
         axis, elements, strides = self.axis(shape, rows), 1, [0] * len(shape)
         for i in reversed(range(len(shape))):
             if i != axis:
@@ -175,8 +179,7 @@ class Tape:
 
     def weight(self, tensor: torch.Tensor) -> Value:
         """A parameter, buffer or constant, read where it is."""
-        if tensor.dtype not in TYPES:
-            raise NotLowered(f"a weight in {tensor.dtype}")
+        refuse_if(tensor.dtype not in TYPES, f"a weight in {tensor.dtype}")
         register = self.weights.setdefault(id(tensor), Register(tensor.dtype, tensor=tensor))
         shadow = torch.empty_strided(tensor.shape, tensor.stride(), device="meta", dtype=tensor.dtype)
         return Value(register, shadow, Rows.ONE)
@@ -201,8 +204,7 @@ class Tape:
                 groups[-1].append(i)
             else:
                 groups.append([i])
-        if len(groups) > 3:
-            raise NotLowered(f"a tensor of shape {tuple(shape)} in a scattered layout")
+        refuse_if(len(groups) > 3, f"a tensor of shape {tuple(shape)} in a scattered layout")
         return [[]] * (3 - len(groups)) + groups
 
     # ---- operations -------------------------------------------------------------------------------------------------
@@ -210,8 +212,7 @@ class Tape:
     def elementwise(self, kind: int, function: int, inputs: Sequence[Value], shape, dtype, scalars=(0.0, 0.0)) -> Value:
         """A new value from the elements of one or two values, which are broadcast to `shape`."""
         kinds = {value.rows for value in inputs} - {Rows.ONE}
-        if len(kinds) > 1:
-            raise NotLowered("an operation on all tokens and selected ones")
+        refuse_if(len(kinds) > 1, "an operation on all tokens and selected ones")
         out = self.new(shape, dtype, kinds.pop() if kinds else Rows.ONE)
         self._emit(kind, function, inputs, out, scalars)
         return out
@@ -238,12 +239,10 @@ class Tape:
     def concatenated(self, parts: Sequence[Value], dim: int, shape, dtype) -> Value:
         """Values one after the other along a dimension that is not their rows."""
         rows = {value.rows for value in parts}
-        if len(rows) > 1:
-            raise NotLowered("a concatenation of tensors with different rows")
+        refuse_if(len(rows) > 1, "a concatenation of tensors with different rows")
         out = self.new(shape, dtype, rows.pop())
         dim %= len(shape)
-        if dim == self.axis(shape, out.rows):
-            raise NotLowered("a concatenation of tokens")
+        refuse_if(dim == self.axis(shape, out.rows), "a concatenation of tokens")
         first = 0
         for value in parts:
             size = value.shadow.shape[dim]
@@ -258,11 +257,9 @@ class Tape:
         """A mean or a norm over the last dimension of `value`, into `out`."""
         shape = value.shadow.shape
         axis = self.row_axis(value)
-        if axis == len(shape) - 1:
-            raise NotLowered("a mean over tokens")
+        refuse_if(axis == len(shape) - 1, "a mean over tokens")
         outer = [i for i in range(len(shape) - 1) if i != axis and shape[i] != 1]
-        if len(outer) > 2:
-            raise NotLowered(f"a mean over the last of {len(shape)} dimensions")
+        refuse_if(len(outer) > 2, f"a mean over the last of {len(shape)} dimensions")
         dims = [[]] * (2 - len(outer)) + [[i] for i in outer] + [[len(shape) - 1]]
         first, second = (shape[own[0]] if own else 1 for own in dims[:2])
         size = first, second, shape[-1]
@@ -273,12 +270,9 @@ class Tape:
 
     def linear(self, x: Value, weight: Value, bias: Value | None, shape, dtype) -> Value:
         """x [T, K] times weight [N, K] transposed, plus bias [N]; `shape` [T, N]."""
-        if weight.rows != Rows.ONE:
-            raise NotLowered("a product of tokens")
-        if x.dtype != weight.dtype:
-            raise NotLowered(f"a product of {x.dtype} with {weight.dtype}")
-        if weight.shadow.stride(1) != 1:
-            raise NotLowered("a product with weights of another layout than nn.Linear's")
+        refuse_if(weight.rows != Rows.ONE, "a product of tokens")
+        refuse_if(x.dtype != weight.dtype, f"a product of {x.dtype} with {weight.dtype}")
+        refuse_if(weight.shadow.stride(1) != 1, "a product with weights of another layout than nn.Linear's")
         return self._product(x, weight.place(weight.shadow.stride(0)), weight.shadow.shape[1], bias, shape, dtype)
 
     def quantized_linear(
@@ -289,12 +283,9 @@ class Tape:
         return self._product(x, Place(register), form.inputs, bias, shape, dtype, bits=form.bits, group=form.group)
 
     def _product(self, x: Value, weight: Place, inputs: int, bias: Value | None, shape, dtype, **fields: int) -> Value:
-        if x.rows == Rows.ONE or (bias is not None and bias.rows != Rows.ONE):
-            raise NotLowered("a product of weights")
-        if x.dtype != dtype or (bias is not None and bias.dtype != dtype):
-            raise NotLowered(f"a product of {x.dtype} in {dtype}")
-        if bias is not None and not bias.is_vector:
-            raise NotLowered("a product with a bias in a scattered layout")
+        refuse_if(x.rows == Rows.ONE or (bias is not None and bias.rows != Rows.ONE), "a product of weights")
+        refuse_if(x.dtype != dtype or (bias is not None and bias.dtype != dtype), f"a product of {x.dtype} in {dtype}")
+        refuse_if(bias is not None and not bias.is_vector, "a product with a bias in a scattered layout")
         if self.row_axis(x) != 0 or x.shadow.stride(1) != 1:
             x = self.copied(x)
         out = self.new(shape, dtype, x.rows)
@@ -304,13 +295,8 @@ class Tape:
 
     def embedding(self, weight: Value, ids: Value, shape) -> Value:
         """Rows of weight [V, H] at ids, which are the tokens' ids or positions."""
-        if (
-            ids.register.ids is None
-            or weight.rows != Rows.ONE
-            or weight.shadow.dim() != 2
-            or weight.shadow.stride(1) != 1
-        ):
-            raise NotLowered("an embedding of other numbers than ids and positions")
+        plain = weight.rows == Rows.ONE and weight.shadow.dim() == 2 and weight.shadow.stride(1) == 1
+        refuse_if(ids.register.ids is None or not plain, "an embedding of other numbers than ids and positions")
         self.row_axis(ids)
         out = self.new(shape, weight.dtype, ids.rows)
         count, width = weight.shadow.shape
@@ -330,8 +316,7 @@ class Tape:
         if value.rows != Rows.TOKENS or self.row_axis(value) != dim % value.shadow.dim():
             raise NotLowered("a selection of something other than tokens")
         flat = value.shadow.movedim(dim, 0).flatten(1) if value.shadow.numel() else value.shadow
-        if flat.stride(1) != 1:
-            raise NotLowered("a selection of tokens in a scattered layout")
+        refuse_if(flat.stride(1) != 1, "a selection of tokens in a scattered layout")
         out, width = self.new(shape, value.dtype, Rows.SELECTED), flat.shape[1]
         places = out.place(width), value.place(flat.stride(0))
         self.add(Operation.SELECT, Rows.SELECTED, (1, 1, width), *places)
@@ -358,13 +343,13 @@ _VIEWS = {
 _UNARY = {
     aten.neg.default: "negate", aten.rsqrt.default: "rsqrt", aten.sqrt.default: "sqrt", aten.exp.default: "exp",
     aten.silu.default: "silu", aten.relu.default: "relu", aten.tanh.default: "tanh", aten.sigmoid.default: "sigmoid",
-    aten.reciprocal.default: "reciprocal", aten.abs.default: "absolute", aten.clone.default: "copy",
+    aten.reciprocal.default: "reciprocal", aten.abs.default: "absolute", aten.clone.default: "copy", aten._to_copy.default: "copy",
 }  # fmt: skip
 _BINARY = {
     aten.add.Tensor: "add", aten.sub.Tensor: "subtract", aten.mul.Tensor: "multiply", aten.div.Tensor: "divide",
     aten.maximum.default: "maximum", aten.minimum.default: "minimum",
 }  # fmt: skip
-_WITH_NUMBER = {"add": "plus", "multiply": "times", "divide": "over"}
+_WITH_NUMBER = {"add": "plus", "subtract": "minus_from", "multiply": "times", "divide": "over"}
 
 
 def lower(tape: Tape, function: Any, args: tuple, kwargs: dict, result: Any) -> Any:
@@ -397,12 +382,8 @@ def _view(tape: Tape, function: Any, args: tuple, kwargs: dict) -> Any:
         value = tape.copied(value)
         shadows = function(value.shadow, *args[1:], **kwargs)
     if not isinstance(shadows, torch.Tensor):
-        return [_seen(value, shadow) for shadow in shadows]
-    return _seen(value, shadows)
-
-
-def _seen(value: Value, shadow: torch.Tensor) -> Value:
-    return replace(value, shadow=shadow)
+        return [replace(value, shadow=shadow) for shadow in shadows]
+    return replace(value, shadow=shadows)
 
 
 def _of_ids(tape: Tape, function: Any, args: tuple, result: torch.Tensor) -> Value:
@@ -415,26 +396,19 @@ def _of_ids(tape: Tape, function: Any, args: tuple, result: torch.Tensor) -> Val
 
 
 def _binary(tape: Tape, name: str, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
-    if kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode") is not None:
-        raise NotLowered(f"{name} with {kwargs}")
+    refuse_if(kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode") is not None, f"{name} with {kwargs}")
     a, b = args[:2]
     if isinstance(a, Value) and isinstance(b, Value):
         return tape.binary(name, a, b, result.shape, result.dtype)
     value, number = (a, b) if isinstance(a, Value) else (b, a)
-    if isinstance(number, torch.Tensor) or name not in ("add", "subtract", "multiply", "divide"):
+    shape, dtype = result.shape, result.dtype
+    if isinstance(number, torch.Tensor) or name not in _WITH_NUMBER:
         raise NotLowered(f"{name} of a tensor that does not come from the ids")
-    if name == "subtract":
-        if value is a:
-            return tape.unary("plus", value, result.shape, result.dtype, -float(number))
-        return tape.unary("minus_from", value, result.shape, result.dtype, float(number))
+    if name == "subtract" and value is a:
+        return tape.unary("plus", value, shape, dtype, -float(number))
     if name == "divide" and value is b:
-        inverse = tape.unary("reciprocal", value, result.shape, torch.float32)
-        return tape.unary("times", inverse, result.shape, result.dtype, float(number))
-    return tape.unary(_WITH_NUMBER[name], value, result.shape, result.dtype, float(number))
-
-
-def _converted(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
-    return tape.unary("copy", args[0], result.shape, result.dtype)
+        return tape.unary("times", tape.unary("reciprocal", value, shape, torch.float32), shape, dtype, float(number))
+    return tape.unary(_WITH_NUMBER[name], value, shape, dtype, float(number))
 
 
 def _gelu(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
@@ -444,11 +418,8 @@ def _gelu(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
 
 def _power(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
     value, exponent = args
-    if exponent == 2:
-        return tape.unary("square", value, result.shape, result.dtype)
-    if exponent == -0.5:
-        return tape.unary("rsqrt", value, result.shape, result.dtype)
-    return tape.unary("power", value, result.shape, result.dtype, float(exponent))
+    name = {2: "square", -0.5: "rsqrt"}.get(exponent, "power")
+    return tape.unary(name, value, result.shape, result.dtype, float(exponent))
 
 
 def _clamp(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
@@ -468,8 +439,7 @@ def _mean(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
 
 def _layer_norm(tape: Tape, args: tuple, kwargs: dict, result: Any) -> list[Value | None]:
     value, shape, weight, bias, eps = args
-    if len(shape) != 1:
-        raise NotLowered("a norm over several dimensions")
+    refuse_if(len(shape) != 1, "a norm over several dimensions")
     if not all(vector is None or vector.is_vector for vector in (weight, bias)):
         raise NotLowered("a norm whose weights are not a vector")
     places = [vector and vector.place(0, (0, 0, 1)) for vector in (weight, bias)]
@@ -479,14 +449,13 @@ def _layer_norm(tape: Tape, args: tuple, kwargs: dict, result: Any) -> list[Valu
 
 def _mm(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
     x, weight = args
-    return tape.linear(x, _seen(weight, weight.shadow.t()), None, result.shape, result.dtype)
+    return tape.linear(x, replace(weight, shadow=weight.shadow.t()), None, result.shape, result.dtype)
 
 
 def _addmm(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
-    if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
-        raise NotLowered("addmm with factors")
+    refuse_if(kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1, "addmm with factors")
     bias, x, weight = args
-    return tape.linear(x, _seen(weight, weight.shadow.t()), bias, result.shape, result.dtype)
+    return tape.linear(x, replace(weight, shadow=weight.shadow.t()), bias, result.shape, result.dtype)
 
 
 def _cat(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
@@ -499,11 +468,10 @@ def _cat(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
 def _stack(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
     parts, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     dim %= result.dim()
-    return _cat(tape, ([_seen(part, part.shadow.unsqueeze(dim)) for part in parts], dim), {}, result)
+    return _cat(tape, ([replace(part, shadow=part.shadow.unsqueeze(dim)) for part in parts], dim), {}, result)
 
 
 _HANDLERS: dict[Any, Callable] = {
-    aten._to_copy.default: _converted,
     aten.gelu.default: _gelu,
     aten.pow.Tensor_Scalar: _power,
     aten.clamp.default: _clamp,
@@ -599,35 +567,26 @@ class TapeRecorder(ExclusiveMode):
 
     def _record(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         results: list[Any] = list(result) if isinstance(result, (tuple, list)) else [result]
-        if (
-            func == aten.lift_fresh.default
-            and torch.is_tensor(result)
-            and result.dim() == 0
-            and result.is_floating_point()
-        ):
-            return self._follow(result, self.tape.weight(result))  # a number; the tape keeps the tensor
+        reason = f"an unused result of {func}"
         try:
             values = self._lowered(func, args, kwargs, result)
         except NotLowered as error:
-            for each in results:
-                if isinstance(each, torch.Tensor):
-                    self._follow(each, None, str(error))
-            return None
+            values, reason = [None] * len(results), str(error)
         for each, value in zip(results, values if isinstance(values, list) else [values], strict=True):
             if isinstance(each, torch.Tensor):
-                self._follow(each, value, f"an unused result of {func}")
-        return None
+                self._follow(each, value, reason)
 
     def _lowered(self, func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
         """The values of the results of an operator."""
+        if func == aten.lift_fresh.default and result.dim() == 0 and result.is_floating_point():
+            return self.tape.weight(result)  # a number; the tape keeps the tensor
         if func == aten.index.Tensor or func == aten.index_select.default:
             return self._selected(func, args, result)
         if func == quantized_product:
             return self._multiplied(args, result)
         own = tuple(self._translated(arg) for arg in args)
         options = {name: each for name, each in kwargs.items() if not isinstance(each, torch.Tensor)}
-        if len(options) != len(kwargs):
-            raise NotLowered(str(func))
+        refuse_if(len(options) != len(kwargs), str(func))
         return lower(self.tape, func, own, options, result)
 
     def _translated(self, each: Any) -> Any:
@@ -637,19 +596,17 @@ class TapeRecorder(ExclusiveMode):
         return [self._translated(inner) for inner in each] if isinstance(each, (list, tuple)) else each
 
     def _selected(self, func: Any, args: tuple, result: torch.Tensor) -> Value:
+        found = [args[1:]]
         if func == aten.index.Tensor:
             found = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
-        else:
-            found = [(args[1], args[2])]
-        ((dim, index),) = found if len(found) == 1 else (((0, None)),)
-        if self.batch is None or index is None or index is not self.batch.logit_index:
+        wanted = None if self.batch is None else self.batch.logit_index
+        if wanted is None or len(found) != 1 or found[0][1] is not wanted:
             raise NotLowered("an index other than that of the wanted logits")
-        return self.tape.selected(self.value_of(args[0]), dim, result.shape)
+        return self.tape.selected(self.value_of(args[0]), found[0][0], result.shape)
 
     def _multiplied(self, args: tuple, result: torch.Tensor) -> Value:
         x, panels, bias, bits, group, outputs, scales = args
-        if id(panels) not in self._panels:
-            raise NotLowered("a product with quantized weights that are made inside the forward")
+        refuse_if(id(panels) not in self._panels, "a product with quantized weights that are made inside the forward")
         added = None if bias is None else self.value_of(bias)
         own = WeightLayout(bits, group, outputs, x.shape[1], scales)
         return self.tape.quantized_linear(self.value_of(x), panels, own, added, result.shape, result.dtype)
@@ -678,15 +635,13 @@ class TapeRecorder(ExclusiveMode):
             attend = attention_for(query.device, with_native=False)
             out = attend(query, key_pool, value_pool, batch, scaling, window=window, softcap=softcap, sinks=sinks)
         layer = self._layer_of(key_pool)
-        if layer not in self.pools:
-            raise NotLowered("attention to keys that were not written by the same layer")
+        refuse_if(layer not in self.pools, "attention to keys that were not written by the same layer")
         value = self.tape.new(out.shape, out.dtype, Rows.TOKENS)
         fields = self._attention(layer) | {"heads": query.shape[1], "window": window or 0}
         bias = None
         if sinks is not None:
             weight = self.value_of(sinks)
-            if not weight.is_vector:
-                raise NotLowered("sinks that are not a vector of weights")
+            refuse_if(not weight.is_vector, "sinks that are not a vector of weights")
             bias = weight.place()
         places = value.place(), self.tape.heads(self.value_of(query)), None, bias
         scalars = {"scalar": scaling, "scalar2": softcap or 0.0}
@@ -726,18 +681,15 @@ class TapeRecorder(ExclusiveMode):
         self._paused -= 1
         assert self.batch is not None
         own = self.batch.position_ids
-        known = [
-            each is own or (torch.is_tensor(each) and _same_memory(each, own)) for each in (*args, *kwargs.values())
-        ]
+        given = [*args, *kwargs.values()]
+        place = own.data_ptr(), own.shape, own.dtype
+        known = [torch.is_tensor(each) and (each.data_ptr(), each.shape, each.dtype) == place for each in given]
         outputs = output if isinstance(output, tuple) else (output,)
-        if sum(known) != 1 or any(
-            each.dim() != 3 or each.shape[1] != own.shape[1] or each.shape[0] != 1 for each in outputs
-        ):
+        if sum(known) != 1 or any(each.dim() != 3 or each.shape[:2] != (1, own.shape[1]) for each in outputs):
             return
-
-        given = [
-            None if is_ours else _first(each) for is_ours, each in zip(known, (*args, *kwargs.values()), strict=True)
-        ]
+        # Of hidden states, the module uses only dtype and device: one element is enough.
+        given = [each[:, :1].clone() if torch.is_tensor(each) and each.dim() == 3 else each for each in given]
+        given = [None if is_ours else each for is_ours, each in zip(known, given, strict=True)]
         rows = _by_position(weakref.ref(module), given, len(args), list(kwargs))
         with self.paused():
             computed = rows(int(own.max()) + 1)
@@ -758,12 +710,3 @@ def _by_position(module: Any, given: list[Any], num_args: int, names: list[str])
         return [each[0].contiguous() for each in found]
 
     return rows
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _first(each: Any) -> Any:
-    """One element of the hidden states given to a rotary module, which uses only their dtype and device."""
-    return each[:, :1].clone() if torch.is_tensor(each) and each.dim() == 3 else each

@@ -16,8 +16,8 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -28,7 +28,6 @@ from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_triton
 from .. import architectures
 from .rewriting import fuse_linears, fuse_norms, fuse_rotation, modifies_in_place, without_dropout
-from .sparse_blocks import SparseBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +46,12 @@ TRACED = Traced()
 
 
 class _RunningLayer(threading.local):
-    """The layer and the batch that run in this thread.
+    """The layer and the batch that run in this thread."""
 
-    Attributes:
-        attention: our attention function, with the signature of transformers' attention interface.
-        module: the layer's attention module.
-        index: index of the layer's pools in the cache.
-        batch: the batch whose forward is running.
-    """
-
-    attention: Callable
-    module: nn.Module | None
-    index: int
-    batch: Any
+    attention: Callable  # ours, with the signature of transformers' attention interface
+    module: nn.Module | None  # the layer's attention module
+    index: int  # of the layer's pools in the cache
+    batch: Any  # whose forward is running
 
 
 _running = _RunningLayer()
@@ -145,32 +137,43 @@ def rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
     return rewritten(graph).forward
 
 
-class TracedLayers:
-    """Traced versions of the forwards of a model's or head's decoder layers, used while `active()`.
+class CompiledLayers:
+    """Traced versions of the forwards of a model's or head's decoder layers, used while `active()`: compiled by inductor, after `rewritten`
+    where the Triton kernels run.
 
     Layers are traced when they first run: every kind of layer once for one token and once for any number of tokens.
 
     Args:
         model: a model or head that attends through our registered attention.
         attention: our attention function.
-        backend: backend of torch.compile.
+        backend: a backend of torch.compile in place of inductor.
+
+    Raises:
+        UnsupportedModel: the model is on a CPU and no C++ compiler works.
     """
 
     whole = False  # True: a layer that is not a single graph is an error
 
-    def __init__(self, model: nn.Module, attention: Callable, backend: str | Callable):
+    def __init__(self, model: nn.Module, attention: Callable, backend: str | Callable | None = None):
+        if backend is None:
+            device = next(model.parameters()).device
+            check_compiler(device)
+            backend = inductor_after_rewriting if uses_triton(device) else "inductor"
         self.attention, self.backend = attention, backend
         self._model = weakref.ref(model)
         self._functions: dict[Any, Callable] = {}  # compiled functions by the forward of the layer's class
 
+    def _layers(self) -> list[tuple[int, nn.Module]]:
+        model = self._model()
+        assert model is not None
+        return _layers_in(model)
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside the context, the layers run traced."""
-        model = self._model()
-        assert model is not None
         replaced = []
         try:
-            for index, layer in _layers_in(model):
+            for index, layer in self._layers():
                 if "forward" not in vars(layer):  # otherwise it is wrapped (accelerate's hooks) or already traced
                     layer.forward = self._forward_of(layer, index)
                     replaced.append(layer)
@@ -233,24 +236,7 @@ class TracedLayers:
         return self._functions[forward]
 
 
-class CompiledLayers(TracedLayers):
-    """Layers compiled by inductor, after `rewritten` where the Triton kernels run.
-
-    Args:
-        backend: replaces inductor, for tests.
-
-    Raises:
-        UnsupportedModel: the model is on a CPU and no C++ compiler works.
-    """
-
-    def __init__(self, model: PreTrainedModel, attention: Callable, backend: str | Callable | None = None):
-        if backend is None:
-            check_compiler(model.device)
-            backend = inductor_after_rewriting if uses_triton(model.device) else "inductor"
-        super().__init__(model, attention, backend)
-
-
-class RewrittenLayers(TracedLayers):
+class RewrittenLayers(CompiledLayers):
     """Layers that are traced and rewritten in captured forwards, and run untraced in all others.
 
     So the cost of tracing, and the host's extra cost per call, are paid only when a step is captured. The first output of a
@@ -274,10 +260,8 @@ class RewrittenLayers(TracedLayers):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """See TracedLayers; mixtures of experts are traced as one operator."""
-        model = self._model()
-        assert model is not None
-        with self._blocks.opaque([layer for _, layer in _layers_in(model)]), super().active():
+        """See CompiledLayers; mixtures of experts are traced as one operator."""
+        with self._blocks.opaque([layer for _, layer in self._layers()]), super().active():
             yield
 
     def serves(self, batch: Any, layer: nn.Module) -> bool:
@@ -286,7 +270,7 @@ class RewrittenLayers(TracedLayers):
         return captured and type(layer) not in self.refused and self._blocks.ready(layer)
 
     def checked(self, layer: nn.Module, out: Any, batch: Any, own: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
-        """See TracedLayers. Compares a new graph in the warm-up run before its capture; nothing can be compared during one."""
+        """See CompiledLayers. Compares a new graph in the warm-up run before its capture; nothing can be compared during one."""
         if not self._is_new or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return out
         self._is_new = False
@@ -297,11 +281,9 @@ class RewrittenLayers(TracedLayers):
         error = deviation(_states(out), states, before, int(batch.inputs.query_starts[-1]))
         if error <= 1:
             return out
-        name = type(layer).__name__
-        self.refused[type(layer)] = (
-            f"its rewritten graph computes other values ({error:.1f} times the rounding tolerance)"
-        )
-        logger.warning("%s is captured without rewriting: %s. Please report it.", name, self.refused[type(layer)])
+        reason = f"its rewritten graph computes other values ({error:.1f} times the rounding tolerance)"
+        self.refused[type(layer)] = reason
+        logger.warning("%s is captured without rewriting: %s. Please report it.", type(layer).__name__, reason)
         return expected
 
     def refuse(self, layer: nn.Module, error: Exception) -> None:
@@ -309,10 +291,6 @@ class RewrittenLayers(TracedLayers):
         reason = " ".join(str(error).split("\n")[:2])  # a backend's error has its message in the second line
         self.refused[type(layer)] = reason
         logger.info("%s is captured without rewriting, so without our fused kernels: %s", type(layer).__name__, reason)
-
-
-class _Indexed(nn.Module):
-    layer_idx: int
 
 
 def _states(out: Any) -> torch.Tensor:
@@ -344,28 +322,28 @@ def _layers_in(model: nn.Module) -> list[tuple[int, nn.Module]]:
     """Decoder layers, each with the index of the pools it attends to."""
     if isinstance(model, PreTrainedModel):
         return list(enumerate(architectures.decoder_layers(model)))
-    return [(child.layer_idx, layer) for layer in model.modules() for child in layer.children() if _is_innermost(child)]
+    pairs: list[tuple[Any, nn.Module]] = [(child, layer) for layer in model.modules() for child in layer.children()]
+    # The innermost module with a `layer_idx` is the attention module; a layer around it may have one too.
+    return [
+        (child.layer_idx, layer)
+        for child, layer in pairs
+        if [each for each in child.modules() if hasattr(each, "layer_idx")] == [child]
+    ]
 
 
-def _is_innermost(module: nn.Module) -> TypeGuard[_Indexed]:
-    """True for the innermost module with a `layer_idx`: the attention module, not a layer around it that has one too."""
-    return [each for each in module.modules() if hasattr(each, "layer_idx")] == [module]
-
-
-_shared = weakref.WeakKeyDictionary[nn.Module, dict[type[TracedLayers], "weakref.ref[TracedLayers]"]]()
-_Layers = TypeVar("_Layers", bound=TracedLayers)
+_shared = weakref.WeakKeyDictionary[nn.Module, dict[type[CompiledLayers], "weakref.ref[CompiledLayers]"]]()
+_Layers = TypeVar("_Layers", bound="CompiledLayers")
 
 
 def layers_of(model: nn.Module, attention: Callable, kind: type[_Layers]) -> _Layers:
     """The traced layers of a model or head, of class `kind`, shared by all callers. Args and errors: see `kind`."""
     kinds = _shared.setdefault(model, {})
-    reference = kinds.get(kind)
-    found = None if reference is None else reference()
-    if not isinstance(found, kind):
-        make: Any = kind
-        found = make(model, attention)
-        kinds[kind] = weakref.ref(found)
-    return found
+    found: Any = kinds[kind]() if kind in kinds else None
+    if found is not None:
+        return found
+    made = kind(model, attention)
+    kinds[kind] = weakref.ref(made)
+    return made
 
 
 def is_of_tracing(error: Exception) -> bool:
@@ -377,13 +355,14 @@ def is_of_tracing(error: Exception) -> bool:
 def _own_copy(function: types.FunctionType) -> types.FunctionType:
     """A copy of a function with its own code object. Dynamo limits compilations per code object, and several models of one
     class would share that limit."""
-    copy = types.FunctionType(
+    own = (
         function.__code__.replace(),
         function.__globals__,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
+    copy = types.FunctionType(*own)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -402,3 +381,89 @@ def check_compiler(device: torch.device) -> None:
             f"'compile' needs a C++ compiler for a model on a CPU, and none works here ({error}). Install g++ or clang++, or "
             "leave the key out."
         ) from error
+
+
+# ---- mixtures of experts, as one opaque operator of a traced layer ----
+#
+# They modify tensors in place, so a graph that contains their operations could not be rewritten. The operator runs the block's own forward.
+
+
+class _RunningBlock(threading.local):
+    """The block of the layer that runs in this thread; `SparseBlocks.ready` sets it."""
+
+    block: SparseBlock
+
+
+_running_block = _RunningBlock()
+
+
+@torch.library.custom_op("hf_specdec::sparse_block", mutates_args=(), schema="(Tensor x) -> Tensor")
+def _sparse_block(x):
+    out = _running_block.block.own(x)
+    return (out if torch.is_tensor(out) else out[0]).contiguous()
+
+
+@_sparse_block.register_fake
+def _(x):
+    return x.new_empty(x.shape)
+
+
+class SparseBlock:
+    """Replaces the `forward` of a block, a router with its experts: hidden states [1, T, H] → [1, T, H].
+
+    The block returns this tensor alone or as the first of several outputs.
+
+    Args:
+        num_outputs: number of outputs by the block's class, known after its first call; 0: a tensor instead of a tuple.
+    """
+
+    def __init__(self, block: nn.Module, num_outputs: dict[type[nn.Module], int]):
+        self.own: Callable[..., Any] = block.forward
+        self.kind, self.num_outputs = type(block), num_outputs
+
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> Any:
+        """The block's own forward; while a layer is traced, the operator, with None for outputs after the first."""
+        if torch.compiler.is_compiling() and not args and not kwargs:
+            out, count = _sparse_block(hidden_states), self.num_outputs[self.kind]
+            return (out, *[None] * (count - 1)) if count else out
+        out = self.own(hidden_states, *args, **kwargs)
+        self.num_outputs[self.kind] = 0 if torch.is_tensor(out) else len(out)
+        return out
+
+
+class SparseBlocks:
+    """Makes the mixture-of-experts blocks of a model's layers opaque to tracing."""
+
+    def __init__(self) -> None:
+        self._num_outputs: dict[type[nn.Module], int] = {}
+        self._by_layer: dict[nn.Module, SparseBlock] = {}
+
+    @contextlib.contextmanager
+    def opaque(self, layers: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside the context, dynamo sees one operator for the block of each layer that has exactly one."""
+        replaced: dict[nn.Module, nn.Module] = {}
+        try:
+            for layer in layers:
+                blocks = [module for module in layer.modules() if "experts" in module._modules]
+                # A block whose forward was replaced before is wrapped by other code, or is opaque already.
+                if len(blocks) == 1 and "forward" not in vars(blocks[0]):
+                    self._by_layer[layer] = SparseBlock(blocks[0], self._num_outputs)
+                    # A bound method, because dynamo would trace callable objects one by one.
+                    blocks[0].forward = self._by_layer[layer].forward
+                    replaced[layer] = blocks[0]
+            yield
+        finally:
+            for layer, block in replaced.items():
+                del self._by_layer[layer], block.forward
+            vars(_running_block).pop("block", None)  # hold no reference to the model after its call
+
+    def ready(self, layer: nn.Module) -> bool:
+        """True if a layer can be traced: it has no block, or its block's number of outputs is known.
+
+        Call right before the layer runs: this also selects the block that the operator runs.
+        """
+        block = self._by_layer.get(layer)
+        if block is None:
+            return True
+        _running_block.block = block
+        return block.kind in block.num_outputs

@@ -64,11 +64,8 @@ class InvariantOps(ExclusiveMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            self._direct
-            or func.namespace in _COLLECTIVES
-            or (_passes(func) and not (kwargs and kwargs.get("alpha", 1) != 1))
-        ):
+        passes = self._direct or func.namespace in _COLLECTIVES or (_passes(func) and kwargs.get("alpha", 1) == 1)
+        if passes:
             return func(*args, **kwargs)
         tensors = _tensors(args, kwargs)
         floats = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
@@ -107,12 +104,8 @@ def _passes(func: Any) -> bool:
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    found = []
-    for arg in (*args, *kwargs.values()):
-        found += [
-            each for each in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(each, torch.Tensor)
-        ]
-    return found
+    lists = (arg if isinstance(arg, (list, tuple)) else (arg,) for arg in (*args, *kwargs.values()))
+    return [each for arg in lists for each in arg if isinstance(each, torch.Tensor)]
 
 
 def _vectorised(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -142,10 +135,6 @@ def _scaled_sum(added, beta, product, alpha):
     return product if beta == 0 else product + (added if beta == 1 else added * beta)
 
 
-def _mv(x, vector):
-    return invariant.linear(x, vector[:, None])[:, 0]
-
-
 def _grouped_mm(x, weights, offs=None, bias=None, out_dtype=None):
     """Product of rows x [T, K], in groups that end at `offs` [G], with one weight matrix per group, [G, K, N]."""
     if x.dim() != 2 or weights.dim() != 3 or offs is None or bias is not None or x.is_cuda:
@@ -173,27 +162,16 @@ def _reduced(x: torch.Tensor, dim: Any, keepdim: bool, reduce: Callable[[torch.T
 
 def _sum(x, dim=None, keepdim=False, *, dtype=None):
     x = x if dtype is None else x.to(dtype)
-    wide = invariant.wide(x)
-    return _reduced(wide, dim, keepdim, invariant.sum_last).to(x.dtype)
+    return _reduced(invariant.wide(x), dim, keepdim, invariant.sum_last).to(x.dtype)
 
 
 def _mean(x, dim=None, keepdim=False, *, dtype=None):
-    x = x if dtype is None else x.to(dtype)
-    sums = invariant.sum_last
-    return _reduced(x, dim, keepdim, lambda lines: invariant.mean_last(lines, sums))
+    return _reduced(x if dtype is None else x.to(dtype), dim, keepdim, invariant.mean_last)
 
 
 def _var(x, dim=None, *, correction=None, keepdim=False):
-    sums, correction = invariant.sum_last, 1 if correction is None else correction
-    return _reduced(x, dim, keepdim, lambda lines: invariant.variance_last(lines, correction, sums))
-
-
-def _std(x, dim=None, *, correction=None, keepdim=False):
-    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
-
-
-def _var_mean(x, dim=None, *, correction=None, keepdim=False):
-    return _var(x, dim, correction=correction, keepdim=keepdim), _mean(x, dim, keepdim)
+    correction = 1 if correction is None else correction
+    return _reduced(x, dim, keepdim, lambda lines: invariant.variance_last(lines, correction))
 
 
 def _norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
@@ -211,7 +189,7 @@ def _along(over_last: Callable[..., torch.Tensor], x, dim, half_to_float=False):
 def _layer_norm(x, shape, weight, bias, eps):
     lines = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
     flat = [None if each is None else each.reshape(-1) for each in (weight, bias)]
-    out, mean, rstd = invariant.layer_norm(lines, flat[0], flat[1], eps, invariant.sum_last)
+    out, mean, rstd = invariant.layer_norm(lines, flat[0], flat[1], eps)
     statistics = [*lines.shape[:-1], *(1 for _ in shape)]
     return out.reshape(x.shape), mean.reshape(statistics), rstd.reshape(statistics)
 
@@ -220,7 +198,7 @@ def _rms_norm(x, shape, weight, eps):
     lines = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
     eps = torch.finfo(invariant.wide(x).dtype).eps if eps is None else eps
     flat = None if weight is None else weight.reshape(-1)
-    out, rstd = invariant.rms_norm(lines, flat, eps, invariant.sum_last)
+    out, rstd = invariant.rms_norm(lines, flat, eps)
     return out.reshape(x.shape), rstd.reshape(*lines.shape[:-1], *(1 for _ in shape))
 
 
@@ -229,14 +207,17 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     aten.addmm: _addmm,
     aten.bmm: invariant.batched_product,
     aten.baddbmm: _baddbmm,
-    aten.mv: _mv,
+    aten.mv: lambda x, vector: invariant.linear(x, vector[:, None])[:, 0],
     aten._grouped_mm: _grouped_mm,
     aten.cumsum: _cumsum,
     aten.sum: _sum,
     aten.mean: _mean,
     aten.var.correction: _var,
-    aten.std.correction: _std,
-    aten.var_mean.correction: _var_mean,
+    aten.std.correction: lambda *args, **given: _var(*args, **given).sqrt(),
+    aten.var_mean.correction: lambda x, dim=None, *, keepdim=False, **given: (
+        _var(x, dim, keepdim=keepdim, **given),
+        _mean(x, dim, keepdim),
+    ),
     aten.linalg_vector_norm: _norm,
     aten._softmax: functools.partial(_along, invariant.softmax_last),
     aten._log_softmax: functools.partial(_along, invariant.log_softmax_last),

@@ -29,7 +29,7 @@ class Product(abc.ABC):
         linears: layers with the same number of inputs, all with biases or all without.
 
     Attributes:
-        copies: it computes with copies of the weights, made by `copy_weights`. Writes to the weights make the copies stale,
+        copies: it computes with copies of the weights, made by its `copy_weights(linears)`. Writes to the weights make the copies stale,
             so the contents are compared before the copies are used (see `JoinedLinears.refresh`).
         copied_from: fingerprints of the copied weights; None: nothing is copied yet.
         alone: it serves one layer.
@@ -54,14 +54,6 @@ class Product(abc.ABC):
     @abc.abstractmethod
     def serves(self, x: torch.Tensor) -> bool:
         """True if it is faster than the layers' own products for the number of rows in x [..., K]."""
-
-    def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
-        """Copy the weights again. Only called if `copies` is set."""
-        raise TypeError(f"{type(self).__name__} holds no copies.")
-
-    def is_made_for(self, linears: Sequence[nn.Linear]) -> bool:
-        """True if this was made for exactly these layers, with their weights at the same addresses as now."""
-        return self.places == [_place(linear) for linear in linears]
 
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor | None:
         """The output of layer `index`. The first layer's call computes all; None if this layer's input is not the first's."""
@@ -118,22 +110,21 @@ class JoinedLinears:
                     # A bound method, because dynamo shares traces by function; it would trace callable objects one by one.
                     joined = _JoinedForward(self, linear, product, index)
                     sharded = sharded_forward(linear)
-                    forward = joined.forward if sharded is None else sharded.around(linear, joined.forward)
+                    forward = joined.forward if sharded is None else sharded(joined.forward)
                     self._replaced.append((linear, vars(linear).get("forward")))
                     linear.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
             yield
         finally:
             for linear, own in self._replaced:
-                if own is None:
-                    vars(linear).pop("forward", None)
-                else:
+                del linear.forward
+                if own is not None:
                     vars(linear)["forward"] = own
             self._in_use.clear()
             self._replaced.clear()
 
     def refresh(self) -> None:
         """Compare the contents of the copied weights with the layers' weights, by hash, and copy those that differ."""
-        copied = [(product, linears) for product, linears in self._in_use if product.copies]
+        copied: list[tuple[Any, list[nn.Linear]]] = [(product, own) for product, own in self._in_use if product.copies]
         groups = [[tensor for linear in linears for tensor in _tensors(linear)] for _, linears in copied]
         found = iter(fingerprints([tensor for tensors in groups for tensor in tensors]))
         for (product, linears), tensors in zip(copied, groups, strict=True):
@@ -146,7 +137,7 @@ class JoinedLinears:
     def _product(self, linears: list[nn.Linear]) -> Product:
         first = linears[0]
         product = self._products.get(first)
-        if product is None or not product.is_made_for(linears):
+        if product is None or product.places != [_place(linear) for linear in linears]:  # weights may have moved
             product = self._products[first] = self._make(linears)
         return product
 
@@ -179,11 +170,9 @@ class _JoinedForward:
     """The `forward` that replaces a layer's own."""
 
     def __init__(self, owner: JoinedLinears, linear: nn.Linear, product: Product, index: int):
-        self.owner = owner
-        bias = bias_of(linear)
-        self.weight = weight_of(linear).detach()
-        self.bias = None if bias is None else bias.detach()
-        self.product, self.index = product, index
+        self.owner, self.product, self.index = owner, product, index
+        (self.weight,), biases = joined_parameters([linear])
+        self.bias = None if biases is None else biases[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output [..., out] for input x [..., in]."""
@@ -212,6 +201,12 @@ def _tensors(linear: nn.Linear) -> list[torch.Tensor]:
     return [each for each in (weight_of(linear), bias_of(linear)) if each is not None]
 
 
+def joined_parameters(linears: Sequence[nn.Linear]) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """The layers' weights, and their biases (None: they have none), detached."""
+    biases = [bias.detach() for bias in map(bias_of, linears) if bias is not None]
+    return [weight_of(linear).detach() for linear in linears], biases or None
+
+
 def _place(linear: nn.Linear) -> list:
     return [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in _tensors(linear)]
 
@@ -226,9 +221,7 @@ class FewRowsProduct(Product):
 
     def __init__(self, linears: Sequence[nn.Linear]):
         super().__init__(linears)
-        self.weights = [weight_of(linear).detach() for linear in linears]
-        biases = [bias.detach() for bias in map(bias_of, linears) if bias is not None]
-        self.biases = biases or None
+        self.weights, self.biases = joined_parameters(linears)
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Outputs [..., N_i] of every layer for x [..., K]."""
@@ -244,12 +237,8 @@ def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
     if not is_untouched(module):
         return False
     weight = weight_of(module)
-    return (
-        weight.device.type == "cuda"
-        and weight.dtype in (torch.bfloat16, torch.float16)
-        and weight.numel() >= _LEAST_WEIGHTS
-        and weight.is_contiguous()
-    )
+    served = weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
+    return served and weight.numel() >= _LEAST_WEIGHTS
 
 
 def few_row_linears(model: nn.Module, left_out: Collection[nn.Module] = ()) -> JoinedLinears | None:

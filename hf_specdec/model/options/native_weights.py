@@ -19,11 +19,8 @@ from ...kernels.native import TYPES
 
 logger = logging.getLogger(__name__)
 
-_PACKINGS = [
-    64,
-    32,
-    16,
-]  # rows in a block of torch's int4 format, which depends on the CPU; the one found last comes first
+# Rows in a block of torch's int4 format, which depends on the CPU; the one found last comes first.
+_PACKINGS = [64, 32, 16]
 
 
 class NativeWeight(torch.Tensor):

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ...cache.memory import free_bytes
-from ..sharding import bias_of, weight_of
-from .joined_linears import JoinedLinears, Product, is_untouched
+from ..sharding import weight_of
+from .joined_linears import JoinedLinears, Product, is_untouched, joined_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,9 @@ class PackedProduct(Product):
         self.linear = torch.ops.mkldnn._linear_pointwise.default
 
     def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(
-            _join([weight_of(linear).detach() for linear in linears]), _ROWS
-        )
-        biases = [bias.detach() for bias in map(bias_of, linears) if bias is not None]
+        """Copy the weights, and pack them."""
+        weights, biases = joined_parameters(linears)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(_join(weights), _ROWS)
         self.bias = _join(biases).clone() if biases else None
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +59,10 @@ class QuantizedLinears:
         self._kept = weakref.WeakSet(kept)
         self._copies = weakref.WeakKeyDictionary[nn.Linear, nn.Parameter]()
         self._made_from = weakref.WeakKeyDictionary[nn.Linear, tuple]()
-        _check_installed(kind)
+        try:
+            import torchao.quantization  # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"{kind!r} weights need torchao: {_INSTALL}") from error
         linears = list(self._linears(module))
         made = {linear for linear, _ in self.copies()}
         skipped = [linear for linear in linears if linear not in made]
@@ -164,19 +167,9 @@ def quantize_for_good(module: nn.Module, kind: str, kept: Iterable[nn.Module] = 
         raise ValueError(f"{type(module).__name__} has {before!r} weights already, not {kind!r}.")
 
 
-class _Options(Protocol):
-    """Keys of a configuration, or a model's options."""
-
-    @property
-    def native(self) -> bool | None: ...
-    @property
-    def compile(self) -> bool | None: ...
-    @property
-    def cuda_graphs(self) -> bool | None: ...
-
-
-def quantizes_natively(options: _Options) -> bool:
-    """True if the options allow the native library to compute with quantized weights: compilers and graphs can use only torchao's."""
+def quantizes_natively(options: Any) -> bool:
+    """True if the keys of a configuration, or a model's options, allow the native library to compute with quantized weights: compilers and
+    graphs can use only torchao's."""
     return options.native is not False and not options.compile and not options.cuda_graphs
 
 
@@ -194,13 +187,6 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
 
 
 # ---- torchao --------------------------------------------------------------------------------------------------------
-
-
-def _check_installed(kind: str) -> None:
-    try:
-        import torchao.quantization  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"{kind!r} weights need torchao: {_INSTALL}") from error
 
 
 def _quantize(weight: torch.Tensor, config: Any) -> nn.Parameter:
@@ -237,7 +223,8 @@ def _config(kind: str, weight: torch.Tensor) -> Any | None:
                 f"'wint4' weights on a CPU need a torchao that supports them, such as 0.18: {_INSTALL}"
             ) from error
         return PrototypeInt4WeightOnlyConfig(group_size=group, set_inductor_config=False)
-    if device.type != "cuda" or weight.dtype != torch.bfloat16 or not _has_int4(device):
+    has_product = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _INT4_CAPABILITY
+    if weight.dtype != torch.bfloat16 or not has_product:
         raise UnsupportedModel(
             f"'wint4' runs on CPUs and, in bfloat16, on CUDA devices of compute capability 8.0 or higher; these weights are "
             f"{weight.dtype} on {device}. Load the model with dtype=torch.bfloat16, use 'wint8', or leave the key out."
@@ -248,10 +235,6 @@ def _config(kind: str, weight: torch.Tensor) -> Any | None:
         int4_packing_format="tile_packed_to_4d",  # pyright: ignore[reportArgumentType]
         set_inductor_config=False,
     )
-
-
-def _has_int4(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= _INT4_CAPABILITY
 
 
 def _needed(kind: str, linear: nn.Linear) -> str:

@@ -189,12 +189,8 @@ def _unrotated(node: Any) -> tuple[Node, Node, Node] | None:
     if not is_call(rotated_half, torch.cat) or angles[0] is None or angles[1] is None:
         return None
     parts, width = rotated_half.args[0], _width(x)
-    if (
-        argument(rotated_half, 1, "dim") != -1
-        or len(parts) != 2
-        or not is_call(parts[0], operator.neg)
-        or not width.isdigit()
-    ):
+    over_last = argument(rotated_half, 1, "dim") == -1 and len(parts) == 2 and width.isdigit()
+    if not over_last or not is_call(parts[0], operator.neg):
         return None
     half = int(width) // 2
     has_second_half = _is_slice(parts[0].args[0], x, slice(half, None, None))
@@ -222,13 +218,11 @@ def _width(node: Node) -> str:
     return "" if shape is None else shape[-1]
 
 
-# ---- linear layers ----
-
 _LINEARS = (F.linear, torch._C._nn.linear)  # pyright: ignore[reportAttributeAccessIssue]
 _MOST = 3  # maximum number of layers in one operator: queries, keys and values
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
+# ---- linear layers: operators ----
 
 
 @torch.library.custom_op("hf_specdec::linears", mutates_args=())
@@ -266,9 +260,6 @@ def _(x, gate, up):
     return x.new_empty(*x.shape[:-1], gate.shape[0])
 
 
-# ---- rewriting ------------------------------------------------------------------------------------------------------
-
-
 def fuse_linears(graph: fx.GraphModule) -> fx.GraphModule:
     """Fuse the linear layers of a graph that dynamo traced, in place; returns it. Weights must be inputs of the graph."""
     _fuse_gated_units(graph.graph)
@@ -281,7 +272,7 @@ def _fuse_gated_units(graph: fx.Graph) -> None:
     for product in calls_of_two(graph, operator.mul, torch.mul):
         for activated, upper in (product.args, product.args[::-1]):
             if not (
-                is_call(activated, F.silu) and has_one_user(activated) and _is_layer(upper) and has_one_user(upper)
+                is_call(activated, F.silu) and _is_layer(upper) and has_one_user(activated) and has_one_user(upper)
             ):
                 continue
             gate = activated.args[0]
@@ -331,9 +322,7 @@ def _is_layer(node: Any) -> bool:
     if not is_call(node, *_LINEARS) or len(node.args) < 2:
         return False
     parameters = [each for each in (node.args[1], _bias(node)) if each is not None]
-    known = all(
-        isinstance(parameter, fx.Node) and parameter.op in ("placeholder", "get_attr") for parameter in parameters
-    )
+    known = all(isinstance(each, fx.Node) and each.op in ("placeholder", "get_attr") for each in parameters)
     weight, dtype = value_of(node.args[1]), dtype_of(node)
     alike = dtype is not None and dtype_of(node.args[0]) == dtype_of(node.args[1]) == dtype  # not so under autocast
     return known and alike and weight is not None and weight.is_contiguous()

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from ...cache.state_pool import StatePool
 from ...core.errors import UnsupportedModel
 from ...core.names import cache_argument
-from ...kernels import recurrent
 from ...kernels.dispatch import uses_triton
 from .families import RecurrentFamily, mixers_of
 from .functions import ModuleFunctions
@@ -185,18 +184,14 @@ class RecurrentLayers:
 
 
 class _View:
-    """The cache that a mixer sees: the states of n lines.
-
-    Attributes:
-        conv, recurrent: the states before the lines; None: the text begins here.
-        inputs: after the call, the convolution's inputs [n, channels, k + T], those before the lines first.
-        state: after the call, the recurrent state that the mixer returned.
-    """
+    """The cache that a mixer sees: the states of n lines before them (None: the text begins here)."""
 
     def __init__(self, conv: torch.Tensor | None, recurrent: torch.Tensor | None):
         self.conv, self.recurrent = conv, recurrent
-        self.inputs: torch.Tensor = torch.empty(0)
-        self.state: torch.Tensor | None = None
+        self.inputs = torch.empty(
+            0
+        )  # after the call, the convolution's inputs [n, channels, k + T], those before the lines first
+        self.state: torch.Tensor | None = None  # after the call, the recurrent state that the mixer returned
         self.size = 0
 
     def windows_at(self, count: int) -> torch.Tensor:
@@ -341,7 +336,9 @@ def _convolution_over_lines(lines: LinesOnDevice, pool: torch.Tensor):
     ) -> torch.Tensor:
         if activation is not None and activation not in _SILU:
             raise ValueError(f"A convolution followed by {activation!r} is not known to the kernels.")
+        from ...kernels.recurrent import triton as kernels
+
         windows = lines.windows_of(weight.shape[-1])
-        return recurrent.convolution(x, windows, weight, bias, activation is not None, lines.walk[2], pool)
+        return kernels.convolution(x, windows, weight, bias, activation is not None, lines.walk[2], pool)
 
     return replacement

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,23 +19,6 @@ from ...kernels.recurrent import Walk
 from ...kernels.transfer import upload
 
 _BEFORE, _NO_TOKEN = -1, -2  # instead of a parent's column
-
-
-@dataclass
-class LineLevel:
-    """Tokens that are read together, one rule call for all: each one's parent was read by the level before.
-
-    Attributes:
-        lines, columns: numpy [n], the tokens' places among the lines.
-        parents: numpy [n], the parents' indices in the level before; in the first level, lines.
-        kept, states: numpy [m], indices of the tokens after which the recurrent state is kept, and where.
-    """
-
-    lines: np.ndarray
-    columns: np.ndarray
-    parents: np.ndarray
-    kept: np.ndarray
-    states: np.ndarray
 
 
 @dataclass
@@ -50,7 +34,7 @@ class Lines:
         slots: numpy [n, T], each token's slot; -1: not kept.
         parents: numpy [n, T], the column of each token's parent; -1: the state before the line.
         states: numpy [n, T], where the recurrent state after each token goes; -1: it is not kept.
-        levels: the tokens by depth.
+        depths: numpy [n, T], how many tokens of its line each token descends from (padding: -1).
     """
 
     packed: np.ndarray
@@ -59,7 +43,7 @@ class Lines:
     slots: np.ndarray
     parents: np.ndarray
     states: np.ndarray
-    levels: list[LineLevel]
+    depths: np.ndarray
     _on_device: dict = field(default_factory=dict)
 
     @property
@@ -96,15 +80,12 @@ class LinesOnDevice:
         bases, states: slots [n] of the lines' bases.
         replays: for the first, second, .. token that the states have not read: the lines that have one (None: all), and their slots.
         real: (lines, columns) of the tokens that are not padding, and `targets`, their packed indices.
-        levels: per level, (lines, columns), parents (None: all tokens in order), kept (None: all tokens), states.
         kept: (lines, columns) of all tokens that have slots, and `slots`.
     """
 
     def __init__(self, lines: Lines, device: torch.device):
-        def send(array: np.ndarray) -> torch.Tensor:
-            return upload(np.ascontiguousarray(array, dtype=np.int64), device)
-
         self.of, self.device = lines, device
+        send = self._send
         self.packed, self.bases = send(lines.packed), send(np.array([base.slot for base in lines.bases]))
         self.states, self.replays = send(np.array([base.state for base in lines.bases])), []
         for index in range(max(len(base.replayed) for base in lines.bases)):
@@ -113,27 +94,41 @@ class LinesOnDevice:
             self.replays.append((None if len(has) == len(lines.bases) else send(np.array(has)), slots))
         real = np.nonzero(np.arange(lines.packed.shape[1]) < lines.lengths[:, None])
         self.real, self.targets = (send(real[0]), send(real[1])), send(lines.packed[real])
-        self.levels, before = [], len(lines.bases)
-        for level in lines.levels:
-            same = len(level.parents) == before and bool((level.parents == np.arange(before)).all())
-            everything = len(level.kept) == len(level.lines)
-            self.levels.append((
-                (send(level.lines), send(level.columns)), None if same else send(level.parents),
-                None if everything else send(level.kept), send(level.states),
-            ))  # fmt: skip
-            before = len(level.lines)
         self._kept = np.nonzero(lines.slots >= 0)
         self.kept, self.slots = (send(self._kept[0]), send(self._kept[1])), send(lines.slots[self._kept])
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._kernel_windows: dict[int, torch.Tensor] = {}
 
+    def _send(self, array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
+        return upload(np.ascontiguousarray(array, dtype=dtype), self.device)
+
+    @functools.cached_property
+    def levels(self) -> list[tuple]:
+        """The tokens by depth, to read each level with one rule call: (lines, columns) of its tokens; their parents' indices in the level
+        before, in the first level lines (None: all in order); which tokens' recurrent states are kept (None: all), and where."""
+        of, levels, before = self.of, [], len(self.of.bases)
+        places = np.zeros_like(of.depths)  # a token's index in its level
+        for level in range(int(of.depths.max()) + 1):
+            lines, columns = np.nonzero(of.depths == level)
+            places[lines, columns] = np.arange(len(lines))
+            parents = lines if level == 0 else places[lines, of.parents[lines, columns]]
+            into = of.states[lines, columns]
+            kept, same = (
+                np.flatnonzero(into >= 0),
+                len(parents) == before and bool((parents == np.arange(before)).all()),
+            )
+            levels.append((
+                (self._send(lines), self._send(columns)), None if same else self._send(parents),
+                None if len(kept) == len(lines) else self._send(kept), self._send(into[kept]),
+            ))  # fmt: skip
+            before = len(lines)
+        return levels
+
     def windows(self, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`Lines.windows` [m, size] of the kept tokens, and [n, T, size] of all tokens (None for chains)."""
         if size not in self._windows:
             windows = self.of.windows(size)
-            kept = upload(np.ascontiguousarray(windows[self._kept]), self.device)
-            everything = None if self.of.is_chain else upload(np.ascontiguousarray(windows), self.device)
-            self._windows[size] = kept, everything
+            self._windows[size] = self._send(windows[self._kept]), None if self.of.is_chain else self._send(windows)
         return self._windows[size]
 
     # ---- as the kernels read them: what a line's state has not read yet, followed by the line, as one walk ----
@@ -143,14 +138,14 @@ class LinesOnDevice:
         """Slots int64 [n, R] of tokens whose inputs are read first, of which lines that have fewer skip the last ones; a walk over R + T
         columns; and where the inputs of the T tokens are kept, int32 [n, T], -1: nowhere."""
         replays, parents, into, saved = walk_columns(self.of)
-        sent = (_sent(columns, self.device) for columns in (parents, into, saved))
+        sent = (self._send(columns, np.int32) for columns in (parents, into, saved))
         walk = Walk(*sent, num_saved=int(saved.max(initial=-1)) + 1)
-        return upload(replays, self.device), walk, _sent(self.of.slots, self.device)
+        return self._send(replays), walk, self._send(self.of.slots, np.int32)
 
     def windows_of(self, size: int) -> torch.Tensor:
         """`Lines.windows`, int32 [n, T, size]."""
         if size not in self._kernel_windows:
-            self._kernel_windows[size] = _sent(self.of.windows(size), self.device)
+            self._kernel_windows[size] = self._send(self.of.windows(size), np.int32)
         return self._kernel_windows[size]
 
 
@@ -178,10 +173,6 @@ def walk_columns(lines: Lines) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
         saved[line, again] = numbers + np.arange(len(again))
         numbers += len(again)
     return replays, parents, into, saved
-
-
-def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return upload(np.ascontiguousarray(array, dtype=np.int32), device)
 
 
 # ---- the rows of a forward ----
@@ -250,24 +241,16 @@ def make_plan(inputs: list[RowInput], starts: list[int], cache: PagedStaticCache
     return StatePlan(prompts, _lines(pieces) if pieces else None)
 
 
-@dataclass
-class _Piece:
-    """The tokens of a row after its first `own`.
-
-    Attributes:
-        first: packed index of the first one.
-        slots, into: numpy [t], their slots, and where the recurrent states after them go; -1: not kept.
-        after: numpy [t], how many tokens have been read where each one's line starts (see `_bases`).
-        bases: number of tokens read → what to continue from.
-    """
+class _Piece(NamedTuple):
+    """The tokens of a row after its first `own`."""
 
     row: RowInput
     own: int
-    first: int
-    slots: np.ndarray
-    into: np.ndarray
-    after: np.ndarray
-    bases: dict[int, Base]
+    first: int  # packed index of the first one
+    slots: np.ndarray  # [t], theirs; -1: none
+    into: np.ndarray  # [t], where the recurrent states after them go; -1: nowhere
+    after: np.ndarray  # [t], how many tokens have been read where each one's line starts (see `_bases`)
+    bases: dict[int, Base]  # number of tokens read → what to continue from
 
 
 def _inner(row: RowInput, own: int) -> np.ndarray | None:
@@ -294,7 +277,7 @@ def _bases(row: RowInput, own: int) -> np.ndarray:
 
 
 def _lines(pieces: list[_Piece]) -> Lines:
-    """Put the pieces into lines, one for each row and base state, and sort their tokens into levels."""
+    """Put the pieces into lines, one for each row and base state."""
     packed, parents, depths, slots, states, bases = [], [], [], [], [], []
     for piece in pieces:
         inner = _inner(piece.row, piece.own)
@@ -324,13 +307,6 @@ def _lines(pieces: list[_Piece]) -> Lines:
             own[: len(array)] = array
         return out
 
-    above, depth, into = padded(parents, None), padded(depths, -1), padded(states, -1)
-    levels, places = [], np.zeros_like(depth)  # places: a token's index in its level
-    for level in range(int(depth.max()) + 1):
-        lines, columns = np.nonzero(depth == level)
-        places[lines, columns] = np.arange(len(lines))
-        own = into[lines, columns]
-        kept = np.flatnonzero(own >= 0)
-        ancestors = lines if level == 0 else places[lines, above[lines, columns]]
-        levels.append(LineLevel(lines, columns, ancestors, kept, own[kept]))
-    return Lines(padded(packed, 0), lengths, bases, padded(slots, -1), above, into, levels)
+    return Lines(
+        padded(packed, 0), lengths, bases, padded(slots, -1), padded(parents, None), padded(states, -1), padded(depths, -1)
+    )  # fmt: skip

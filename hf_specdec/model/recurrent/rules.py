@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ...kernels import recurrent
 from ...kernels.recurrent import Walk
 
 Inputs = tuple[torch.Tensor, ...]
@@ -32,7 +31,7 @@ class Rule:
         one_token: name of its function over one token.
         bind: (the one-token function, the arguments of the chunk function) → the tokens' inputs [B, T, ..], and how to read them.
         over_lines: the arguments of the chunk function → our kernel of this rule: (inputs, states before the lines, walk, pool) →
-            outputs (see `kernels.recurrent`); None: this rule has no kernel.
+            outputs (see `kernels.recurrent.triton`); None: this rule has no kernel.
         tokens_last: the chunk function returns [B, channels, T]; otherwise [B, T, ..].
         continues: the chunk function can start from a state.
     """
@@ -74,11 +73,15 @@ def _mamba2(one_token, x, dt, A, B, C, *, D, dt_bias, **_) -> tuple[Inputs, Step
 
 
 def _delta_lines(*_: Any, **__: Any) -> OverLines:
-    return recurrent.gated_delta
+    from ...kernels.recurrent.triton import gated_delta
+
+    return gated_delta
 
 
 def _mamba2_lines(x, dt, A, B, C, *, D, dt_bias, **_) -> OverLines:
-    return lambda inputs, before, walk, pool: recurrent.mamba2(inputs, (A, D, dt_bias), before, walk, pool)
+    from ...kernels.recurrent.triton import mamba2
+
+    return lambda inputs, before, walk, pool: mamba2(inputs, (A, D, dt_bias), before, walk, pool)
 
 
 def _mamba1(one_token, x, dt, A, B, C, *, D, z, delta_bias, **_) -> tuple[Inputs, Step]:

@@ -17,9 +17,8 @@ from transformers.generation.logits_process import (
 from ...core.sequence import Sequence, stream_seeds
 from ...decoding.decoder import SpeculativeDecoder
 from ...sampling.grammar import GrammarLogitsProcessor, Reasoning
-from ...sampling.penalties import OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
 from ...sampling.processors import NodeProcessors
-from ...sampling.warpers import FusedSamplingLogitsWarper
+from ...sampling.warpers import FusedSamplingLogitsWarper, OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
 from .params import SamplingParams
 from .request import CompletionOutput, Request, RequestChoice
 from .structured import GrammarCompiler

@@ -211,8 +211,7 @@ void add_values(i64 heads, const float* weights, i64 stride, const E* values, i6
 }
 
 inline float sink_of(const Attention& call, i64 head) {
-  if (call.sinks_type == FLOAT32) return ((const float*)call.sinks)[head];
-  return call.sinks_type == BFLOAT16 ? to_float(((const bf16*)call.sinks)[head]) : to_float(((const f16*)call.sinks)[head]);
+  return by_type(call.sinks_type, [&](auto e) { return to_float(((const decltype(e)*)call.sinks)[head]); });
 }
 
 // A block of queries [first, first + count) of a row, and the heads that share one key head. Row q * group + h of queries, scores and totals
@@ -284,9 +283,7 @@ void attention(const Attention& call, i64 part, i64 parts) {
       count = block_from(call, row, first);
       for (i64 kv_head = 0; kv_head < call.kv_heads; kv_head++) {
         if (item++ % parts != part) continue;
-        if (call.type == FLOAT32) attend<float>(call, row, first, count, kv_head);
-        else if (call.type == BFLOAT16) attend<bf16>(call, row, first, count, kv_head);
-        else attend<f16>(call, row, first, count, kv_head);
+        by_type(call.type, [&](auto e) { attend<decltype(e)>(call, row, first, count, kv_head); });
       }
     }
   }

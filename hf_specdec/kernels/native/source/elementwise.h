@@ -35,15 +35,11 @@ template <class E> inline void write(E* to, i64 stride, i64 n, const float* from
 }
 
 inline void read(const View& view, i64 place, i64 n, float* to) {
-  if (view.type == FLOAT32) read((const float*)view.data + place, view.stride[2], n, to);
-  else if (view.type == BFLOAT16) read((const bf16*)view.data + place, view.stride[2], n, to);
-  else read((const f16*)view.data + place, view.stride[2], n, to);
+  by_type(view.type, [&](auto e) { read((const decltype(e)*)view.data + place, view.stride[2], n, to); });
 }
 
 inline void write(const View& view, i64 place, i64 n, const float* from) {
-  if (view.type == FLOAT32) write((float*)view.data + place, view.stride[2], n, from);
-  else if (view.type == BFLOAT16) write((bf16*)view.data + place, view.stride[2], n, from);
-  else write((f16*)view.data + place, view.stride[2], n, from);
+  by_type(view.type, [&](auto e) { write((decltype(e)*)view.data + place, view.stride[2], n, from); });
 }
 
 template <class F> inline void each(float* x, i64 n, F f) {

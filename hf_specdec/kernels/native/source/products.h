@@ -48,28 +48,62 @@ constexpr int FETCHED_TO = 2;
 constexpr int FETCHED_TO = 3;
 #endif
 
+// How numbers of weights E and tokens X meet: WIDTH of each at a time.
+template <class E, class X> struct Meeting {
+  static constexpr int WIDTH = LANES;
+  typedef Floats Weights;
+  typedef Floats Tokens;
+  static Weights weights(const E* p) { return load(p); }
+  static Tokens tokens(const X* p) { return load(p); }
+  static Floats add(Floats total, Weights w, Tokens x) { return total + w * x; }
+};
+
+#if defined(__AVX512BF16__)
+template <> struct Met<bf16> { typedef bf16 type; };
+
+template <> struct Meeting<bf16, bf16> {
+  static constexpr int WIDTH = 2 * LANES;
+  typedef __m512bh Weights;
+  typedef __m512bh Tokens;
+  static __m512bh weights(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static __m512bh tokens(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static __m512bh first_of(const bf16* p, __mmask32 inside) { return (__m512bh)_mm512_maskz_loadu_epi16(inside, p); }
+  static Floats add(Floats total, __m512bh w, __m512bh x) { return (Floats)_mm512_dpbf16_ps((__m512)total, w, x); }
+};
+#endif
+
 // sums[t * ROWS + r] = w[r] . x[t] for COUNT tokens, while FETCHES other rows are fetched. Each sum has the same order whatever ROWS,
 // COUNT and the parts are.
-template <int ROWS, int COUNT, int FETCHES, class E>
-inline void dots(const E* const* w, const float* x, i64 ldx, Part part, Fetched<E> next, float* sums) {
+template <int ROWS, int COUNT, int FETCHES, class E, class X>
+inline void dots(const E* const* w, const X* x, i64 ldx, Part part, Fetched<E> next, float* sums) {
+  typedef Meeting<E, X> M;
   Floats total[COUNT][ROWS] = {};
   i64 i = part.from;
   if (i)
     UNROLLED for (int t = 0; t < COUNT; t++)
       UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = part.kept[t * ROWS + r];
-  for (; i + LANES <= part.to; i += LANES) {
-    Floats weights[ROWS];
-    UNROLLED for (int r = 0; r < ROWS; r++) weights[r] = load(w[r] + i);
+  for (; i + M::WIDTH <= part.to; i += M::WIDTH) {
+    typename M::Weights weights[ROWS];
+    UNROLLED for (int r = 0; r < ROWS; r++) weights[r] = M::weights(w[r] + i);
     UNROLLED for (int r = 0; r < FETCHES; r++) __builtin_prefetch(next.first + r * next.ldw + i, 0, FETCHED_TO);
     UNROLLED for (int t = 0; t < COUNT; t++) {
-      Floats own = load(x + t * ldx + i);
-      UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] += weights[r] * own;
+      typename M::Tokens own = M::tokens(x + t * ldx + i);
+      UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = M::add(total[t][r], weights[r], own);
     }
   }
   if (!part.is_last) {
     UNROLLED for (int t = 0; t < COUNT; t++)
       UNROLLED for (int r = 0; r < ROWS; r++) part.kept[t * ROWS + r] = total[t][r];
     return;
+  }
+  if constexpr (M::WIDTH != LANES) {
+    if (i < part.to) {
+      const auto inside = (1u << (part.to - i)) - 1;
+      UNROLLED for (int t = 0; t < COUNT; t++)
+        UNROLLED for (int r = 0; r < ROWS; r++)
+          total[t][r] = M::add(total[t][r], M::first_of(w[r] + i, inside), M::first_of(x + t * ldx + i, inside));
+    }
+    i = part.to;
   }
   if constexpr (ROWS == 4) {
     UNROLLED for (int t = 0; t < COUNT; t++) sums_of_four(total[t][0], total[t][1], total[t][2], total[t][3], sums + 4 * t);
@@ -78,50 +112,8 @@ inline void dots(const E* const* w, const float* x, i64 ldx, Part part, Fetched<
   }
   for (int t = 0; i < part.to && t < COUNT; t++)
     for (int r = 0; r < ROWS; r++)
-      for (i64 rest = i; rest < part.to; rest++) sums[t * ROWS + r] += to_float(w[r][rest]) * x[t * ldx + rest];
+      for (i64 rest = i; rest < part.to; rest++) sums[t * ROWS + r] += to_float(w[r][rest]) * to_float(x[t * ldx + rest]);
 }
-
-#if defined(__AVX512BF16__)
-template <> struct Met<bf16> { typedef bf16 type; };
-
-template <int ROWS, int COUNT, int FETCHES>
-inline void dots(const bf16* const* w, const bf16* x, i64 ldx, Part part, Fetched<bf16> next, float* sums) {
-  Floats total[COUNT][ROWS] = {};
-  i64 i = part.from;
-  if (i)
-    UNROLLED for (int t = 0; t < COUNT; t++)
-      UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = part.kept[t * ROWS + r];
-  for (; i + 32 <= part.to; i += 32) {
-    __m512bh weights[ROWS];
-    UNROLLED for (int r = 0; r < ROWS; r++) weights[r] = (__m512bh)_mm512_loadu_si512(w[r] + i);
-    UNROLLED for (int r = 0; r < FETCHES; r++) __builtin_prefetch(next.first + r * next.ldw + i, 0, FETCHED_TO);
-    UNROLLED for (int t = 0; t < COUNT; t++) {
-      __m512bh own = (__m512bh)_mm512_loadu_si512(x + t * ldx + i);
-      UNROLLED for (int r = 0; r < ROWS; r++)
-        total[t][r] = (Floats)_mm512_dpbf16_ps((__m512)total[t][r], weights[r], own);
-    }
-  }
-  if (!part.is_last) {
-    UNROLLED for (int t = 0; t < COUNT; t++)
-      UNROLLED for (int r = 0; r < ROWS; r++) part.kept[t * ROWS + r] = total[t][r];
-    return;
-  }
-  if (i < part.to) {
-    __mmask32 inside = (1u << (part.to - i)) - 1;
-    UNROLLED for (int t = 0; t < COUNT; t++) {
-      __m512bh own = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + t * ldx + i);
-      UNROLLED for (int r = 0; r < ROWS; r++)
-        total[t][r] = (Floats)_mm512_dpbf16_ps(
-            (__m512)total[t][r], (__m512bh)_mm512_maskz_loadu_epi16(inside, w[r] + i), own);
-    }
-  }
-  if constexpr (ROWS == 4) {
-    UNROLLED for (int t = 0; t < COUNT; t++) sums_of_four(total[t][0], total[t][1], total[t][2], total[t][3], sums + 4 * t);
-  } else {
-    sums_of(total, sums);
-  }
-}
-#endif
 
 // With one tile of tokens, ROWS rows are fetched. With several, which have three tokens or more with AVX-512, each tile of 4 rows fetches two
 // or one; smaller tiles fetch some rows twice.
@@ -230,15 +222,10 @@ template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
 }
 
 void plain_linear(const Linear& call, i64 first, i64 last) {
-  switch (call.type) {
-    case FLOAT32: return linear_of<float>(call, first, last);
 #if defined(__AMX_BF16__)
-    case BFLOAT16: return linear_in_tiles(call, first, last);
-#else
-    case BFLOAT16: return linear_of<bf16>(call, first, last);
+  if (call.type == BFLOAT16) return linear_in_tiles(call, first, last);
 #endif
-    default: return linear_of<f16>(call, first, last);
-  }
+  by_type(call.type, [&](auto e) { linear_of<decltype(e)>(call, first, last); });
 }
 
 }  // namespace

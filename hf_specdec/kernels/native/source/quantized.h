@@ -254,11 +254,6 @@ template <int BITS, class E> void quantized_of(const Linear& call, i64 first, i6
   else quantized_by<BITS, DIGITS, MORE / 2, E>(call, grid, x, first, last);
 }
 
-template <class E> void quantized_of(const Linear& call, i64 first, i64 last) {
-  if (call.bits == 4) quantized_of<4, E>(call, first, last);
-  else quantized_of<8, E>(call, first, last);
-}
-
 // y [n, k] = the weights of outputs first .. last (`first` a multiple of 16).
 template <int BITS, class E> void weights_of(const Linear& call, i64 first, i64 last) {
   constexpr int PAIRS = 16 / BITS;
@@ -282,27 +277,14 @@ template <int BITS, class E> void weights_of(const Linear& call, i64 first, i64 
   }
 }
 
-template <class E> void weights_of(const Linear& call, i64 first, i64 last) {
-  if (call.bits == 4) weights_of<4, E>(call, first, last);
-  else weights_of<8, E>(call, first, last);
-}
-
 void dequantize(const Linear& call, i64 first, i64 last) {
-  switch (call.type) {
-    case FLOAT32: return weights_of<float>(call, first, last);
-    case BFLOAT16: return weights_of<bf16>(call, first, last);
-    default: return weights_of<f16>(call, first, last);
-  }
+  by_type(call.type, [&](auto e) { call.bits == 4 ? weights_of<4, decltype(e)>(call, first, last) : weights_of<8, decltype(e)>(call, first, last); });
 }
 
 // A product with weights of any kind.
 void linear(const Linear& call, i64 first, i64 last) {
   if (!call.bits) return plain_linear(call, first, last);
-  switch (call.type) {
-    case FLOAT32: return quantized_of<float>(call, first, last);
-    case BFLOAT16: return quantized_of<bf16>(call, first, last);
-    default: return quantized_of<f16>(call, first, last);
-  }
+  by_type(call.type, [&](auto e) { call.bits == 4 ? quantized_of<4, decltype(e)>(call, first, last) : quantized_of<8, decltype(e)>(call, first, last); });
 }
 
 }  // namespace

@@ -77,14 +77,9 @@ inline void multiply(const bf16* w, i64 ldw, i64 blocks, const bf16* end, const 
 }
 
 inline void multiply(i64 count, const bf16* w, i64 ldw, i64 blocks, const bf16* end, const float* x, i64 ahead, float (*sums)[TILE]) {
-  switch (count) {
-    case 1: return multiply<1>(w, ldw, blocks, end, x, ahead, sums);
-    case 2: return multiply<2>(w, ldw, blocks, end, x, ahead, sums);
-    case 3: return multiply<3>(w, ldw, blocks, end, x, ahead, sums);
-    case 4: return multiply<4>(w, ldw, blocks, end, x, ahead, sums);
-    case 5: return multiply<5>(w, ldw, blocks, end, x, ahead, sums);
-    case 6: return multiply<6>(w, ldw, blocks, end, x, ahead, sums);
-  }
+#define CASE(COUNT) case COUNT: return multiply<COUNT>(w, ldw, blocks, end, x, ahead, sums);
+  switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
 }
 
 // The sums of each token; those of token 4 i + j are v[i][j]. Only the first four if `few`, which is faster.

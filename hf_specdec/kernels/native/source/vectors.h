@@ -36,6 +36,11 @@ inline i64 larger(i64 a, i64 b) { return a > b ? a : b; }
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
+// f of a value of the element type.
+template <class F> inline auto by_type(i64 type, F f) {
+  return type == FLOAT32 ? f(float()) : type == BFLOAT16 ? f(bf16()) : f(f16());
+}
+
 inline float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 inline uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 

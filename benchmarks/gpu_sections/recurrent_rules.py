@@ -1,31 +1,18 @@
-"""The rules of layers with a state, token by token, in plain torch: the definition."""
+"""The rules of layers with a state, token by token, in plain torch: what the kernels of `kernels.recurrent` are checked against.
+
+The package runs no such code: without the kernels, tokens are read by the modules' own functions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from hf_specdec.kernels.recurrent import Walk
+
 Inputs = tuple[torch.Tensor, ...]
-
-
-class Walk(NamedTuple):
-    """How lines of T tokens are read, column after column. A token's parent stands in a column before its own.
-
-    Attributes:
-        parents: int32 [n, T], the column of the token whose state each token starts from; -1: the state before the line; -2: no
-            token, skipped.
-        into: int32 [n, T], the place in a pool of states for the state after each token; -1: it is not kept.
-        saved: int32 [n, T], places for states that a token other than the next one needs again; -1: the state is not saved.
-        num_saved: how many places `saved` names.
-    """
-
-    parents: torch.Tensor
-    into: torch.Tensor
-    saved: torch.Tensor
-    num_saved: int
 
 
 def lines(
@@ -56,20 +43,6 @@ def lines(
     return out
 
 
-def gated_delta(inputs: Inputs, before: torch.Tensor, walk: Walk, pool: torch.Tensor) -> torch.Tensor:
-    """The gated delta rule (https://arxiv.org/abs/2412.06464), or Kimi's with a decay per channel, over lines.
-
-    Args:
-        inputs: query and key [n, T, Hk, dk], value [n, T, H, dv], log of the decay [n, T, H] or [n, T, H, dk], and the rate
-            beta [n, T, H]. Each key head serves H / Hk value heads in turn.
-        before: [n, H, dk, dv] float32, the states before the lines.
-        pool: [.., H, dk, dv] float32; the states that `walk.into` names are written.
-
-    Returns: outputs [n, T, H, dv] in the query's dtype; zeros where there is no token.
-    """
-    return lines(gated_delta_step, inputs, before, walk, pool)
-
-
 def gated_delta_step(inputs: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """S' = e^g S + k (beta (v - k e^g S)) and the output q S' / sqrt(dk), with q and k of length 1: all in float32.
 
@@ -89,26 +62,6 @@ def gated_delta_step(inputs: Inputs, state: torch.Tensor) -> tuple[torch.Tensor,
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def mamba2(
-    inputs: Inputs,
-    constants: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    before: torch.Tensor,
-    walk: Walk,
-    pool: torch.Tensor,
-) -> torch.Tensor:
-    """Mamba-2's recurrence (https://arxiv.org/abs/2405.21060) over lines, rounded as transformers' one-token function rounds.
-
-    Args:
-        inputs: x [n, T, H, p], the time step before its bias and softplus [n, T, H], B and C [n, T, groups, N].
-        constants: A (negative), D and the time step's bias, each [H].
-        before: [n, H, p, N] float32, the states before the lines.
-        pool: [.., H, p, N] float32; the states that `walk.into` names are written.
-
-    Returns: outputs [n, T, H, p] in x's dtype; zeros where there is no token.
-    """
-    return lines(lambda token, state: mamba2_step(token, constants, state), inputs, before, walk, pool)
 
 
 def mamba2_step(inputs: Inputs, constants: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,20 +93,7 @@ def convolution(
     into: torch.Tensor,
     pool: torch.Tensor,
 ) -> torch.Tensor:
-    """A depthwise convolution whose k inputs at each token are given, and those inputs kept as the state after the token.
-
-    Args:
-        x: [n, C, k + T], the inputs before the lines, then the lines' own.
-        windows: int32 [n, T, k], the columns of each token's inputs, oldest first.
-        weight, bias: [C, k] and [C].
-        silu: whether SiLU follows.
-        into: int32 [n, T], the place in the pool for the inputs at each token; -1: they are not kept.
-        pool: [.., C, k]; those places are written.
-
-    Returns: [n, C, T] in x's dtype.
-
-    Sums are in float32, rounded to the weight's dtype before and after SiLU.
-    """
+    """Definition of `kernels.recurrent.triton.convolution`."""
     line = torch.arange(x.shape[0], device=x.device)[:, None, None]
     inputs = x.transpose(1, 2)[line, windows.long()]  # [n, T, k, C]
     for place, kept in zip(into.flatten().tolist(), inputs.flatten(0, 1), strict=True):
