@@ -29,13 +29,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("bench", help="measure tokens/s", description=__doc__, epilog=EPILOG)
     options.add_model_options(parser)
     options.add_ranks_option(parser)
-    parser.add_argument(
-        "--speculative-config",
-        action="append",
-        required=True,
-        metavar="JSON",
-        help=f"{CONFIG_HELP}; repeat it to compare several",
-    )
+    options.add_config_option(parser, f"{CONFIG_HELP}; repeat it to compare several", action="append", required=True)
     group = parser.add_argument_group("measurement")
     options.add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")

@@ -6,14 +6,14 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 import hf_specdec
 
 from ..config import SpeculativeConfig
 from . import options
 from .measure import end_tokens
-from .options import CONFIG_HELP, Output, positive_int
+from .options import Output, positive_int
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +41,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         "calibrate", help="measure a drafter and fit a draft tree to it", description=__doc__, epilog=EPILOG
     )
     options.add_model_options(parser)
-    parser.add_argument("--speculative-config", required=True, metavar="JSON", help=CONFIG_HELP)
+    options.add_config_option(parser, required=True)
     group = parser.add_argument_group("measurement")
     options.add_prompts_option(group)
     options.add_chat_option(group)
@@ -101,10 +101,8 @@ def with_tree(config: SpeculativeConfig, tree: list[list[int]]) -> dict[str, Any
 
 def accuracies_table(accuracies: np.ndarray) -> Table:
     """The table of accuracies: a row per depth, a column per rank (best token first)."""
-    table = Table(title="how often the drafter's n-th token is the right one (%)")
-    table.add_column("depth")
-    for rank in range(accuracies.shape[1]):
-        table.add_column(str(rank + 1), justify="right")
+    ranks = (Column(str(rank + 1), justify="right") for rank in range(accuracies.shape[1]))
+    table = Table("depth", *ranks, title="how often the drafter's n-th token is the right one (%)")
     for depth, rates in enumerate(accuracies, 1):
         table.add_row(str(depth), *(f"{100 * rate:.1f}" for rate in rates))
     return table

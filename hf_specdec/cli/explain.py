@@ -31,12 +31,7 @@ without drafts (none), and transformers' own generate().
 def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("explain", help='show what "auto" would do', description=__doc__, epilog=EPILOG)
     options.add_model_options(parser)
-    parser.add_argument(
-        "--speculative-config",
-        default="auto",
-        metavar="JSON",
-        help='a configuration of method "auto" (default: %(default)s)',
-    )
+    options.add_config_option(parser, 'a configuration of method "auto" (default: %(default)s)', default="auto")
     group = parser.add_argument_group("measurement")
     group.add_argument("--no-measurement", action="store_true", help="only list what was found")
     options.add_prompts_option(group, limit=8)

@@ -41,20 +41,12 @@ def add_command(commands) -> argparse.ArgumentParser:
     source.add_argument("--prompt", action="append", metavar="TEXT", help="the prompt; repeat it for a batch")
     source.add_argument("--prompts", metavar="FILE", help=options.PROMPTS_HELP)
     source.add_argument("--prompt-file", dest="prompts", metavar="FILE", help=argparse.SUPPRESS)  # its earlier name
-    parser.add_argument(
-        "--speculative-config",
-        default='{"method": "none"}',
-        metavar="JSON",
-        help=f"{CONFIG_HELP} (default: %(default)s, plain decoding)",
-    )
+    plain = f"{CONFIG_HELP} (default: %(default)s, plain decoding)"
+    options.add_config_option(parser, plain, default='{"method": "none"}')
     options.add_decoding_options(parser, max_new_tokens=128)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end when this text appears; repeatable")
-    parser.add_argument(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="print tokens as they are accepted (default: for one prompt on a terminal)",
-    )
+    streaming = "print tokens as they are accepted (default: for one prompt on a terminal)"
+    parser.add_argument("--stream", action=argparse.BooleanOptionalAction, help=streaming)
     return parser
 
 

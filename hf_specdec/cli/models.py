@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeConfigError
@@ -164,10 +164,8 @@ def description(config: type[SpeculativeConfig]) -> str:
 
 
 def keys_table(fields, config: type[SpeculativeConfig]) -> Table:
-    table = Table(box=None, padding=(0, 2), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    whole = Column(no_wrap=True), Column(no_wrap=True)
+    table = Table(*whole, Column(overflow="fold"), box=None, padding=(0, 2), show_header=False)
     for field in fields:
         table.add_row(field.name, default_text(field, config), field.metadata.get("help", ""))
     return table

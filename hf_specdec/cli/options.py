@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,31 +30,21 @@ CONFIG_HELP = "a method's name, JSON text, or the path of a JSON file"
 BUNDLED_PROMPTS = Path(__file__).parents[1] / "bundled_models" / "prompts.jsonl"
 
 
-def positive_int(text: str) -> int:
-    """argparse type: an integer of at least 1."""
-    return _positive(text, int, "an integer of at least 1")
+def _number(kind: type, what: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """An argparse type: numbers of one kind that fit."""
 
-
-def positive_float(text: str) -> float:
-    """argparse type: a finite number above 0."""
-    return _positive(text, float, "a number above 0")
-
-
-def _positive(text: str, kind: type, what: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
         raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
-    return value
+
+    return read
 
 
-def port_number(text: str) -> int:
-    """argparse type: a TCP port; 0 is any that is free."""
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, not {text!r}")
-    return int(text)
+positive_int = _number(int, "an integer of at least 1", lambda value: value >= 1)
+positive_float = _number(float, "a number above 0", lambda value: 0 < value < float("inf"))
+port_number = _number(int, "a port from 0 to 65535", lambda value: 0 <= value <= 65535)
 
 
 class Output(Console):
@@ -145,28 +136,19 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
 
 
 def add_chat_option(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="wrap each prompt in the tokenizer's chat template (default: if it has one)",
-    )
+    template = "wrap each prompt in the tokenizer's chat template (default: if it has one)"
+    group.add_argument("--chat", action=argparse.BooleanOptionalAction, help=template)
 
 
 def add_prompts_option(group: argparse._ArgumentGroup, limit: int | None = None) -> None:
-    group.add_argument(
-        "--prompts",
-        default=str(BUNDLED_PROMPTS),
-        metavar="FILE",
-        help=f"{PROMPTS_HELP} (default: the bundled prompts)",
-    )
-    group.add_argument(
-        "--limit",
-        type=positive_int,
-        default=limit,
-        metavar="N",
-        help="use only N of the prompts" + (" (default: %(default)s)" if limit else ""),
-    )
+    prompts = f"{PROMPTS_HELP} (default: the bundled prompts)"
+    group.add_argument("--prompts", default=str(BUNDLED_PROMPTS), metavar="FILE", help=prompts)
+    few = "use only N of the prompts" + (" (default: %(default)s)" if limit else "")
+    group.add_argument("--limit", type=positive_int, default=limit, metavar="N", help=few)
+
+
+def add_config_option(group: Any, help: str = CONFIG_HELP, **more: Any) -> None:
+    group.add_argument("--speculative-config", metavar="JSON", help=help, **more)
 
 
 def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -261,16 +243,13 @@ def read_prompts(path: str) -> list[dict[str, str]]:
     Raises:
         ValueError: the file has no prompts, or a row has no prompt.
     """
-    if path == "-":
-        rows = rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt")
-    else:
-        rows = read_rows(path, "prompt")
-    if rows and rows[0].get("_plain") and path != "-":
+    piped = path == "-"
+    rows = rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt") if piped else read_rows(path, "prompt")
+    if rows and rows[0].get("_plain") and not piped:
+        form = "the whole file (.txt: a prompt a line; .jsonl: rows)"
         if Path(path).suffix == ".txt":
             rows = [{"prompt": line} for line in rows[0]["prompt"].splitlines() if line.strip()]
-        form = (
-            "a prompt a line" if Path(path).suffix == ".txt" else "the whole file (.txt: a prompt a line; .jsonl: rows)"
-        )
+            form = "a prompt a line"
         print(f"{path}: {len(rows)} prompt{'s' * (len(rows) > 1)}, {form}", file=sys.stderr)
     if not rows:
         raise ValueError(f"{path}: no prompt in it.")
@@ -299,13 +278,8 @@ def prompt_of(row: dict[str, Any]) -> str:
 
 
 def add_ranks_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="shard the model over N ranks; the command starts them on this machine (default: %(default)s)",
-    )
+    sharded = "shard the model over N ranks; the command starts them on this machine (default: %(default)s)"
+    parser.add_argument("--tensor-parallel-size", type=positive_int, default=1, metavar="N", help=sharded)
 
 
 def start_ranks(size: int, argv: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 import hf_specdec
 
 from ..training.options import options_by_method
-from .options import DTYPES, add_loading_options, load_model_and_tokenizer, positive_int
+from .options import DTYPES, add_config_option, add_loading_options, load_model_and_tokenizer, positive_int
 
 if TYPE_CHECKING:
     from ..training.pipeline import Trained
@@ -76,23 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the target write the answers first, into this file (default: OUTPUT/training/regenerated.jsonl); an unfinished "
         "file is continued",
     )
-    answers.add_argument(
-        "--max-new-tokens",
-        type=positive_int,
-        default=512,
-        metavar="N",
-        help="most tokens of an answer (default: %(default)s)",
-    )
+    most = "most tokens of an answer (default: %(default)s)"
+    answers.add_argument("--max-new-tokens", type=positive_int, default=512, metavar="N", help=most)
     answers.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default: %(default)s)")
     answers.add_argument(
         "--generation-batch-size", type=positive_int, default=16, metavar="B", help="default: %(default)s"
     )
-    answers.add_argument(
-        "--speculative-config",
-        default='{"method": "ngram"}',
-        metavar="JSON",
-        help="drafter for the answers (default: %(default)s)",
-    )
+    add_config_option(answers, "drafter for the answers (default: %(default)s)", default='{"method": "ngram"}')
     export = parser.add_argument_group("the exported head")
     export.add_argument("--format", metavar="NAME", help="layout of the files (default: the method's original one)")
     export.add_argument("--export-dtype", choices=DTYPES[1:], help="precision of the weights (default: the target's)")

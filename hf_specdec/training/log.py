@@ -81,13 +81,11 @@ def figures(entry: dict[str, Any]) -> str:
 
 def plot(entries: list[dict[str, Any]], path: Path, title: str) -> None:
     """Plot loss, accuracies and estimated τ over the steps into a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     losses = [entry for entry in entries if "loss" in entry]
     estimates = [entry for entry in entries if "tau" in entry]
     figure = Figure(figsize=(12, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     left, middle, right = figure.subplots(1, 3)
     left.plot([e["step"] for e in losses], [e["loss"] for e in losses])
     left.set(title="training loss", xlabel="step")

@@ -196,11 +196,7 @@ def steps_mask(length: int, step: int, window: int | None, device: torch.device)
 
 
 def family_of(target: TargetModel) -> TargetFamily:
-    """The parts of the target's layers.
-
-    Raises:
-        TrainingError: its decoder lacks the usual parts.
-    """
+    """The parts of the target's layers. Raises TrainingError: its decoder lacks the usual parts."""
     decoder = architectures.decoder_of(target.model)
     layers, norm, rotary = (getattr(decoder, name, None) for name in ("layers", "norm", "rotary_emb"))
     if layers is None or norm is None or rotary is None:

@@ -17,11 +17,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` atomically by a file that `write` writes.
-
-    Raises:
-        TrainingError: the disk is full.
-    """
+    """Replace `path` atomically by a file that `write` writes. Raises TrainingError: the disk is full."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with open(unfinished, "wb") as file:
@@ -61,11 +57,7 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path) -> dict[str, Any] | None:
-    """Read a checkpoint into CPU memory; None if the file does not exist.
-
-    Raises:
-        TrainingError: the file cannot be read.
-    """
+    """Read a checkpoint into CPU memory; None if the file does not exist. Raises TrainingError: the file cannot be read."""
     if not path.is_file():
         return None
     try:
