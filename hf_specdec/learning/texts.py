@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..core.outcome import StepOutcome
 from ..core.output import PackedOutput, Taps
@@ -145,13 +146,10 @@ class LearntTexts:
 def batch_of(texts: SequenceOf[Text]) -> Batch:
     """Texts padded on the right, float32."""
     lengths = torch.tensor([len(text.token_ids) for text in texts])
-    longest = int(lengths.max())
-    ids, answers = (torch.zeros(len(texts), longest, dtype=dtype) for dtype in (torch.long, torch.bool))
-    states = {name: torch.zeros(len(texts), longest, kept.shape[1]) for name, kept in texts[0].states.items()}
-    for row, text in enumerate(texts):
-        count = len(text.token_ids)
-        ids[row, :count], answers[row, :count] = torch.from_numpy(text.token_ids), torch.from_numpy(text.is_answer)
-        for name, kept in text.states.items():
-            states[name][row, :count] = kept
+    ids = pad_sequence([torch.from_numpy(text.token_ids) for text in texts], batch_first=True)
+    answers = pad_sequence([torch.from_numpy(text.is_answer) for text in texts], batch_first=True)
+    states = {
+        name: pad_sequence([text.states[name].float() for text in texts], batch_first=True) for name in texts[0].states
+    }
     layers = {name: padded for name, padded in states.items() if isinstance(name, int)}
     return Batch(ids, lengths, answers, states.get("last"), layers)

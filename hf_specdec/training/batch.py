@@ -54,11 +54,5 @@ class Batch:
         return F.pad(moved, (0, 0) * (tensor.dim() - 2) + (0, missing))
 
     def to(self, device: torch.device) -> Batch:
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            lengths=self.lengths.to(device),
-            loss_mask=self.loss_mask.to(device),
-            last_hidden=None if self.last_hidden is None else self.last_hidden.to(device),
-            layers={index: states.to(device) for index, states in self.layers.items()},
-        )
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved, layers={index: states.to(device) for index, states in self.layers.items()})

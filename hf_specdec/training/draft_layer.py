@@ -132,3 +132,9 @@ def state_sizes(target: TargetModel, layers: tuple[int, ...], token_counts: torc
     batch = Batch(ids, torch.full((8,), 128), torch.ones_like(ids, dtype=torch.bool))
     states = target.capture(batch, Taps(layers=layers)).layers
     return torch.cat([states[i].square().mean((0, 1)).sqrt() for i in layers]).clamp(min=1e-6)
+
+
+@torch.no_grad()
+def main_directions(table: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` orthonormal directions [count, H] that keep most of a table [V, H], strongest first."""
+    return torch.linalg.eigh(table.float().T @ table.float()).eigenvectors.flip(1)[:, :count].T.contiguous()

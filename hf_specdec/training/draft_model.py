@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
-from .draft_layer import rotary_base
+from .draft_layer import main_directions, rotary_base
 from .losses import token_loss
 from .options import DraftModelOptions, TrainingError
 
@@ -32,7 +32,8 @@ class DraftModelTrainer(HeadTrainer):
         draft: Any = LlamaForCausalLM(draft_config(self.options, self.target)).float()
         table: torch.Tensor = self.target.embed_tokens.weight  # pyright: ignore[reportAssignmentType]
         with torch.no_grad():
-            draft.model.embed_tokens.weight.copy_(main_directions(table.float(), draft.config.hidden_size))
+            directions = main_directions(table, draft.config.hidden_size)
+            draft.model.embed_tokens.weight.copy_(table.float() @ directions.T)
         draft.config._attn_implementation = "sdpa"
         self.num_guesses = self.options.num_draft_tokens
         return draft.to(self.target.device)
@@ -108,9 +109,3 @@ def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
         tie_word_embeddings=True,
         **special_tokens(target),
     )
-
-
-def main_directions(table: torch.Tensor, width: int) -> torch.Tensor:
-    """Embeddings [V, H] in their `width` directions of largest second moment, [V, width]."""
-    _, directions = torch.linalg.eigh(table.T @ table)  # in ascending order
-    return table @ directions[:, -width:].flip(1)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
+from torch.nn.utils.rnn import pad_sequence
 
 from ..core.output import Taps
 from ..model.options.fingerprints import fingerprints
@@ -73,15 +75,13 @@ class FeatureFiles(FeatureSource):
         if missing:
             self._write(missing)
         batch = collate(samples).to(self.target.device)
-        shape = (*batch.input_ids.shape, len(self.layer_ids), self.target.hidden_size)
-        states = torch.zeros(shape, dtype=self.target.model.dtype)
-        for row, sample in enumerate(samples):
+        kept = []
+        for sample in samples:
             path = self._file(sample)
             assert path is not None
-            with safe_open(path, framework="pt") as file:
-                kept = file.get_tensor("hidden_states")
-            states[row, : len(kept)] = kept
-        states = states.to(self.target.device).float()
+            states = load_file(path)["hidden_states"]
+            kept.append(F.pad(states, (0, 0, 0, 0, 0, len(sample) - len(states))))  # the last token's may be missing
+        states = pad_sequence(kept, batch_first=True).to(self.target.device).float()
         batch.layers = {index: states[:, :, self.layer_ids.index(index)] for index in taps.layers}
         batch.last_hidden = states[:, :, -1] if taps.last_hidden else None
         return batch

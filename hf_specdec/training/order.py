@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from .batch import Batch
 from .data import Sample
@@ -66,13 +67,9 @@ class BatchOrder:
 
 def collate(samples: list[Sample]) -> Batch:
     """Samples padded on the right with token 0, on the CPU."""
-    lengths = torch.tensor([len(sample) for sample in samples])
-    input_ids = torch.zeros(len(samples), int(lengths.max()), dtype=torch.long)
-    loss_mask = torch.zeros(input_ids.shape, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        input_ids[row, : len(sample)] = torch.from_numpy(sample.token_ids)
-        loss_mask[row, : len(sample)] = torch.from_numpy(sample.loss_mask)
-    return Batch(input_ids, lengths, loss_mask)
+    input_ids = pad_sequence([torch.from_numpy(sample.token_ids).long() for sample in samples], batch_first=True)
+    loss_mask = pad_sequence([torch.from_numpy(sample.loss_mask) for sample in samples], batch_first=True)
+    return Batch(input_ids, torch.tensor([len(sample) for sample in samples]), loss_mask)
 
 
 def in_order(samples: list[Sample], tokens_per_batch: int) -> list[list[Sample]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..plugin import generate
 from .data import PROMPT_KEYS, conversation_of, render, text_of
@@ -205,15 +206,11 @@ def _generate(
     prompts: list[list[int]], max_new_tokens: int, target: TargetModel, settings: Regeneration, seed: int
 ) -> list[list[int]]:
     """The new tokens of each prompt, with the end token if one was generated."""
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    attention_mask = torch.zeros(input_ids.shape, dtype=torch.long)
-    for row, ids in enumerate(prompts):
-        input_ids[row, width - len(ids) :] = torch.tensor(ids)
-        attention_mask[row, width - len(ids) :] = 1
-    sampling = (
-        {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0} if settings.temperature else {}
+    input_ids, attention_mask = (
+        pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
+        for rows in (prompts, [[1] * len(ids) for ids in prompts])
     )
+    sampling = dict(temperature=settings.temperature, top_p=settings.top_p, top_k=0) if settings.temperature else {}
     output = generate(
         target.model,
         input_ids=input_ids.to(target.model.device),
@@ -225,7 +222,7 @@ def _generate(
         speculative_config={**settings.speculative_config, "seed": seed},
         **sampling,
     )
-    rows = output[:, width:].tolist()
+    rows = output[:, input_ids.shape[1] :].tolist()
     ends = target.end_tokens
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
 
