@@ -203,22 +203,20 @@ class SpeculativeConfig:
         if isinstance(self.rejection_sample_method, str):
             self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
         for f in dataclasses.fields(self):
-            if "bounds" not in f.metadata:
-                continue
             kind, _, none = str(f.type).partition(" | ")
-            (minimum, maximum), choices, optional = f.metadata["bounds"], f.metadata["choices"], none == "None"
-            if kind == "bool" and none in ("", "None"):
-                self.check_bool(f.name, optional)
+            value, optional = getattr(self, f.name), none == "None"
+            if "bounds" not in f.metadata or (value is None and optional):
+                continue
+            (minimum, maximum), choices = f.metadata["bounds"], f.metadata["choices"]
+            if kind == "bool" and (optional or not none):
+                if not isinstance(value, bool):
+                    raise self.fail(f.name, f"must be true or false, not {value!r}.")
             elif choices:
-                self.check_choice(f.name, choices, optional)
+                self.check_choice(f.name, choices)
             elif kind == "str" and optional:
                 self.check_text(f.name)
-            elif kind == "int" and minimum is not None:
-                self.check_int(f.name, minimum, maximum, optional)
-            elif kind == "float" and minimum is not None and not (optional and getattr(self, f.name) is None):
-                self.check_number(f.name, minimum, maximum)
-
-    # ---- draft length -----------------------------------------------------------------------------------------------
+            elif kind in ("int", "float") and minimum is not None:
+                self.check_number(f.name, minimum, maximum, whole=kind == "int")
 
     def read_auto(self) -> None:
         """Replace `num_speculative_tokens: "auto"` by the two keys it stands for."""
@@ -243,7 +241,7 @@ class SpeculativeConfig:
                 if table
                 else max(self.default_num_speculative_tokens, self.default_longest_draft if automatic else 0)
             )
-        self.check_int("num_speculative_tokens", minimum=1)
+        self.check_number("num_speculative_tokens", minimum=1, whole=True)
         for first, last, k in table or []:
             if k > self.num_speculative_tokens:
                 raise self.fail(
@@ -261,16 +259,14 @@ class SpeculativeConfig:
             if isinstance(table, dict):
                 starts = sorted((_integer(first), _integer(k)) for first, k in table.items())
                 lasts = [following - 1 for following, _ in starts[1:]] + [first for first, _ in starts[-1:]]
-                ranges = [[first, last, k] for (first, k), last in zip(starts, lasts, strict=True)]
-            else:
-                ranges = [[_integer(first), _integer(last), _integer(k)] for first, last, k in table]
+                table = [(first, last, k) for (first, k), last in zip(starts, lasts, strict=True)]
+            ranges = sorted([_integer(first), _integer(last), _integer(k)] for first, last, k in table)
         except (TypeError, ValueError):
             raise self.fail(
                 key,
                 f"must be a list of [first, last, K] like [[1, 4, 5], [5, 16, 2]] or a mapping {{first: K}}, all integers, not "
                 f"{table!r}.",
             ) from None
-        ranges.sort()
         expected = 1
         for first, last, k in ranges:
             if first != expected or last < first or k < 0:
@@ -293,8 +289,6 @@ class SpeculativeConfig:
     def longest_draft(self) -> int:
         """Maximum number of tokens on a draft's path: `num_speculative_tokens`, at most MOST_DRAFT_TOKENS."""
         return min(self.num_speculative_tokens or 0, MOST_DRAFT_TOKENS)
-
-    # ---- verification -----------------------------------------------------------------------------------------------
 
     @property
     def verification_rule(self) -> str:
@@ -352,41 +346,15 @@ class SpeculativeConfig:
                 f"rounds in which at least 1, 2, .. drafts are accepted; not {rates!r}.",
             )
 
-    # ---- checks; each raises one clear error ------------------------------------------------------------------------
-
     def fail(self, key: str, what: str) -> SpeculativeConfigError:
         """Make an error about `key`; the caller raises it."""
         return SpeculativeConfigError(f"speculative_config[{key!r}] of method {self.method!r} {what}")
 
-    def check_int(self, key: str, minimum: float, maximum: float | None = None, optional: bool = False) -> None:
-        """Raise SpeculativeConfigError unless the value of `key` is an integer in [minimum, maximum]."""
-        value = getattr(self, key)
-        if value is None and optional:
-            return
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or value < minimum
-            or (maximum is not None and value > maximum)
-        ):
-            bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
-            raise self.fail(key, f"must be an integer of {bound}, not {value!r}.")
-
-    def check_number(self, key: str, minimum: float, maximum: float | None = None) -> None:
-        """Raise SpeculativeConfigError unless the value of `key` is a number in [minimum, maximum]."""
-        value = getattr(self, key)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # Written with `not`, because every comparison with NaN is False.
-        if not is_number or not value >= minimum or (maximum is not None and not value <= maximum):
-            bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
-            raise self.fail(key, f"must be a number of {bound}, not {value!r}.")
-
-    def check_bool(self, key: str, optional: bool = False) -> None:
-        """Raise SpeculativeConfigError unless the value of `key` is true or false."""
-        if getattr(self, key) is None and optional:
-            return
-        if not isinstance(getattr(self, key), bool):
-            raise self.fail(key, f"must be true or false, not {getattr(self, key)!r}.")
+    def check_number(self, key: str, minimum: float, maximum: float | None = None, whole: bool = False) -> None:
+        """Raise SpeculativeConfigError unless the value of `key` is a number, or a `whole` one, in [minimum, maximum]."""
+        wrong = number_error(getattr(self, key), whole, minimum, maximum)
+        if wrong:
+            raise self.fail(key, wrong)
 
     def check_text(self, key: str) -> None:
         """Raise SpeculativeConfigError unless the value of `key` is None or non-empty text."""
@@ -394,17 +362,12 @@ class SpeculativeConfig:
         if value is not None and (not isinstance(value, str) or not value):
             raise self.fail(key, f"must be text, not {value!r}.")
 
-    def check_choice(self, key: str, choices: tuple[str, ...], optional: bool = False) -> None:
+    def check_choice(self, key: str, choices: tuple[str, ...]) -> None:
         """Raise SpeculativeConfigError, which suggests the nearest choice, unless the value of `key` is one of `choices`."""
         value = getattr(self, key)
-        if value is None and optional:
-            return
         if value not in choices:
-            raise self.fail(
-                key, f"must be one of {', '.join(map(repr, choices))}, not {value!r}{nearest_hint(value, choices)}."
-            )
-
-    # ---- reading and writing ----------------------------------------------------------------------------------------
+            known = ", ".join(map(repr, choices))
+            raise self.fail(key, f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}.")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], others: Iterable[str] = ()) -> SpeculativeConfig:
@@ -446,6 +409,16 @@ def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(value)
     return int(value)
+
+
+def number_error(value: Any, whole: bool, minimum: float | None, maximum: float | None) -> str:
+    """What is wrong with a value that must be a number, or a `whole` one, in [minimum, maximum], after its name; "" if nothing is."""
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    # Every comparison with NaN is False.
+    if is_number and (minimum is None or value >= minimum) and (maximum is None or value <= maximum):
+        return ""
+    bounds = [f"at least {minimum}"] * (minimum is not None) + [f"at most {maximum}"] * (maximum is not None)
+    return f"must be {'an integer' if whole else 'a number'} of {' and '.join(bounds)}, not {value!r}."
 
 
 def unknown_argument(owner: str, name: str, known: Iterable[str]) -> TypeError:

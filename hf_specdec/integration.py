@@ -33,24 +33,21 @@ _lock = threading.RLock()
 _models_in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-def checked_config(generation_config: GenerationConfig, mode: Any) -> SpeculativeConfig:
-    """The parsed configuration of a call whose mode without speculation would be `mode`.
+def check_call(model: PreTrainedModel, generation_config: GenerationConfig, mode: Any, assistant_model: Any) -> None:
+    """Refuse what would not be exact, before any work is done, and parse the call's configuration.
+
+    Args:
+        generation_config: the call's own copy, where `specdec_decoding` reads the parsed configuration.
+        mode: what the mode would be without speculation.
 
     Raises:
         SpeculativeConfigError: a bad configuration.
-        ValueError: the mode cannot be sped up.
+        ValueError: the mode or the model cannot be sped up.
     """
-    config = parse_config(generation_config.speculative_config)
+    carried: Any = generation_config
+    config = carried.speculative_config = parse_config(carried.speculative_config)
     check_mode(generation_config, mode)
-    return config
-
-
-def check_call(
-    model: PreTrainedModel, config: SpeculativeConfig, generation_config: GenerationConfig, assistant_model: Any
-) -> None:
-    """Refuse what would not be exact, before any work is done."""
-    generation_config.speculative_config = config  # on the call's own copy, where `specdec_decoding` reads it
-    return check_model(model, config, generation_config, assistant_model)
+    check_model(model, config, generation_config, assistant_model)
 
 
 def specdec_decoding(
@@ -97,9 +94,6 @@ def specdec_decoding(
             cache=model_kwargs.get(CACHE),
             prompt_inputs=model_kwargs if is_more_than_ids else None,
         )
-
-
-# ---- what is kept between calls -------------------------------------------------------------------------------------
 
 
 MOST_DECODERS = 16  # per model

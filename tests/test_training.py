@@ -314,10 +314,10 @@ def test_learning_rates():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"epochs": 0}, "--epochs must be at least 1, not 0"),
-        ({"epochs": 1.5}, "--epochs must be an integer, not 1.5"),
-        ({"learning_rate": float("nan")}, "--learning-rate must be at least 0, not nan"),
-        ({"warmup": 1.5}, "--warmup must be at least 0 and at most 1, not 1.5"),
+        ({"epochs": 0}, "--epochs must be an integer of at least 1, not 0"),
+        ({"epochs": 1.5}, "--epochs must be an integer of at least 1, not 1.5"),
+        ({"learning_rate": float("nan")}, "--learning-rate must be a number of at least 0, not nan"),
+        ({"warmup": 1.5}, "--warmup must be a number of at least 0 and at most 1, not 1.5"),
         ({"schedule": "cosin"}, "one of cosine, linear, constant, not 'cosin' .did you mean 'cosine'"),
     ],
 )
@@ -426,7 +426,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     assert "no such file" in line("--data", str(tmp_path / "none.jsonl"), *output)
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": "a"}])
     assert "data.jsonl:1: a prompt without an answer; --regenerate" in line("--data", str(data), *output)
-    assert "--epochs must be at least 1" in line("--data", str(data), *output, "--epochs", "0")
+    assert "--epochs must be an integer of at least 1" in line("--data", str(data), *output, "--epochs", "0")
     assert "--format gguf: medusa heads are written as original, vllm" in line(
         "--data", str(data), *output, "--format", "gguf"
     )

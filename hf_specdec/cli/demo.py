@@ -78,9 +78,6 @@ def run(args: argparse.Namespace) -> int:
         return show(console, demo, args)
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class DemoModel:
     """The models of the demo.
@@ -133,9 +130,6 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
             yield DemoModel(model, tokenizer, folder if has_head else None, cheap_rows)
         finally:
             hf_specdec.release(model)
-
-
-# ---- text and speed -------------------------------------------------------------------------------------------------
 
 
 def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
@@ -227,9 +221,6 @@ def remark(demo: DemoModel, float32: bool) -> str:
         lines.append(f"An EAGLE-3 head is compared, too, where the bundled heads are installed: {HOW_TO_INSTALL}.")
     lines.append("`hf-specdec demo --all`: every method, and its text compared with generate()'s in float32.")
     return "\n".join(lines)
-
-
-# ---- every method, with --all ---------------------------------------------------------------------------------------
 
 
 def all_variants() -> list[Variant]:

@@ -145,9 +145,6 @@ def summary(results: list[Measurement]) -> dict[str, Any]:
     }
 
 
-# ---- reports --------------------------------------------------------------------------------------------------------
-
-
 def present(report: dict[str, Any], args: argparse.Namespace) -> None:
     """Write what the options ask for: the table, JSON, the plot and the model card."""
     if not options.write_report(report, args.json):

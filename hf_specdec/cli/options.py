@@ -274,9 +274,6 @@ def prompt_of(row: dict[str, Any]) -> str:
     return prompt
 
 
-# ---- ranks ----------------------------------------------------------------------------------------------------------
-
-
 def add_ranks_option(parser: argparse.ArgumentParser) -> None:
     sharded = "shard the model over N ranks; the command starts them on this machine (default: %(default)s)"
     parser.add_argument("--tensor-parallel-size", type=positive_int, default=1, metavar="N", help=sharded)

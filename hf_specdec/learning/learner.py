@@ -75,8 +75,6 @@ class Learner:
         self._new_optimizer()
         self._resume()
 
-    # ---- what the decoder calls -------------------------------------------------------------------------------------
-
     def observe(self, outcome: StepOutcome) -> None:
         self.recorder.observe(outcome)
 
@@ -125,8 +123,6 @@ class Learner:
             "texts": self.texts.count, "tokens": self.texts.num_tokens, "steps": self.steps, "swaps": self.swaps,
             "rollbacks": self.rollbacks, "seconds": round(self.seconds, 3), "held_out_tau": self.tau,
         }  # fmt: skip
-
-    # ---- training ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
         batch = self.texts.drawn(self.TOKENS, self._rng).to(self.trainer.target.device)
@@ -197,8 +193,6 @@ class Learner:
     def _put(self, weights: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.parameters.items():
             parameter.copy_(weights[name])
-
-    # ---- from process to process ------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         state = {

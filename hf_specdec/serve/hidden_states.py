@@ -61,13 +61,12 @@ class KVTransferConfig:
             raise ValueError(f"kv_transfer_config: {error}") from None
 
 
-def with_storage(speculative_config: Any, transfer: KVTransferConfig | dict[str, Any] | None) -> Any:
+def with_storage(speculative_config: Any, transfer: KVTransferConfig | None) -> Any:
     """The speculative configuration with the folder that `transfer` names, if it names one.
 
     Raises:
         ValueError: the method saves no hidden states, or both arguments name a folder.
     """
-    transfer = KVTransferConfig.of(transfer)
     if transfer is None or transfer.kv_connector == NIXL:
         return speculative_config
     if not isinstance(speculative_config, dict) or speculative_config.get("method") != "extract_hidden_states":

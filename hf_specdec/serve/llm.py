@@ -135,7 +135,8 @@ class LLM:
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size must be an integer of at least 1, not {tensor_parallel_size!r}.")
         given = {key: value for key, value in locals().items() if key not in ("self", "others")} | others
-        speculative_config = with_storage(_from_older_arguments(speculative_config, others), kv_transfer_config)
+        transfer = KVTransferConfig.of(kv_transfer_config)
+        speculative_config = with_storage(_from_older_arguments(speculative_config, others), transfer)
         _check_others(others)
         config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
         self.processes = _rank_processes(given)
@@ -151,7 +152,7 @@ class LLM:
             )  # fmt: skip
             self._make_engine(
                 config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
-                _make_transfers(KVTransferConfig.of(kv_transfer_config)),
+                _make_transfers(transfer),
             )  # fmt: skip
         except BaseException:
             if self.processes is not None:

@@ -184,8 +184,6 @@ class HeadTrainer(ABC):
         }
 
 
-# ---- the registry ---------------------------------------------------------------------------------------------------
-
 _TRAINERS: dict[str, type[HeadTrainer]] = {}
 
 

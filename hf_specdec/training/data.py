@@ -37,9 +37,6 @@ class Sample:
         return len(self.token_ids)
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl file, each with its place under "_where"; any other file is one plain text.
 
@@ -63,9 +60,6 @@ def text_of(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
                 raise TrainingError(f"{row['_where']}: {key!r} is not text.")
             return row[key]
     return None
-
-
-# ---- conversations --------------------------------------------------------------------------------------------------
 
 
 def conversation_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -138,9 +132,6 @@ def answer_spans(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
     if all(whole.startswith(after) for after, _ in texts):
         return [(whole, [span for _, span in texts])]
     return [(after, [span]) for after, span in texts]
-
-
-# ---- samples --------------------------------------------------------------------------------------------------------
 
 
 def encode(
@@ -227,9 +218,6 @@ def _tokenize(
         ends = np.flatnonzero(np.isin(ids[inside], list(end_tokens)))
         mask[inside[: ends[0] + 1] if len(ends) else inside] = True
     return ids, mask
-
-
-# ---- held out -------------------------------------------------------------------------------------------------------
 
 
 def split(samples: list[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:

@@ -66,8 +66,6 @@ class DFlashTrainer(HeadTrainer):
         self.lm_head = self.target.lm_head_float32()
         return drafter.to(self.target.device)
 
-    # ---- blocks -----------------------------------------------------------------------------------------------------
-
     def block_hidden(self, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
         """Final hidden states [B, A, block_size, H] of blocks after anchors [B, A] (positions of the newest tokens)."""
         head, size = self.head, self.options.block_size
@@ -133,8 +131,6 @@ class DFlashTrainer(HeadTrainer):
         tokens = self.lm_head(self.block_hidden(batch, anchors)[:, :, 1:][chosen]).argmax(-1)
         rows = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)
         return Guesses(tokens, rows[chosen], anchors[chosen])
-
-    # ---- export -----------------------------------------------------------------------------------------------------
 
     def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
         """As in the base. `fc` is scaled, because training divides the target's states by their sizes."""

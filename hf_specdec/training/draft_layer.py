@@ -104,9 +104,6 @@ def layer_json(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-# ---- initial weights ------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def last_norm_scale(target: TargetModel) -> torch.Tensor:
     """The weights [H] of the target's last norm, so that logits have the right size from the start; ones, if it is not an RMS

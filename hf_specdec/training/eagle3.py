@@ -86,8 +86,6 @@ class Eagle3Trainer(HeadTrainer):
             )
         return tuple(layers)
 
-    # ---- initial weights --------------------------------------------------------------------------------------------
-
     def build(self, token_counts: torch.Tensor) -> nn.Module:
         """The language-model head is initialised with the target's rows of the draft vocabulary, its input with the deepest state
         read, and attention to each row's own token."""
@@ -129,8 +127,6 @@ class Eagle3Trainer(HeadTrainer):
 
     def rate_share(self, name: str) -> float:
         return self.options.lm_head_rate if name.startswith("lm_head.") else 1.0
-
-    # ---- forward ----------------------------------------------------------------------------------------------------
 
     def features(self, batch: Batch) -> torch.Tensor:
         """The head's features [B, S, H] from the target's hidden states."""
@@ -180,8 +176,6 @@ class Eagle3Trainer(HeadTrainer):
             return tokens if self.draft_ids is None else self.draft_ids[tokens]
 
         return greedy_guesses(unroll(self.head, batch, self.features(batch), self.num_guesses), choose, batch)
-
-    # ---- export -----------------------------------------------------------------------------------------------------
 
     def exported(self, form: str) -> Exported:
         """yuhuili's and SpecForge's files (midlayer.*, d2t, t2d; embeddings are the target's), or speculators'."""

@@ -79,8 +79,6 @@ def push_to_hub(folder: Path, repository: str, token: str | None = None, private
     return str(info)
 
 
-# ---- the model card -------------------------------------------------------------------------------------------------
-
 _BEGIN, _END = "<!-- measured: written by hf-specdec eval -->", "<!-- end of measured -->"
 
 

@@ -86,8 +86,6 @@ class FeatureFiles(FeatureSource):
         batch.last_hidden = states[:, :, -1] if taps.last_hidden else None
         return batch
 
-    # ---- files ------------------------------------------------------------------------------------------------------
-
     def _file(self, sample: Sample) -> Path | None:
         """The sample's file. It may lack the last token, whose states are not used."""
         return self.known.get(self._key(sample.token_ids)) or self.known.get(self._key(sample.token_ids[:-1]))

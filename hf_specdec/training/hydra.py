@@ -72,8 +72,6 @@ class HydraTrainer(HeadTrainer):
         config._attn_implementation = "sdpa"
         return config
 
-    # ---- forward ----------------------------------------------------------------------------------------------------
-
     def _states(self, batch: Batch) -> torch.Tensor:
         """The states [B, S, H] that heads read besides tokens: h_t, or the prefix layer's output."""
         hidden = batch.hidden()
@@ -95,8 +93,6 @@ class HydraTrainer(HeadTrainer):
             state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k))
             tokens.append(self.head.heads[k](state).argmax(-1))
         return every_anchor(torch.stack(tokens, dim=-1))
-
-    # ---- export -----------------------------------------------------------------------------------------------------
 
     def exported(self, form: str) -> Exported:
         """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`. In Hydra++ files, dropout modules count as places too."""

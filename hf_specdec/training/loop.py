@@ -104,8 +104,6 @@ class Run:
         self.log = Log(folder / "log.jsonl", self.step, self.is_main)
         self.objective, self.optimizer = accelerator.prepare(_Objective(trainer), self.optimizer)
 
-    # ---- parts ------------------------------------------------------------------------------------------------------
-
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters.values())
@@ -135,8 +133,6 @@ class Run:
         return [
             {"params": params, "weight_decay": decay, "rate_share": share} for (decay, share), params in groups.items()
         ]
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         state = load_state(self.folder / "state.pt")
@@ -170,8 +166,6 @@ class Run:
             "pending": self.pending,
         }
         save_state(self.folder / "state.pt", state)
-
-    # ---- training ---------------------------------------------------------------------------------------------------
 
     def train(self) -> Estimate | None:
         """Train to the end. Returns the last estimate, None without held-out text."""
@@ -263,8 +257,6 @@ class Run:
         self.log.add(entry)
         bar.show(entry)
 
-    # ---- held-out text ----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def estimate(self) -> Estimate:
         """τ on the held-out text."""
@@ -279,9 +271,6 @@ class Run:
         head.train()
         accepted, offered = self.accelerator.reduce(counts, "sum")
         return Estimate.of(accepted, offered)
-
-
-# ---- the learning rate and the seed of a step -----------------------------------------------------------------------
 
 
 def learning_rate(options: TrainingOptions, step: int, num_steps: int) -> float:

@@ -56,8 +56,6 @@ class MtpTrainer(HeadTrainer):
         self.num_guesses = options.num_draft_tokens
         return module.requires_grad_(True)
 
-    # ---- the unroll -------------------------------------------------------------------------------------------------
-
     def unrolled(self, batch: Batch, num_steps: int) -> list[torch.Tensor]:
         """The normed output [B, S, H] of each step, from which the logits of guess k at t are made, under teacher forcing.
 
@@ -118,8 +116,6 @@ class MtpTrainer(HeadTrainer):
         """Greedy guesses of `num_draft_tokens` steps, at every position that an answer's token follows."""
         states = iter(self.unrolled(batch, self.num_guesses))
         return greedy_guesses(states, lambda state: argmax_of(self.head.logits, state, self.target.vocab_size), batch)
-
-    # ---- export -----------------------------------------------------------------------------------------------------
 
     def exported(self, form: str) -> Exported:
         """Tensors under DeepSeek-V3's names, as a layer after the target's last, or speculators'. The target's embeddings and

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..config import nearest_hint
+from ..config import nearest_hint, number_error
 
 
 class TrainingError(ValueError):
@@ -81,28 +81,15 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            self._check(field)
-
-    def _check(self, field: dataclasses.Field) -> None:
-        value, meta = getattr(self, field.name), field.metadata
-        name = "--" + field.name.replace("_", "-")
-        if value is None and field.default is None:
-            return
-        if meta.get("choices") and value not in meta["choices"]:
-            choices = ", ".join(meta["choices"])
-            raise TrainingError(
-                f"{name} must be one of {choices}, not {value!r}{nearest_hint(value, meta['choices'])}."
-            )
-        minimum, maximum = meta.get("minimum"), meta.get("maximum")
-        if minimum is None and maximum is None:
-            return
-        is_whole = "int" in str(field.type).split(" | ")
-        if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
-            raise TrainingError(f"{name} must be {'an integer' if is_whole else 'a number'}, not {value!r}.")
-        # Written so that NaN fails too.
-        if not (minimum is None or value >= minimum) or not (maximum is None or value <= maximum):
-            bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
-            raise TrainingError(f"{name} must be {bound}, not {value!r}.")
+            value, meta, name = getattr(self, field.name), field.metadata, "--" + field.name.replace("_", "-")
+            if value is None and field.default is None:
+                continue
+            choices, bounds = meta.get("choices"), (meta.get("minimum"), meta.get("maximum"))
+            if choices and value not in choices:
+                hint = nearest_hint(value, choices)
+                raise TrainingError(f"{name} must be one of {', '.join(choices)}, not {value!r}{hint}.")
+            if bounds != (None, None) and (wrong := number_error(value, "int" in str(field.type), *bounds)):
+                raise TrainingError(f"{name} {wrong}")
 
     def to_dict(self) -> dict[str, Any]:
         """All values, JSON-serialisable."""

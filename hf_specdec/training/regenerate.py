@@ -124,9 +124,6 @@ def regenerate(
     return path
 
 
-# ---- prompts --------------------------------------------------------------------------------------------------------
-
-
 def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -> list[_Source]:
     tokenizer, where, task = target.tokenizer, row["_where"], str(row.get("task") or "")
     messages, prompt = conversation_of(row), text_of(row, PROMPT_KEYS)
@@ -165,9 +162,6 @@ def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-# ---- answers --------------------------------------------------------------------------------------------------------
 
 
 def _answer(sources: list[_Source], turn: int, target: TargetModel, settings: Regeneration) -> None:
@@ -225,9 +219,6 @@ def _generate(
     rows = output[:, input_ids.shape[1] :].tolist()
     ends = target.end_tokens
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
-
-
-# ---- the file -------------------------------------------------------------------------------------------------------
 
 
 class _Answers:

@@ -55,8 +55,6 @@ class TargetModel:
         out = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
         return out if self.tokenizer.eos_token_id is None else out | {self.tokenizer.eos_token_id}
 
-    # ---- computation ------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def capture(self, batch: Batch, taps: Taps) -> Batch:
         """The batch with the hidden states in `taps`, float32, on the target's device; runs one forward.

@@ -24,9 +24,6 @@ ATTENTION_NAME = "hf_specdec_unrolled"  # registered with transformers under thi
 _LOGITS_KEPT = 2**26  # a step with more logits than this recomputes them in the backward pass, in parts of this size
 
 
-# ---- attention ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class LayerSteps:
     """One layer's keys and values so far.
@@ -119,9 +116,6 @@ def unroll(head: nn.Module, batch: Batch, features: torch.Tensor, num_steps: int
         tokens = batch.ahead(batch.input_ids, 1 + step)
         features = head(tokens, features, batch.position_ids + step, attention_mask=None, unrolled=steps)
         yield features
-
-
-# ---- tokens that count ----------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -59,14 +59,10 @@ class Engine:
         self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)
         self._choices: dict[int, RequestChoice] = {}  # choices that have not ended, by id of their sequence
         self.transfers = None if make_transfers is None else make_transfers(decoder)
-        self._isolated: list[
-            list[RequestChoice]
-        ] = []  # groups of rows that run in steps of their own, see `_after_failure`
+        self._isolated: list[list[RequestChoice]] = []  # groups of rows that run alone, see `_after_failure`
         self.eos_token_ids = _eos_token_ids(decoder.target.model)
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
         self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, seed)
-
-    # ---- requests ---------------------------------------------------------------------------------------------------
 
     def add(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
@@ -106,8 +102,6 @@ class Engine:
         """True while a request waits, runs, or pulls its prompt's KV."""
         is_pulling = self.transfers is not None and self.transfers.consumer.pulling
         return bool(self.scheduler.waiting or self.scheduler.running or is_pulling)
-
-    # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self, on_schedule: Callable[[], None] = lambda: None) -> list[Request]:
         """Run one step of the decoder. Call inside `decoder.active()`. Returns the requests that got tokens or ended.
@@ -247,8 +241,6 @@ class Engine:
         if self.transfers is not None:
             self.transfers.close()
         self.decoder.release()
-
-    # ---- tokens -----------------------------------------------------------------------------------------------------
 
     def _accept(self, choice: RequestChoice, result: StepResult) -> None:
         """Append a step's tokens to a choice, up to the first that ends it."""

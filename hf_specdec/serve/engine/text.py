@@ -36,15 +36,12 @@ class Detokenizer:
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.text = self.tail = ""
         self._margin = _CLEANED if _cleans_up(tokenizer) else 0
-        self._run: codecs.IncrementalDecoder | None = _utf8(
-            "strict"
-        )  # of a run of bytes; None after one that fits no character
+        # of a run of bytes; None after one that fits no character
+        self._run: codecs.IncrementalDecoder | None = _utf8("strict")
         self._ids, decoded = self._context(prompt)
         end = self._end_of_fixed(decoded)
         if decoded.endswith(_UNKNOWN) and _fallback_byte(tokenizer, self._ids[-1]) is not None:
-            end = len(
-                decoded.rstrip(_UNKNOWN)
-            )  # the answer may complete the character that the prompt's last bytes begin
+            end = len(decoded.rstrip(_UNKNOWN))  # the answer may complete the character that the prompt begins
         self._num_shown = end
 
     def add(self, token: int) -> str:

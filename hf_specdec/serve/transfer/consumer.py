@@ -57,11 +57,6 @@ class Pull:
     def peer(self) -> str:
         return self.params["remote_agent"]
 
-    def note(self, first: int, blocks: list[list[int]], digests: list[list[str]]) -> None:
-        """Note an offer of blocks from index `first` on. It takes the place of earlier ones, whose blocks may have been freed."""
-        for i in range(len(blocks[0])):
-            self.offers[first + i] = [numbers[i] for numbers in blocks], [texts[i] for texts in digests]
-
 
 class Consumer:
     """The requests that wait for their prompts' KV.
@@ -87,13 +82,12 @@ class Consumer:
         """
         in_chunks = params.get("in_chunks") is True
         names = ["fingerprint", "num_tokens", "prompt", "remote_agent", "remote_request_id", "pools"]
-        missing = next(
-            (name for name in names + ["remote_blocks", "digests"] * (not in_chunks) if name not in params), None
-        )
-        if missing is not None:
-            raise ValueError(
-                f"kv_transfer_params lacks {missing!r}: pass on those that the prefill server has returned."
-            )
+        names += [] if in_chunks else ["remote_blocks", "digests"]
+        for name in names:
+            if name not in params:
+                raise ValueError(
+                    f"kv_transfer_params lacks {name!r}: pass on those that the prefill server has returned."
+                )
         if params["fingerprint"] != self.pools.fingerprint:
             raise ValueError(
                 "kv_transfer_params come from a server with another model, precision, block size or method: prefill and decode servers "
@@ -124,10 +118,10 @@ class Consumer:
             return False
         if len({*lengths, lengths[0] if count is None else count}) != 1:
             return False
-        pull.note(first, blocks, digests)
+        # It takes the place of earlier offers, whose blocks may have been freed.
+        for i in range(lengths[0]):
+            pull.offers[first + i] = [numbers[i] for numbers in blocks], [texts[i] for texts in digests]
         return True
-
-    # ---- messages ---------------------------------------------------------------------------------------------------
 
     def offered(self, name: str, first: int, blocks: list[list[int]], digests: list[list[str]]) -> None:
         """A producer offers blocks of a prompt, from index `first` on."""
@@ -138,8 +132,6 @@ class Consumer:
     def refused(self, name: str) -> None:
         for pull in self.pulling:
             pull.refused = pull.refused or pull.name == name
-
-    # ---- pulling ----------------------------------------------------------------------------------------------------
 
     def cancel(self, choice: RequestChoice) -> bool:
         pull = next((pull for pull in self.pulling if pull.choice is choice), None)
@@ -294,6 +286,5 @@ def _lengths(lists: Any, kind: type) -> list[int] | None:
     """The lengths of lists that hold values of one type; None if they are anything else."""
     if not isinstance(lists, list) or not all(isinstance(values, list) for values in lists):
         return None
-    return (
-        [len(values) for values in lists] if all(type(value) is kind for values in lists for value in values) else None
-    )
+    fit = all(type(value) is kind for values in lists for value in values)
+    return [len(values) for values in lists] if fit else None

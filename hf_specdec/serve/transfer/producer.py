@@ -55,8 +55,6 @@ class Producer:
         self.held: dict[str, OfferedPrompt] = {}
         self._unwanted: list[RequestChoice] = []
 
-    # ---- prompts that are being read ----------------------------------------------------------------------------------
-
     def has_read(self, rows: list[RequestChoice]) -> list[RequestChoice]:
         """After a step of these rows: offer the blocks that are complete. Call inside `decoder.active()`.
 
@@ -135,8 +133,6 @@ class Producer:
         if consumer is not None:
             self.pools.link.tell(consumer, json.dumps({"gone": name}))
 
-    # ---- prompts that have been read --------------------------------------------------------------------------------
-
     def hold(self, choice: RequestChoice) -> dict[str, Any] | None:
         """Keep the blocks of a prompt that has been read. Call inside `decoder.active()`.
 
@@ -175,8 +171,6 @@ class Producer:
         """The choices that are still being read, but whose consumer has given up; each is told once."""
         unwanted, self._unwanted = self._unwanted, []
         return unwanted
-
-    # ---- messages ---------------------------------------------------------------------------------------------------
 
     def wanted(self, name: str, consumer: str, first: int) -> None:
         """A consumer asks for a prompt's blocks from index `first` on."""
