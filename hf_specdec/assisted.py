@@ -92,12 +92,12 @@ class AssistedDrafter(TransformersCandidateGenerator):
         candidates = torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1)
         start = input_ids.shape[1]
         # The token that ends the text is not drafted: verification gives it after the last draft, and then nothing follows.
-        count = next((i for i in range(len(path)) if self._is_end(candidates[:, : start + i + 1])), len(path))
+        ends = (
+            bool(self.ends) and bool(self.ends(candidates[:, : start + i + 1], None).all()) for i in range(len(path))
+        )
+        count = next((i for i, ended in enumerate(ends) if ended), len(path))
         self._proposal, self._num_fed = (trees, path[:count]), len(seq.tokens)
         return candidates[:, : start + count], None
-
-    def _is_end(self, input_ids: torch.LongTensor) -> bool:
-        return bool(self.ends) and bool(self.ends(input_ids, None).all())  # type: ignore[arg-type]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Tell the generator which candidates the last forward accepted.

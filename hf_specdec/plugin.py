@@ -34,7 +34,11 @@ _explicit_calls = 0  # running calls of our generate(), which need the plugin un
 def install() -> None:
     """Make `speculative_config=` an argument of every `generate()`. Idempotent; `import hf_specdec` calls it."""
     global _installed
-    _wait_for_imports()
+    for (
+        name
+    ) in _REPLACEMENTS:  # wait until no other thread is importing it; without `_lock`, for which that import may wait
+        if name in sys.modules:
+            importlib.import_module(name)
     with _lock:
         _installed = True
         _patch()
@@ -96,13 +100,6 @@ class _PatchAfterImport(importlib.abc.MetaPathFinder):
 
 
 _finder = _PatchAfterImport()
-
-
-def _wait_for_imports() -> None:
-    """Wait until no other thread is importing a module to patch. Call without `_lock`, because such an import may wait for it."""
-    for name in _REPLACEMENTS:
-        if name in sys.modules:
-            importlib.import_module(name)
 
 
 def _patch() -> None:

@@ -77,7 +77,11 @@ def check_model(
             "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
         )
     _check_adapters(model)
-    _check_overrides(model)
+    own: Any = type(model)
+    if own._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):
+        raise UnsupportedModel(
+            f"{own.__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
+        )
     # PEFT replaces this method on the model while it generates with virtual tokens.
     prepare = vars(model).get("prepare_inputs_for_generation")
     peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
@@ -107,14 +111,6 @@ def _check_adapters(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{what}, which PEFT computes by the row's place in the batch; speculative_config packs all rows into one. Call generate() "
             "with one adapter at a time (set_adapter) and an ordinary LoRA, or without speculative_config."
-        )
-
-
-def _check_overrides(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel if the model samples in a way of its own."""
-    if type(model)._sample is not GenerationMixin._sample or "_sample" in vars(model):
-        raise UnsupportedModel(
-            f"{type(model).__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
         )
 
 
@@ -230,9 +226,10 @@ def check_inputs(
     cached = int(cache.get_seq_length()) if getattr(cache, "_is_user_defined", False) else 0
     allowed = {0, length} if embedded else {length, length - cached}
     if (embeds is not None and embeds.shape[1] != length) or input_ids.shape[1] not in allowed:
+        given_too = "" if embeds is None else f"inputs_embeds has {embeds.shape[1]} and "
         raise ValueError(
-            f"attention_mask covers {length} tokens and {_what(input_ids, embeds)}: they must have the same length, or "
-            f"the mask must be longer by the length of {CACHE}, which is {cached} tokens."
+            f"attention_mask covers {length} tokens and {given_too}input_ids has {input_ids.shape[1]}: they must have the "
+            f"same length, or the mask must be longer by the length of {CACHE}, which is {cached} tokens."
         )
     counted = _counts_positions(input_ids, length, mask, model_kwargs.get("position_ids"))
     if not counted and not is_multimodal(model):
@@ -272,11 +269,6 @@ def _newer_transformers() -> str:
     return f" transformers {transformers.__version__} is newer than {tested}, the newest tested: update hf-specdec, or install that one."
 
 
-def _what(input_ids: torch.Tensor, embeds: torch.Tensor | None) -> str:
-    ids = f"input_ids has {input_ids.shape[1]}"
-    return ids if embeds is None else f"inputs_embeds has {embeds.shape[1]} and {ids}"
-
-
 def _are_of_ids(
     model: PreTrainedModel, input_ids: torch.Tensor, embeds: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
@@ -302,12 +294,8 @@ def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
         return False
     if value.numel() == 0:
         return True
-    return name in _TOKEN_TYPES and _takes_zeros_for_none(model) and not bool(value.any())
-
-
-def _takes_zeros_for_none(model: PreTrainedModel) -> bool:
-    """True if token types of zeros and no token types are the same to a model."""
-    return is_multimodal(model) or any(each.endswith("token_type_embeddings") for each, _ in model.named_modules())
+    takes_zeros = is_multimodal(model) or any(key.endswith("token_type_embeddings") for key, _ in model.named_modules())
+    return name in _TOKEN_TYPES and takes_zeros and not bool(value.any())
 
 
 def _counts_positions(input_ids: torch.Tensor, length: int, mask: torch.Tensor | None, positions) -> bool:

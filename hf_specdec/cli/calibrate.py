@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Column, Table
 
@@ -14,9 +14,6 @@ from ..config import SpeculativeConfig
 from . import options
 from .measure import end_tokens
 from .options import Output, positive_int
-
-if TYPE_CHECKING:
-    import numpy as np
 
 EPILOG = """\
 examples:
@@ -82,7 +79,11 @@ def run(args: argparse.Namespace) -> int:
 
     console = Output()
     console.say(f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens")
-    console.print(accuracies_table(accuracies))
+    ranks = (Column(str(rank + 1), justify="right") for rank in range(accuracies.shape[1]))
+    table = Table("depth", *ranks, title="how often the drafter's n-th token is the right one (%)")
+    for depth, rates in enumerate(accuracies, 1):
+        table.add_row(str(depth), *(f"{100 * rate:.1f}" for rate in rates))
+    console.print(table)
     console.print(
         f"expected τ: {expected['tree']:.2f} with {len(tree)} nodes; {expected['chain']:.2f} with a chain of {len(chain)}",
         soft_wrap=True,
@@ -97,12 +98,3 @@ def with_tree(config: SpeculativeConfig, tree: list[list[int]]) -> dict[str, Any
     """The configuration with this tree as the shape of its drafts."""
     kept = {key: value for key, value in config.to_dict().items() if key not in _SHAPE_KEYS}
     return kept | {"speculative_token_tree": tree}
-
-
-def accuracies_table(accuracies: np.ndarray) -> Table:
-    """The table of accuracies: a row per depth, a column per rank (best token first)."""
-    ranks = (Column(str(rank + 1), justify="right") for rank in range(accuracies.shape[1]))
-    table = Table("depth", *ranks, title="how often the drafter's n-th token is the right one (%)")
-    for depth, rates in enumerate(accuracies, 1):
-        table.add_row(str(depth), *(f"{100 * rate:.1f}" for rate in rates))
-    return table

@@ -11,6 +11,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +153,7 @@ class LLM:
             )  # fmt: skip
             self._make_engine(
                 config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
-                _make_transfers(transfer),
+                None if transfer is None or transfer.kv_connector != NIXL else partial(_transfers, transfer),
             )  # fmt: skip
         except BaseException:
             if self.processes is not None:
@@ -199,7 +200,8 @@ class LLM:
         Raises:
             ValueError: a prompt cannot be served. Nothing is generated then.
         """
-        texts = [prompts] if _is_single(prompts) else list(prompts)
+        is_ids = isinstance(prompts, (list, tuple)) and prompts and all(isinstance(token, int) for token in prompts)
+        texts = [prompts] if is_ids or isinstance(prompts, (str, dict)) else list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(texts)
         if len(params) != len(texts):
@@ -382,12 +384,10 @@ def _loaded(
     return model, tokenizer
 
 
-def _make_transfers(config: KVTransferConfig | None) -> Callable[[SpeculativeDecoder], Transfers] | None:
-    """Makes what moves prompts' KV between this engine and others; None if the configuration does not ask for that."""
-    if config is None or config.kv_connector != NIXL:
-        return None
+def _transfers(config: KVTransferConfig, decoder: SpeculativeDecoder) -> Transfers:
+    """What moves prompts' KV between this engine and others."""
     seconds = {key: value for key, value in config.kv_connector_extra_config.items() if key.endswith("_seconds")}
-    return lambda decoder: Transfers(decoder, NixlLink(), **seconds)
+    return Transfers(decoder, NixlLink(), **seconds)
 
 
 def _rank_processes(given: dict[str, Any]) -> RankProcesses | None:
@@ -403,12 +403,6 @@ def _rank_processes(given: dict[str, Any]) -> RankProcesses | None:
     if dist.is_initialized() or "WORLD_SIZE" in os.environ:
         return None
     return RankProcesses(size, {**given, "model": os.fspath(given["model"])})
-
-
-def _is_single(prompts: Any) -> bool:
-    return isinstance(prompts, (str, dict)) or (
-        isinstance(prompts, (list, tuple)) and bool(prompts) and all(isinstance(token, int) for token in prompts)
-    )
 
 
 def _from_older_arguments(config: Any, others: dict[str, Any]) -> Any:

@@ -96,7 +96,10 @@ class FeatureFiles(FeatureSource):
 
     def _found(self) -> dict[str, Path]:
         """Files of this target with these layers, by key. Files named by their key need not be opened."""
-        found, num_old, changed = {}, 0, _changed(self.model_name)
+        patterns = ("config.json", "*.safetensors", "*.bin")
+        files = [path for pattern in patterns for path in Path(self.model_name).glob(pattern)]
+        changed = max((path.stat().st_mtime for path in files), default=0.0)  # 0 if the name is not that of a folder
+        found, num_old = {}, 0
         for path in self.folder.glob("*.safetensors"):
             if len(path.stem) == 32:
                 found[path.stem] = path
@@ -138,9 +141,3 @@ def _identity(target: TargetModel) -> bytes:
     return json.dumps(config, sort_keys=True, default=str).encode() + b"".join(
         fingerprints(list(target.model.parameters()))
     )
-
-
-def _changed(name: str) -> float:
-    """When the weights or the configuration in the folder of a target were last written; 0 if its name is not that of a folder."""
-    files = [path for pattern in ("config.json", "*.safetensors", "*.bin") for path in Path(name).glob(pattern)]
-    return max((path.stat().st_mtime for path in files), default=0.0)

@@ -216,19 +216,16 @@ class Run:
         names = sorted(sums)
         totals = self.accelerator.reduce(torch.stack([sums[name] for name in names]), "sum")
         weight = totals[names.index("loss"), 1]
-        norm = self._scale_gradients(weight)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._account({**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": [float(norm), 1.0]}, rate)
-
-    def _scale_gradients(self, weight: torch.Tensor) -> torch.Tensor:
-        """Divide the summed gradients by the summed weights and clip them. Returns their norm before clipping."""
         # With several processes, gradients are the mean of the processes' sums.
         scale = self.accelerator.num_processes / weight.clamp(min=1e-9)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-        return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.options.max_grad_norm or float("inf"))
+        most = self.options.max_grad_norm or float("inf")
+        norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), most)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._account({**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": [float(norm), 1.0]}, rate)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.options.bf16)

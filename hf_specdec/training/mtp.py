@@ -66,9 +66,12 @@ class MtpTrainer(HeadTrainer):
             return list(unroll(self._step, batch, batch.hidden(), num_steps))  # pyright: ignore[reportArgumentType]
         states, state, cache = [], batch.hidden(), StepsCache()
         for k in range(num_steps):
-            seen = self._as_read(steps_mask(batch.input_ids.shape[1], k, self.window, state.device))
+            seen = steps_mask(batch.input_ids.shape[1], k, self.window, state.device)
+            if self.head.config._attn_implementation == "eager":  # it adds the mask
+                lowest = torch.finfo(torch.bfloat16).min
+                seen = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, lowest)
             tokens = batch.ahead(batch.input_ids, 1 + k)
-            state = self._step(tokens, state, batch.position_ids + k, attention_mask=seen, **{CACHE: cache})
+            state = self._step(tokens, state, batch.position_ids + k, attention_mask=seen[None, None], **{CACHE: cache})
             states.append(state)
         return states
 
@@ -89,13 +92,6 @@ class MtpTrainer(HeadTrainer):
         config._attn_implementation = "sdpa" if self.target.model._supports_sdpa and not capped else "eager"
         if self.is_plain:
             config._attn_implementation = ATTENTION_NAME
-
-    def _as_read(self, mask: torch.Tensor) -> torch.Tensor:
-        """The mask [1, 1, S, K] in the form the attention takes: bool for sdpa, 0 or bfloat16's lowest number for eager."""
-        if self.head.config._attn_implementation == "sdpa":
-            return mask[None, None]
-        lowest = torch.finfo(torch.bfloat16).min
-        return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, lowest)[None, None]
 
     def loss(self, batch: Batch) -> StepLoss:
         """Sum over places and steps of step_decay^k / sum times KL(target || module), or cross-entropy."""

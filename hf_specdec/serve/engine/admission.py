@@ -53,7 +53,8 @@ class Admission:
         """
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
-        matcher = self._matcher(params)
+        wanted = params.structured_outputs  # in a server the HTTP side has had it compiled already
+        matcher = None if wanted is None else self.grammars.matcher(wanted)
         request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params)
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed % 2**63
@@ -86,13 +87,7 @@ class Admission:
             raise ValueError(
                 f"drafter {params.drafter!r} (speculative_config's 'method') is not one of this engine's: {known}."
             )
-        self._check_seed(params)
-
-    def _check_seed(self, params: SamplingParams) -> None:
-        """Raise ValueError for a seed with a rule under which it would not give the same tokens again.
-
-        Under every rule but "coupled" the tokens depend on where drafts end, and so on what else is running.
-        """
+        # Under every rule but "coupled" the tokens depend on where drafts end, and so on what else is running.
         rule, drafts = self.decoder.config.verification_rule, self.decoder.generator.max_draft_nodes
         drafts = drafts if params.num_speculative_tokens is None else params.num_speculative_tokens
         if params.seed is not None and params.do_sample and drafts and rule != "coupled":
@@ -100,15 +95,9 @@ class Admission:
                 f"seed: with rejection_sample_method {rule!r} a seed does not give the same tokens every time, because they depend on "
                 "the drafts. Leave seed out, switch this request's drafts off (num_speculative_tokens 0), or use 'coupled'."
             )
-
-    def _matcher(self, params: SamplingParams) -> Any:
-        """A matcher of the request's grammar; None if it has no grammar. Fast in a server: the HTTP side has had it compiled already."""
-        if params.structured_outputs is None:
-            return None
-        if self.decoder.config.verification_rule == "synthetic":
+        if params.structured_outputs is not None and rule == "synthetic":
             message = "the rule 'synthetic' accepts drafts whatever they are. Use another rule."
             raise ValueError(f"structured_outputs: {message}")
-        return self.grammars.matcher(params.structured_outputs)
 
     def _make_choice(
         self, request: Request, index: int, stream: int, matcher: Any, reasoning: Reasoning | None

@@ -127,7 +127,9 @@ class Engine:
         return requests
 
     def _decode(self, on_schedule: Callable[[], None]) -> list[Request]:
-        group = self._next_group()
+        groups = ([choice for choice in group if not choice.output.finished()] for group in self._isolated)
+        self._isolated = [group for group in groups if group]
+        group = self._isolated[0] if self._isolated else None
         rows, counts = self.scheduler.schedule(group)
         on_schedule()
         if not rows:
@@ -191,12 +193,6 @@ class Engine:
         except BaseException:
             self._drop_all()
             raise
-
-    def _next_group(self) -> list[RequestChoice] | None:
-        """The rows that run alone in the next step, because one of them may have made a step raise; None: all rows may run."""
-        groups = ([choice for choice in group if not choice.output.finished()] for group in self._isolated)
-        self._isolated = [group for group in groups if group]
-        return self._isolated[0] if self._isolated else None
 
     def _after_failure(self, rows: list[RequestChoice], error: BaseException) -> list[Request]:
         """Handle a step that raised. If it had one row, end that row's request; else let each half of the rows run alone.

@@ -135,7 +135,10 @@ class Endpoint(ABC, Generic[AnySampling]):
             self.submit(request.scope.get(SPACE, ""))
             if self.body.stream:
                 return EventStream(self.stream(), at_end.pop_all().close, headers)
-            results = await self.all_updates()
+            results: list[list[Update]] = [[] for _ in self.answers]
+            async for item in server.updates(self.answers):
+                if item is not None:
+                    results[item[0].number].append(item[1])
             # in a thread: with log-probabilities an answer may hold a million entries
             answer = await asyncio.to_thread(lambda: to_json(self.answer(results)))
             return Response(answer, headers=headers, media_type="application/json")
@@ -164,14 +167,6 @@ class Endpoint(ABC, Generic[AnySampling]):
             if results[0][-1].kv_transfer_params is not None:
                 body["kv_transfer_params"] = results[0][-1].kv_transfer_params
         return body
-
-    async def all_updates(self) -> list[list[Update]]:
-        """All updates of each answer, in the order of the prompts. Waits until all have ended."""
-        updates: list[list[Update]] = [[] for _ in self.answers]
-        async for item in self.server.updates(self.answers):
-            if item is not None:
-                updates[item[0].number].append(item[1])
-        return updates
 
     def usage(self) -> dict[str, Any]:
         """The field `usage`: numbers of tokens, over all prompts and choices so far."""

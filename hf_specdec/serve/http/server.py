@@ -335,11 +335,6 @@ class Server:
             raise bad_request(message, param)
         return self.encode(text, add_special_tokens)
 
-    def _chatml(self) -> str:
-        """ChatML, after the token with which the tokenizer begins every text, if it has one."""
-        begins = self.tokenizer.bos_token is not None and self.encode("x")[0] == self.tokenizer.bos_token_id
-        return "{{ bos_token }}" + CHATML if begins else CHATML
-
     def chat_text(self, body: Conversation) -> str:
         """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none).
 
@@ -351,7 +346,12 @@ class Server:
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
             raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
-        template = None if self.tokenizer.chat_template is not None else self._chatml()
+        template = None
+        if (
+            self.tokenizer.chat_template is None
+        ):  # ChatML begins with the token with which the tokenizer begins every text, if it has one
+            begins = self.tokenizer.bos_token is not None and self.encode("x")[0] == self.tokenizer.bos_token_id
+            template = "{{ bos_token }}" + CHATML if begins else CHATML
         final = body.continue_final_message
         try:
             return self.tokenizer.apply_chat_template(
@@ -395,7 +395,11 @@ class Server:
         """
         worker = self.running_worker
         most = self.limits.max_queued_requests
-        if most is not None and self._num_waiting(worker.load) >= most:
+        load = worker.load
+        free = 0 if load.waiting else load.free_rows  # if choices wait although rows are free, blocks are missing
+        # Those that the engine has reported, and those sent to it since then for which it has no free row.
+        waiting = load.waiting + max(0, self._num_submitted - load.num_read - free)
+        if most is not None and waiting >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
         silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
         number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
@@ -412,11 +416,6 @@ class Server:
             end = Cancel(answer.id, "length")
             answer.deadline = asyncio.get_running_loop().call_later(min(limits), worker.send, end)
         return answer
-
-    def _num_waiting(self, load: Load) -> int:
-        """Number of waiting choices: those that the engine has reported, and those sent to it since then for which it has no free row."""
-        free = 0 if load.waiting else load.free_rows  # if choices wait although rows are free, blocks are missing
-        return load.waiting + max(0, self._num_submitted - load.num_read - free)
 
     async def updates(self, answers: list[Answer]) -> AsyncIterator[tuple[Answer, Update] | None]:
         """Yield the updates of a client's answers until all have ended. Call `release` afterwards, also after an error.

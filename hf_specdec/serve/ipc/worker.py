@@ -125,19 +125,16 @@ class EngineWorker(threading.Thread):
             waits = block and not messages
             try:
                 # KV that other engines have read must be freed even while no request arrives.
-                messages.append(self._inbox.get(waits, self._poll_after() if waits else None))
+                transfers, seconds = self.engine.transfers, None
+                if waits and transfers is not None and transfers.is_busy:
+                    seconds = _POLL_OFTEN_SECONDS if transfers.producer.awaits_consumer else _POLL_TRANSFERS_SECONDS
+                messages.append(self._inbox.get(waits, seconds))
             except queue.Empty:
                 if not waits or self.engine.transfers is None:
                     break
                 with self.lock, self.engine.decoder.active():
                     self.engine.transfers.poll()
         return messages
-
-    def _poll_after(self) -> float | None:
-        transfers = self.engine.transfers
-        if transfers is None or not transfers.is_busy:
-            return None
-        return _POLL_OFTEN_SECONDS if transfers.producer.awaits_consumer else _POLL_TRANSFERS_SECONDS
 
     def _submit(self, message: Submit) -> None:
         self._num_read += message.params.n

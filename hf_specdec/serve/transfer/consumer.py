@@ -100,16 +100,12 @@ class Consumer:
             raise ValueError("kv_transfer_params: a prompt of one token has no KV to move.")
         pull = Pull(choice, params, time.monotonic() + self.pull_seconds)
         needed = self.pools.num_blocks(count)
-        if not self._are_addresses(params) or not (
-            in_chunks or self._fits(pull, 0, params["remote_blocks"], params["digests"], needed)
-        ):
+        are_texts = all(isinstance(params[key], str) for key in ("remote_agent", "remote_request_id"))
+        have_shape = _lengths(params["pools"], int) == [len(pools) for pools in self.pools.addresses()]
+        offered = in_chunks or self._fits(pull, 0, params["remote_blocks"], params["digests"], needed)
+        if not (are_texts and have_shape and offered):
             raise ValueError("kv_transfer_params are malformed: pass on those that the prefill server has returned.")
         self.pulling.append(pull)
-
-    def _are_addresses(self, params: dict[str, Any]) -> bool:
-        """True if the addresses have the shape of this engine's own."""
-        are_texts = all(isinstance(params[key], str) for key in ("remote_agent", "remote_request_id"))
-        return are_texts and _lengths(params["pools"], int) == [len(pools) for pools in self.pools.addresses()]
 
     def _fits(self, pull: Pull, first: int, blocks: Any, digests: Any, count: int | None = None) -> bool:
         """Store an offer and return True if it is well-formed, with `count` blocks unless that is None; else return False."""
@@ -143,7 +139,12 @@ class Consumer:
 
     def poll(self) -> list[RequestChoice]:
         """Begin, continue and finish pulls. Call inside `decoder.active()`. Returns the requests that can run now."""
-        self._free_stopped()
+        for stopped in list(self.stopped):
+            handle, taken = stopped
+            if self.pools.link.drop(handle):
+                for cache, blocks in taken:
+                    cache.pool.release(blocks)
+                self.stopped.remove(stopped)
         ready = []
         for pull in list(self.pulling):
             try:
@@ -267,14 +268,6 @@ class Consumer:
         if pull.choice.is_added:
             self.pools.decoder.remove(seq)
             pull.choice.is_added = False
-
-    def _free_stopped(self) -> None:
-        for stopped in list(self.stopped):
-            handle, taken = stopped
-            if self.pools.link.drop(handle):
-                for cache, blocks in taken:
-                    cache.pool.release(blocks)
-                self.stopped.remove(stopped)
 
     def close(self) -> None:
         for pull in self.pulling:
