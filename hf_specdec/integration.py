@@ -34,15 +34,8 @@ _models_in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def check_call(model: PreTrainedModel, generation_config: GenerationConfig, mode: Any, assistant_model: Any) -> None:
-    """Refuse what would not be exact, before any work is done, and parse the call's configuration.
-
-    Args:
-        generation_config: the call's own copy, where `specdec_decoding` reads the parsed configuration.
-        mode: what the mode would be without speculation.
-
-    Raises:
-        SpeculativeConfigError: a bad configuration.
-        ValueError: the mode or the model cannot be sped up.
+    """Refuse what would not be exact, before any work is done, and parse the call's configuration, for `specdec_decoding`. `mode`: what the
+    mode would be without speculation. Raises ValueError, SpeculativeConfigError: a bad configuration, or what cannot be sped up.
     """
     carried: Any = generation_config
     config = carried.speculative_config = parse_config(carried.speculative_config)
@@ -121,8 +114,7 @@ class _Kept:
     """A model's decoders, kept between calls: a suffix tree remembers, a draft model stays loaded.
 
     They are stored on the model and freed with it. Copies and pickles of the model leave them out. Other objects of the caller
-    (an assistant model, tokenizers) are held weakly; a decoder is freed with any of them. At most MOST_DECODERS are kept, the
-    most recently used ones.
+    (an assistant model, tokenizers) are held weakly; a decoder is freed with any of them.
     """
 
     def __init__(self) -> None:

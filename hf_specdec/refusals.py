@@ -115,9 +115,8 @@ def _check_adapters(model: PreTrainedModel) -> None:
 
 
 def _check_prepared_inputs(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict) -> None:
-    """Raise UnsupportedModel if a `prepare_inputs_for_generation` from outside transformers changes what the model reads.
-
-    It is asked for the prompt [B, S], and for the prompt with one more token.
+    """Raise UnsupportedModel if a `prepare_inputs_for_generation` from outside transformers changes what the model reads: the prompt [B,
+    S], and the prompt with one more token.
     """
     prepare = model.prepare_inputs_for_generation
     if prepare.__module__.startswith("peft."):  # it calls the class's
@@ -161,14 +160,10 @@ def _is_end_of(tensor: torch.Tensor | None, whole: torch.Tensor) -> bool:
 
 
 def _settle_cache_implementation(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
-    """Remove `cache_implementation` from this call's configuration where our cache gives the same text.
+    """Remove `cache_implementation` from this call's configuration where our cache gives the same text, else raise ValueError.
 
     "dynamic" is transformers' default. A static cache that only the model's own generation_config names was not asked for in
     this call, and it only stores the same numbers elsewhere.
-
-    Raises:
-        ValueError: the caller asked for a cache other than "dynamic", or the model's generation_config for one that
-            quantizes keys or keeps them off the device.
     """
     implementation = getattr(generation_config, "cache_implementation", None)
     if implementation is None:
@@ -203,11 +198,7 @@ def _check_processors(generation_config: GenerationConfig) -> None:
 def check_inputs(
     model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict
 ) -> bool:
-    """Raise ValueError for inputs that cannot be served.
-
-    Args:
-        input_ids: int64 [B, S].
-        model_kwargs: the arguments that `generate()` prepared for the model's forward.
+    """Raise ValueError for inputs [B, S] that cannot be served. `model_kwargs`: what `generate()` prepared for the model's forward.
 
     Returns: True if the prompt is more than token ids at consecutive positions (images, embeddings), so that the model must read
         it itself (`model.prompt`).

@@ -152,11 +152,7 @@ def add_config_option(group: Any, help: str = CONFIG_HELP, **more: Any) -> None:
 
 
 def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `generate()` from the options of `add_decoding_options`.
-
-    Raises:
-        ValueError: a sampling option is given without --do-sample.
-    """
+    """Arguments of `generate()` from the options of `add_decoding_options`. Raises ValueError: a sampling option without --do-sample."""
     sampling = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k") if getattr(args, key) is not None}
     if sampling and not args.do_sample:
         names = ", ".join("--" + key.replace("_", "-") for key in sampling)
@@ -165,11 +161,7 @@ def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Load the model, in eval mode on its device, and its tokenizer, which pads on the left.
-
-    Raises:
-        ValueError: the folder does not exist.
-    """
+    """Load the model, in eval mode on its device, and its tokenizer, which pads on the left. Raises ValueError: there is no such folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -206,13 +198,8 @@ def sharding(size: int) -> dict:
 def encode_prompts(
     tokenizer: Any, prompts: list[str], chat: bool | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Encode prompts as `input_ids` and `attention_mask`, each [B, S], padded on the left.
-
-    Args:
-        chat: wrap each prompt in the chat template; None: if the tokenizer has one.
-
-    Raises:
-        ValueError: `chat` is True and there is no template.
+    """Encode prompts as `input_ids` and `attention_mask`, each [B, S], padded on the left. `chat`: wrap each in the chat template; None:
+    if the tokenizer has one. Raises ValueError: `chat` is True and there is no template.
     """
     if chat is None:
         chat = tokenizer.chat_template is not None
@@ -236,12 +223,8 @@ def encode_batches(
 
 
 def read_prompts(path: str) -> list[dict[str, str]]:
-    """Read prompts: for each row of a .jsonl file a dictionary with "prompt" and "task" ("" if the row has none).
-
-    A .txt file has a prompt a line. Any other file is one prompt; "-" reads stdin. What files without rows were read as is said on stderr.
-
-    Raises:
-        ValueError: the file has no prompts, or a row has no prompt.
+    """Read prompts: for each row of a .jsonl file a dictionary with "prompt" and "task" ("" if the row has none). A .txt file has a
+    prompt a line. Any other file is one prompt; "-" reads stdin. Raises ValueError: the file has no prompts, or a row has no prompt.
     """
     piped = path == "-"
     rows = rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt") if piped else read_rows(path, "prompt")
@@ -263,11 +246,7 @@ def spread(rows: list[Any], count: int) -> list[Any]:
 
 
 def prompt_of(row: dict[str, Any]) -> str:
-    """The prompt of a row: its "prompt", or "question" or the first of "turns", as some data sets have it.
-
-    Raises:
-        ValueError: the row has none of them.
-    """
+    """The prompt of a row: its "prompt", or "question" or the first of "turns". Raises ValueError: it has none of them."""
     prompt = row.get("prompt") or row.get("question") or next(iter(row.get("turns") or ()), None)
     if not isinstance(prompt, str):
         raise ValueError(f'{row["_where"]}: no text under "prompt" (or "question", "turns").')
@@ -280,10 +259,8 @@ def add_ranks_option(parser: argparse.ArgumentParser) -> None:
 
 
 def start_ranks(size: int, argv: Sequence[str]) -> None:
-    """Replace this process by torchrun with `size` ranks of the same command. Returns only in a rank, or if `size` is 1.
-
-    Raises:
-        ValueError: torchrun has started another number of ranks.
+    """Replace this process by torchrun with `size` ranks of the same command. Returns only in a rank, or if `size` is 1. Raises ValueError:
+    torchrun has started another number of ranks.
     """
     world = os.environ.get("WORLD_SIZE")
     if world is not None and int(world) != size:

@@ -178,11 +178,8 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
-    """Serve several engines, in processes of Ray. Returns the exit code.
-
-    Raises:
-        OSError: another process serves at the address.
-        ValueError: an option is given that replicas do not support.
+    """Serve several engines, in processes of Ray. Raises OSError: the address is in use; ValueError: an option that replicas do not
+    support.
     """
     unsupported = {
         "--chat-template": args.chat_template, "--response-template": args.response_template, "--tokenizer": args.tokenizer,

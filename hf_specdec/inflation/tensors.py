@@ -186,11 +186,7 @@ class Inflation:
         return torch.cat([torch.arange(self.new["head_dim"]) + head * self.new["head_dim"] for head in heads])
 
     def fill_rows(self, linear, old, rows: Tensor, sources, cleared: Tensor, scale: float | Tensor) -> None:
-        """Fill an input projection: random; `cleared` rows are zero except for the old rows `sources`, placed at `rows`.
-
-        Args:
-            scale: factor of all old rows, or of each [R, 1].
-        """
+        """Fill an input projection: random; `cleared` rows are zero except for the old rows `sources`, times `scale`, placed at `rows`."""
         weight = self.random(*linear.weight.shape)
         bias = None if linear.bias is None else self.random(*linear.bias.shape)
         if old is not None:

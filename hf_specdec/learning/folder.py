@@ -30,11 +30,7 @@ WORK = "learning"  # folder of the learner's own files, in the head's
 
 
 def located(config: SpeculativeConfig, model: PreTrainedModel) -> HeadConfig:
-    """The configuration, with the learning head's folder as its `model`.
-
-    Raises:
-        SpeculativeConfigError: heads of this method do not learn while they serve.
-    """
+    """The configuration with the learning head's folder as its `model`. Raises SpeculativeConfigError: it does not learn."""
     if not isinstance(config, HeadConfig) or config.method not in LEARNERS:
         raise config.fail("learn", f"is for {' and '.join(LEARNERS)} heads, not for {config.method!r}.")
     folder = str(folder_of(config, model))
@@ -56,10 +52,7 @@ def folder_of(config: HeadConfig, model: PreTrainedModel) -> Path:
 
 def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None) -> HeadTrainer:
     """A trainer that holds the head in a located configuration's folder. If the folder has no head yet, it gets a copy of the head
-    `begin`; if that is None, a new head, which has learnt nothing.
-
-    Raises:
-        SpeculativeConfigError: the head has a shape that the trainer does not make.
+    `begin`; if that is None, a new head. Raises SpeculativeConfigError: the head has a shape that the trainer does not make.
     """
     folder = folder_of(config, model)
     has_head = (folder / "config.json").is_file()

@@ -59,11 +59,7 @@ class _Record:
 
 
 class Recorder:
-    """Keeps the hidden states that steps compute anyway.
-
-    Args:
-        taps: which hidden states.
-    """
+    """Keeps the hidden states in `taps`, which steps compute anyway."""
 
     LONGEST = 1024  # newest tokens of a text that are kept: they bound the memory, and the time of a step of training
 
@@ -108,11 +104,7 @@ class Recorder:
 
 
 class LearntTexts:
-    """The newest texts, some of them held out.
-
-    Args:
-        most_bytes: limit for the hidden states of texts to train on; above it the oldest texts are dropped.
-    """
+    """The newest texts, some of them held out. The oldest are dropped when the hidden states to train on take more than `most_bytes`."""
 
     HELD_OUT = 6  # every sixth text is held out
     MOST_HELD_OUT = 12

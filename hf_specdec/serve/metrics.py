@@ -54,14 +54,8 @@ class Vector(Metric):
 
 
 class Metrics:
-    """All metrics of `/metrics`. Counts are updated in the event loop's thread; gauges are read when Prometheus asks.
-
-    Args:
-        model: value of the label `model_name`.
-
-    Attributes:
-        first_token, whole, per_token: histograms in seconds, which the server observes: time to the first token, of the whole request,
-            and per token after the first.
+    """All metrics of `/metrics`. Counts are updated in the event loop's thread; gauges are read when Prometheus asks. The server observes
+    the histograms `first_token`, `whole` and `per_token`: seconds to the first token, of the request, and per token after the first.
     """
 
     def __init__(self, model: str, load: Callable[[], Load]):
@@ -108,13 +102,7 @@ class Metrics:
         self._steps.inc(num_rows)
 
     def request_ended(self, reason: str, num_prompt: int, num_cached: int, statistics: dict[str, Any] | None) -> None:
-        """Count a request that has ended.
-
-        Args:
-            reason: its finish_reason, or "error".
-            num_prompt, num_cached: prompt tokens, and those of them whose KV was cached.
-            statistics: see `Request.figures`; None if it was cancelled.
-        """
+        """Count a request that has ended with this finish_reason or "error". `statistics`: `Request.figures`; None if it was cancelled."""
         self._requests.labels(self._model, reason).inc()
         self._prompt_tokens.inc(num_prompt)
         self._cached_tokens.inc(num_cached)

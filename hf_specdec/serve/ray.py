@@ -84,10 +84,8 @@ class Arguments:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Arguments:
-        """Make them from one dictionary of these arguments and `LLM`'s, whose values may be text, as on a command line.
-
-        Raises:
-            ValueError: no model is named.
+        """Make them from one dictionary of these arguments and `LLM`'s, whose values may be text, as on a command line. Raises
+        ValueError: no model is named.
         """
         values = {key: _read(value) for key, value in given.items()}
         names = {field.name for field in dataclasses.fields(cls)} - {"llm"}
@@ -117,12 +115,7 @@ class Replica:
         self.app = make_app(self.server, arguments.api_keys)
 
     async def respond(self, scope: dict[str, Any], body: bytes) -> tuple[int, list, bytes]:
-        """Run the application on a request. Returns (status, headers, body).
-
-        Args:
-            scope: ASGI's, which must be picklable.
-            body: the request's whole body.
-        """
+        """Run the application on a request with this ASGI scope, which must be picklable, and body. Returns (status, headers, body)."""
         pieces = [piece async for piece in self.stream(scope, body)]
         status, headers = pieces[0]
         return status, headers, b"".join(pieces[1:])
@@ -167,11 +160,8 @@ class Replica:
 
 
 class Ingress:
-    """The ingress deployment: sends each request to a replica, and sends it again if that replica dies before it has answered.
-
-    Args:
-        replicas: Ray's handle of the replicas.
-        limits: of the body's size and its time; the other limits apply in the replicas.
+    """The ingress deployment: sends each request to a replica, and sends it again if that replica dies before it has answered. `limits`:
+    of the body's size and its time; the other limits apply in the replicas.
     """
 
     def __init__(self, replicas: Any, limits: Limits):

@@ -60,13 +60,8 @@ def every_anchor(tokens: torch.Tensor) -> Guesses:
 
 @dataclass
 class Exported:
-    """A head in the form it is written to disk.
-
-    Attributes:
-        tensors: by the layout's names.
-        config: config.json.
-        file_name: name of the file with the weights.
-        write_others: called with the folder to write further files (a tokenizer).
+    """A head in the form it is written to disk: tensors by the layout's names, and config.json. `write_others` is called with the folder to
+    write further files (a tokenizer).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -123,10 +118,8 @@ class HeadTrainer(ABC):
 
     @torch.no_grad()
     def begin_as(self, name: str) -> None:
-        """Copy the weights of an exported head of the same shape into the head that `build` has made.
-
-        Args:
-            name: bundled name, folder or Hub id; in the first of `formats`.
+        """Copy the weights of an exported head of the same shape into the head that `build` has made. `name`: bundled name, folder or Hub
+        id.
 
         Raises:
             TrainingError: the checkpoint does not exist, or a tensor is missing in one of the heads or differs in shape. Callers add
@@ -151,10 +144,8 @@ class HeadTrainer(ABC):
         self.take_over(tensors)
 
     def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Initialise with the tensors of an exported head in the first of `formats`. Names and shapes have been checked.
-
-        Raises:
-            TrainingError: a tensor that is not trained (a draft vocabulary, a copy of the target's embeddings) differs.
+        """Initialise with the tensors of an exported head in the first of `formats`. Names and shapes have been checked. Raises
+        TrainingError: a tensor that is not trained (a draft vocabulary, a copy of the target's embeddings) differs.
         """
         trained = {parameter.untyped_storage().data_ptr() for parameter in self.head.parameters()}
         for name, tensor in self.exported(self.formats[0]).tensors.items():
@@ -210,11 +201,7 @@ def available_trainers() -> dict[str, type[HeadTrainer]]:
 
 
 def trainer_class(method: str) -> type[HeadTrainer]:
-    """The trainer of a method.
-
-    Raises:
-        TrainingError: the method has no trainer; the message lists those that have one.
-    """
+    """The trainer of a method. Raises TrainingError: the method has no trainer; the message lists those that have one."""
     trainers = available_trainers()
     if method not in trainers:
         raise TrainingError(

@@ -19,11 +19,9 @@ PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question"), ("completion", "answer", "res
 
 @dataclass
 class Sample:
-    """One text.
+    """One text: token ids, int32 [n], and which of them are tokens of answers, bool [n].
 
     Attributes:
-        token_ids: int32 [n].
-        loss_mask: bool [n], tokens of answers.
         group: samples of one group are either all trained on or all held out.
         task: the kind of text, "" if unknown.
     """
@@ -38,10 +36,8 @@ class Sample:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file, each with its place under "_where"; any other file is one plain text.
-
-    Raises:
-        TrainingError: the file is missing, empty or not UTF-8, or a line is not a JSON object.
+    """The rows of a .jsonl file, each with its place under "_where"; any other file is one plain text. Raises TrainingError: the file is
+    missing, empty or not UTF-8, or a line is not a JSON object.
     """
     try:
         rows = jsonl.read_rows(path, plain_key="text")
@@ -63,12 +59,8 @@ def text_of(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
 
 
 def conversation_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The messages of a row, roles "system", "user", "assistant" (or "tool"); None if it has none.
-
-    Takes {"role", "content"} and ShareGPT's {"from", "value"}.
-
-    Raises:
-        TrainingError: the value is not a list of such messages.
+    """The messages of a row, roles "system", "user", "assistant" (or "tool"); None if it has none. Takes {"role", "content"} and ShareGPT's
+    {"from", "value"}. Raises TrainingError: the value is not a list of such messages.
     """
     messages = row.get("messages", row.get("conversations"))
     if messages is None:
@@ -90,10 +82,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], where: str, prompt: bool = False) -> str:
-    """The chat template's text; with `prompt`, up to the beginning of an answer.
-
-    Raises:
-        TrainingError: the tokenizer has no template, or the template refuses these messages.
+    """The chat template's text; with `prompt`, up to the beginning of an answer. Raises TrainingError: there is no template, or it refuses
+    these messages.
     """
     if tokenizer.chat_template is None:
         raise TrainingError(
@@ -109,10 +99,7 @@ def answer_spans(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
     """Rendered texts, each with the spans [first, last) of characters that the target would write.
 
     One text, if the whole conversation contains every answer as it was first rendered. Templates that later drop parts of
-    answers (reasoning) give one text per answer.
-
-    Raises:
-        TrainingError: the conversation has no answer, or an answer does not follow the template's generation prompt.
+    answers (reasoning) give one text per answer. Raises TrainingError: there is no answer, or one does not follow the generation prompt.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -221,10 +208,8 @@ def _tokenize(
 
 
 def split(samples: list[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held out), divided by a hash of the group and the seed: equal prompts are on the same side, whatever the order.
-
-    Raises:
-        TrainingError: all samples are one group, which cannot be split.
+    """(training, held out), divided by a hash of the group and the seed: equal prompts are on the same side, whatever the order. Raises
+    TrainingError: all samples are one group, which cannot be split.
     """
     if share == 0:
         return samples, []

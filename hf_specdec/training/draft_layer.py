@@ -55,10 +55,8 @@ def layer_shape(target: TargetModel, positions: int) -> dict[str, Any]:
 def layer_config_for(
     target: TargetModel, intermediate_size: int | None, num_layers: int, num_key_value_heads: int | None = None
 ) -> LlamaConfig:
-    """Configuration of Llama layers with the shape of the target's, and the attention of unrolled.py.
-
-    Raises:
-        TrainingError: the number of query heads is not a multiple of the number of key-value heads.
+    """Configuration of Llama layers with the shape of the target's, and the attention of unrolled.py. Raises TrainingError: the numbers of
+    query heads and key-value heads do not fit.
     """
     shape = layer_shape(target, 2048)
     heads, shared = shape["num_attention_heads"], num_key_value_heads or shape["num_key_value_heads"]
@@ -120,10 +118,7 @@ def state_sizes(target: TargetModel, layers: tuple[int, ...], token_counts: torc
     """The root mean square [n H] of every dimension of n hidden states, concatenated.
 
     A few dimensions of raw states are many times larger than the others and would dominate a new layer's input, so states are
-    divided by these numbers, which are measured on random tokens with the frequencies of the data.
-
-    Args:
-        token_counts: int64 [V].
+    divided by these numbers, which are measured on random tokens with the frequencies of the data, `token_counts` [V].
     """
     ids = torch.multinomial(token_counts.float() + 1e-6, 1024, replacement=True).view(8, 128)
     batch = Batch(ids, torch.full((8,), 128), torch.ones_like(ids, dtype=torch.bool))

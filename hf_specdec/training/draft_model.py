@@ -76,10 +76,8 @@ def special_tokens(target) -> dict[str, Any]:
 
 
 def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
-    """The draft model's configuration, with the target's vocabulary and positions.
-
-    Raises:
-        TrainingError: an impossible shape, or a width above the target's.
+    """The draft model's configuration, with the target's vocabulary and positions. Raises TrainingError: the shape is impossible or too
+    wide.
     """
     theirs = target.config
     width = options.width or max(2, target.hidden_size // 2)

@@ -32,12 +32,8 @@ class Estimate:
 
 
 def judge(guesses: Guesses, choices: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(accepted, offered) int64 [K]: the numbers of right guesses, and of guesses whose predecessors were all right.
-
-    Only tokens that count (`batch.loss_mask`) are compared.
-
-    Args:
-        choices: int64 [B, S], the target's greedy choice after each token.
+    """(accepted, offered) int64 [K]: the numbers of right guesses, and of guesses whose predecessors were all right, among tokens that
+    count. `choices`: int64 [B, S], the target's greedy choice after each token.
     """
     num_guesses = guesses.tokens.shape[1]
     steps = torch.arange(num_guesses, device=choices.device)

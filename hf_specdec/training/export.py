@@ -22,16 +22,13 @@ _RECORD = "exported.json"
 def export_head(
     trainer: HeadTrainer, folder: Path, work: Path, form: str | None, dtype: torch.dtype | None, facts: dict[str, Any]
 ) -> Path:
-    """Write the head to `folder`.
+    """Write the head to `folder`. Raises TrainingError: the disk is full.
 
     Args:
         work: the run's own folder.
         form: layout, one of the trainer's formats; None: its first.
         dtype: of the weights; None: the target's.
         facts: for the model card (see `write_card`).
-
-    Raises:
-        TrainingError: the format is unknown, or the disk is full.
     """
     check_format(trainer, form)
     head = trainer.head.eval()

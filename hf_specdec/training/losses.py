@@ -15,12 +15,8 @@ Step = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Ten
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
-    """The loss of each of n tokens, in nats [n].
-
-    Args:
-        logits: float32 [n, V], the head's.
-        labels: int64 [n], the text's tokens.
-        teacher: float32 [n, V], the target's logits there, for KL(target || head); None: cross-entropy of the labels.
+    """The loss of each of n tokens, in nats [n]: cross-entropy of the labels [n], or with the target's logits there, KL(target || head).
+    All logits are float32 [n, V].
     """
     if teacher is None:
         return F.cross_entropy(logits, labels, reduction="none")

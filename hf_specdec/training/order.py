@@ -26,11 +26,8 @@ def batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
 
 
 class BatchOrder:
-    """Batches of samples with similar lengths, shuffled every epoch.
-
-    Args:
-        lengths: of the samples.
-        per_step: batches in a step. Batches left over at the end of an epoch are dropped; too few for one step are repeated.
+    """Batches of samples with similar lengths, shuffled every epoch. A step has `per_step` of them: those left over at the end of an
+    epoch are dropped; too few for one step are repeated.
     """
 
     def __init__(self, lengths: list[int], tokens_per_batch: int, per_step: int, seed: int):

@@ -63,8 +63,7 @@ class _Source:
         copy: number of earlier sources that begin with the same prompt. Each copy is sampled with another seed.
         group, task: of its samples, see data.py.
         where: its place in the data, for errors.
-        turns: a conversation's messages before each answer; None: the prompt is `prompt_ids`.
-        prompt_ids: the prompt of a single answer, without template.
+        turns: a conversation's messages before each answer; None: the prompt is `prompt_ids`, without template.
         messages: a conversation's messages so far, answers included.
         rows: rows to write, one per answer.
     """

@@ -20,16 +20,8 @@ _LOGITS_AT_ONCE = 2**27  # maximum number of logits held at once when only their
 
 
 class TargetModel:
-    """A frozen target.
-
-    Attributes:
-        model, tokenizer: as loaded.
-        config: the text model's configuration.
-        vocab_size: number of logits.
-        device: of its hidden states, and of heads.
-
-    Raises:
-        UnsupportedModel: speculative decoding does not support this model.
+    """A frozen target. `config` is the text model's; `vocab_size` the number of logits; `device` that of its hidden states, and of heads.
+    Raises UnsupportedModel: speculative decoding does not support this model.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str):
@@ -57,9 +49,8 @@ class TargetModel:
 
     @torch.no_grad()
     def capture(self, batch: Batch, taps: Taps) -> Batch:
-        """The batch with the hidden states in `taps`, float32, on the target's device; runs one forward.
-
-        Rows are padded on the right and attention is causal, so no mask is needed.
+        """The batch with the hidden states in `taps`, float32, on the target's device; runs one forward. Rows are padded on the right and
+        attention is causal, so no mask is needed.
         """
         batch = batch.to(self.device)
         found: dict[Any, torch.Tensor] = {}

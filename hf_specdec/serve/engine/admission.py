@@ -42,14 +42,11 @@ class Admission:
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
         reasoning: Reasoning | None = None
     ) -> Request:  # fmt: skip
-        """Check the arguments of a request and make it.
+        """Check the arguments of a request and make it. Raises ValueError: it cannot be served.
 
         Args:
             prompt: the prompt's text, if there is one; only shown in the result.
             reasoning: what the model writes before the text that `structured_outputs` describes; None: nothing.
-
-        Raises:
-            ValueError: the request cannot be served; the message says why.
         """
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
@@ -132,8 +129,7 @@ def row_processors(
 
     Args:
         ends: ids that end the row; `min_tokens` forbids them at first.
-        grammar: what the row's text must match. It comes after the other processors that forbid tokens, so that it can report that none
-            is left.
+        grammar: what the row's text must match. It comes after other processors that forbid tokens, to report that none is left.
 
     Raises:
         ValueError: an id is outside the vocabulary, or there are bad words and no tokenizer.

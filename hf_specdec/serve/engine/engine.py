@@ -104,13 +104,8 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running or is_pulling)
 
     def step(self, on_schedule: Callable[[], None] = lambda: None) -> list[Request]:
-        """Run one step of the decoder. Call inside `decoder.active()`. Returns the requests that got tokens or ended.
-
-        Args:
-            on_schedule: called once the rows are chosen.
-
-        Raises:
-            RankError: another rank has failed, and the ranks cannot go on.
+        """Run one step of the decoder. Call inside `decoder.active()`. Returns the requests that got tokens or ended. `on_schedule` is
+        called once the rows are chosen. Raises RankError: another rank has failed, and the ranks cannot go on.
         """
         return self._poll_transfers() + self._decode(on_schedule)
 
@@ -177,13 +172,8 @@ class Engine:
             self.abort(request, error)
 
     def run(self, on_step: Callable[[list[Request]], object] = lambda requests: None) -> None:
-        """Run steps until every request has ended. `Request.error` tells which of them failed.
-
-        Args:
-            on_step: called after each step with the requests that got tokens or ended.
-
-        Raises:
-            RankError: another rank has failed; the requests end with "abort".
+        """Run steps until every request has ended. `Request.error` tells which of them failed. `on_step` is called after each step with the
+        requests that got tokens or ended. Raises RankError: another rank has failed; the requests end with "abort".
         """
         try:
             while self.has_work:

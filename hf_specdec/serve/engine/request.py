@@ -86,10 +86,7 @@ class RequestChoice:
     """One of a request's n answers, while it is generated.
 
     Attributes:
-        output: what has been generated so far.
-        sequence: its row in the decoder.
         text: makes text of the tokens; None if no text is wanted.
-        grammar: what the text must match; None: any text.
         is_added: True once the sequence has been added to the decoder.
         hides_end: True if its last token ended it and is not part of its text.
         taken: numbers of characters and of tokens that `take` has returned; None before its first call.
@@ -127,12 +124,11 @@ class Request:
 
     Attributes:
         number: order of arrival.
-        error: the error that ended it, if any.
-        is_refused: True if that error is the client's mistake.
+        is_refused: True if its `error` is the client's mistake.
         prompt_logprobs: for each prompt token read so far; None for the first, which no logits predict.
         kv_transfer_params: parameters for the decode server that continues the request; None if no prompt is kept.
         announcement: parameters for the decode server that pulls the prompt while it is read; taken by whoever delivers them.
-        statistics: `RowStatistics` of the choices that have ended.
+        statistics: those of the choices that have ended.
     """
 
     id: str
@@ -187,12 +183,7 @@ class Request:
 def logprobs_of(
     logits: torch.Tensor, tokens: list[int], count: int, text_of: Callable[[int], str | None]
 ) -> list[dict[int, Logprob]]:
-    """For each row of logits, the log-probabilities of its `count` most probable tokens and of one given token.
-
-    Args:
-        logits: [R, V].
-        tokens: R ids, one for each row.
-    """
+    """For each row of logits [R, V], the log-probabilities of its `count` most probable tokens and of one given token."""
     scores = logits.float().log_softmax(-1)
     chosen = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])
     ranks = (scores > chosen).sum(1).add(1).tolist()

@@ -54,13 +54,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def schedule(self, only: Collection[RequestChoice] | None = None) -> tuple[list[RequestChoice], list[int]]:
-        """Choose the rows of the next step; waiting rows among them become running ones.
-
-        Args:
-            only: the rows that may take part; None: all.
-
-        Returns:
-            The rows, and for each the maximum number of tokens of its own text that it feeds.
+        """Choose the rows of the next step, among `only` if given; waiting rows among them become running ones. Returns the rows, and for
+        each the maximum number of tokens of its own text that it feeds.
         """
         running = [choice for choice in self.running if only is None or choice in only]
         pending = [self._pending(choice) for choice in running]

@@ -145,10 +145,7 @@ def _fallback_byte(tokenizer: Any, token: int) -> int | None:
 
 
 def _bytes_of_piece(piece: str | bytes | None) -> bytes | None:
-    """The bytes of a token of byte-level BPE, which writes each of them as a character; None if the token is of another kind.
-
-    QWen's first tokenizer gives the bytes.
-    """
+    """The bytes of a token of byte-level BPE, which writes each of them as a character; None if the token is of another kind."""
     if isinstance(piece, bytes):
         return piece
     values = [_BYTE_OF.get(character) for character in piece or ""]

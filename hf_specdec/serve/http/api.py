@@ -72,7 +72,6 @@ def make_app(
     Args:
         api_keys: any of them is accepted on every path; /health needs none. None: no path needs a key.
         allowed_origins: origins of web pages that may call the API from a browser (CORS); None: no page may.
-        lifespan: an ASGI lifespan context manager, which loads the model and starts the engine.
     """
     app = FastAPI(title="hf-specdec", version=hf_specdec.__version__, lifespan=lifespan)
     # The last one added runs first. That is CORS: browsers send no key with a preflight, and a page must be able to read a refusal.

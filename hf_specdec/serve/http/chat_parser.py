@@ -40,9 +40,8 @@ def without_tools(template: dict | None) -> dict | None:
 
 
 def reasoning_before(tokenizer: Any, template: dict | None, prefix: str) -> Reasoning | None:
-    """The reasoning that may come between a prompt, whose text is `prefix`, and the answer itself.
-
-    None if none can come, or the template does not say how reasoning begins and ends.
+    """The reasoning that may come between a prompt, whose text is `prefix`, and the answer itself. None if none can come, or the template
+    does not say how reasoning begins and ends.
     """
     fields = {} if template is None else template["fields"]
     name = next((name for name in _REASONING if name in fields), None)
@@ -72,9 +71,6 @@ class MessageParser:
         forced: "required" or a function's name: the text after the reasoning is JSON that a grammar has forced (`tool_grammar`).
             None: the model decides whether to call a function.
         parallel: False: calls after the first are dropped.
-
-    Attributes:
-        num_calls: number of tool calls so far.
     """
 
     def __init__(self, make_parser: Callable[[], Any] | None, forced: str | None = None, parallel: bool = True):
@@ -228,12 +224,8 @@ def joined_calls(deltas: list[Delta]) -> list[dict[str, Any]]:
 
 
 def tool_grammar(functions: dict[str, dict[str, Any]], forced: str, parallel: bool) -> dict[str, Any]:
-    """The JSON schema of forced calls: the arguments of a named function, or with "required" a list of calls.
-
-    Args:
-        functions: name → JSON schema of the parameters.
-        forced: "required", or a function's name.
-        parallel: False: the list holds one call.
+    """The JSON schema of `forced` calls: the arguments of a named function, or with "required" a list of calls; of one call unless
+    `parallel`. `functions`: name → JSON schema of the parameters.
     """
     if forced != "required":
         return functions[forced]

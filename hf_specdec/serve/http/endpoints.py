@@ -48,12 +48,9 @@ class Endpoint(ABC, Generic[AnySampling]):
     methods are called in the event loop's thread.
 
     Attributes:
-        form: the class of the bodies that the endpoint takes.
         object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
         ignored_fields: names of the request's fields that the server does not know and therefore ignores.
-        prompts: as the client gave them, or as the chat template made them.
-        ids: token ids of each prompt.
-        params: of all prompts.
+        prompts: as the client gave them, or as the chat template made them; `ids` are their token ids.
         reasoning: what the model writes before the text that a grammar describes.
         answers: the state of each prompt's answer, in the order of the prompts.
         last: the last update whose events were made.
@@ -115,11 +112,7 @@ class Endpoint(ABC, Generic[AnySampling]):
 
     @classmethod
     async def respond(cls, server: Server, request: Request) -> Response:
-        """Serve a request: return the whole answer, or a stream.
-
-        Raises:
-            ApiError: the request cannot be served, or the client has disconnected.
-        """
+        """Serve a request: return the whole answer, or a stream. Raises ApiError: it cannot be served, or the client has disconnected."""
         raw = await request.body()
         return await unless_disconnected(request.receive, cls._respond(server, request, raw))
 
@@ -312,13 +305,7 @@ class Completions(Endpoint[CompletionRequest]):
 
 
 class Chat(Endpoint[ChatRequest]):
-    """POST /v1/chat/completions.
-
-    Attributes:
-        template: the response template by which the text is parsed; None: all of it is content.
-        prefix: the prompt's text, if there is a template.
-        parsers: one for each choice.
-    """
+    """POST /v1/chat/completions. The text is parsed by `template`; if that is None, all of it is content. `prefix`: the prompt's text."""
 
     form: type[Body] = ChatRequest
     object = "chat.completion.chunk"
@@ -411,11 +398,7 @@ def _reasoning(text: str) -> dict[str, str]:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events.
-
-    Args:
-        release: called once, after the last event or after the client has disconnected.
-    """
+    """A response of server-sent events. `release` is called once, after the last event or after the client has disconnected."""
 
     def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None], headers: dict[str, str]):
         super().__init__(events, media_type="text/event-stream", headers=headers)
@@ -440,11 +423,7 @@ def sse(body: dict[str, Any]) -> bytes:
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Awaitable[Any]) -> Any:
-    """Return the result of `work`; cancel it when the client disconnects, which `receive` tells.
-
-    Raises:
-        ApiError: 499, the client has disconnected.
-    """
+    """The result of `work`; it is cancelled when the client disconnects, which `receive` tells. Raises ApiError: 499, that has happened."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

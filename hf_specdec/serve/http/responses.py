@@ -151,11 +151,7 @@ def _text_of(content: Any) -> str:
 
 
 class ResponseItems:
-    """The items of a response while they are generated. Methods return events, still without their sequence numbers.
-
-    Attributes:
-        items: the items so far; the last may still be growing.
-    """
+    """The items of a response while they are generated; the last may still be growing. Methods return events, without sequence numbers."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []

@@ -46,10 +46,7 @@ class _DrainingServer(uvicorn.Server):
 
 class _Watch:
     """Watches the engine while the server runs: tells the server when the model is loaded, and ends it if there is no engine any more.
-
-    Attributes:
-        failure: the error for which the server was ended; None: it ends for another reason, or not yet.
-        ends: set once the server ends.
+    `failure` is then the error. `ends` is set once the server ends.
     """
 
     def __init__(self, server: Server, engine: EngineProcess, on_ready: Callable[[], None]):

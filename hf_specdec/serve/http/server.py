@@ -126,8 +126,6 @@ class Answer:
         began, first: `time.monotonic()` when the request came, and when its first token did; None before that.
         ended: True after its last update, or once the client has disconnected.
         deadline: timer that ends it when its time limit is reached; None: no limit.
-        prompt: the prompt's ids, which a `Detokenizer` needs.
-        prompt_logprobs: see `Request`; None before the first update, and unless requested.
         texts: detokenizers by choice index; empty if the engine makes the text, because it must look for stop texts.
     """
 
@@ -176,10 +174,8 @@ class Server:
         privacy: whose texts may shape whose drafts; None: only texts of the same API key do.
 
     Attributes:
-        worker: runs the engine; None until the model is loaded.
-        facts: what is known about the model; None until it is loaded.
+        worker, facts: the engine's, and what is known about the model; None until it is loaded.
         answers: answers that have not ended, by id.
-        lanes: threads for work that grows with a body.
         is_closed: True once the time for draining is over; every request is then refused.
     """
 
@@ -245,11 +241,7 @@ class Server:
 
     @property
     def running_worker(self) -> EngineWorker | EngineProcess:
-        """The worker that runs the engine, if it is running.
-
-        Raises:
-            ApiError: 503, the model is still being loaded, the engine has stopped, or it does not say anything.
-        """
+        """The worker that runs the engine. Raises ApiError: 503, the model is being loaded, or the engine has stopped or says nothing."""
         worker = self._live_worker
         if isinstance(worker, EngineProcess) and worker.is_silent:
             seconds = round(time.monotonic() - worker.heard)
@@ -301,10 +293,8 @@ class Server:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
 
     def prompt_ids(self, prompt: str | list[int], param: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, which may be text or token ids. `param`: the field of the request from which it comes.
-
-        Raises:
-            ApiError: 400, the prompt is empty or too long.
+        """Token ids of a prompt, which may be text or token ids. `param`: the field from which it comes. Raises ApiError: 400, the prompt
+        is empty or too long.
         """
         if isinstance(prompt, str):
             self._refuse_long_text(prompt, param)
@@ -336,10 +326,8 @@ class Server:
         return self.encode(text, add_special_tokens)
 
     def chat_text(self, body: Conversation) -> str:
-        """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none).
-
-        Raises:
-            ApiError: 400, the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
+        """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none). Raises ApiError: 400,
+        the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
         """
         messages = [message.for_template() for message in body.messages]
         more = body.chat_template_kwargs or {}
@@ -363,10 +351,8 @@ class Server:
             raise bad_request(message, "messages") from None
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
-        """Compile a grammar before the request is submitted, so that the engine's thread need not wait for it. None: do nothing.
-
-        Raises:
-            ApiError: 400, it is malformed or too complex; 503, see `running_worker`.
+        """Compile a grammar, if there is one, before the request is submitted, so that the engine's thread need not wait for it. Raises
+        ApiError: 400, it is malformed or too complex; 503, see `running_worker`.
         """
         if grammar is None:
             return

@@ -14,11 +14,7 @@ _BUFFER_BYTES = 1 << 16
 
 
 class Channel:
-    """One end of a connection between two processes. Messages are put one by one; those that wait are sent together.
-
-    Args:
-        end: one socket of a pair. It is closed after `close`.
-    """
+    """One end of a connection between two processes. Messages are put one by one; those that wait are sent together. `close` closes it."""
 
     def __init__(self, end: socket.socket):
         self._socket, self._file = end, end.makefile("rb", buffering=_BUFFER_BYTES)
@@ -31,10 +27,8 @@ class Channel:
         self._outbox.put(message)
 
     def get(self) -> list[Any]:
-        """Wait for messages from the other process and return them in the order sent. Call it in one thread only, until it raises.
-
-        Raises:
-            EOFError: one of the ends is closed, or the other process has ended.
+        """Wait for messages from the other process and return them in the order sent. Call it in one thread only, until it raises
+        EOFError: one of the ends is closed, or the other process has ended.
         """
         try:
             return pickle.load(self._file)
@@ -77,9 +71,8 @@ class RemoteError(Exception):
 
 
 def portable(error: BaseException) -> BaseException:
-    """An error in a form that any process can read: the error itself if its class is built into Python, else a `RemoteError`.
-
-    If the error is a ValueError, OSError or ImportError, so is the `RemoteError`, because readers treat these differently.
+    """An error in a form that any process can read: the error itself if its class is built into Python, else a `RemoteError`. If the
+    error is a ValueError, OSError or ImportError, so is the `RemoteError`, because readers treat these differently.
     """
     if type(error).__module__ == "builtins":
         with contextlib.suppress(Exception):  # one of its arguments cannot be sent

@@ -52,7 +52,6 @@ class EngineProcess(threading.Thread):
         arguments: of `LLM`; they must be picklable.
 
     Attributes:
-        process: the engine's process.
         loaded: what the HTTP side must know about the model, once it is loaded; or the error with which loading failed.
         load: see `Load`; replaced, never changed.
         failure: the error that ended the engine, ChildProcessError if its process was killed; None if no error did.
@@ -226,11 +225,8 @@ def _serve(arguments: bytes, channel: Channel, reader: _Reader) -> BaseException
 
 
 class _Reader(threading.Thread):
-    """Reads what the HTTP side sends, and passes it on to the engine's thread. Ends the process when the HTTP side's ends.
-
-    Attributes:
-        worker: the engine's thread; None while the model is being loaded.
-        is_over: True once the engine has ended; the channel is then closed on this side.
+    """Reads what the HTTP side sends, and passes it on to the engine's thread. Ends the process when the HTTP side's ends. `is_over`: the
+    engine has ended; the channel is then closed on this side.
     """
 
     def __init__(self, channel: Channel):

@@ -62,10 +62,7 @@ class EngineWorker(threading.Thread):
         self._inbox.put(message)
 
     def compile(self, grammar: StructuredOutputsParams) -> Future:
-        """Begin to compile a grammar, so that the engine need not wait for it later. May be called in any thread.
-
-        The future's error is ValueError for a grammar that is malformed or too complex.
-        """
+        """Begin to compile a grammar. Any thread may call it. The future's error is ValueError for one that is malformed or too complex."""
         return self.engine.grammars.start(grammar)
 
     def stop(self) -> None:
@@ -164,9 +161,8 @@ class EngineWorker(threading.Thread):
             self.deliver(updates)
 
     def _updates(self, request: Request) -> list[Update]:
-        """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten.
-
-        If making them raises, the request ends with that error, and no other does.
+        """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten. If
+        making them raises, the request ends with that error, and no other does.
         """
         try:
             return self._new_updates(request)

@@ -28,10 +28,8 @@ class Pull:
         offers: index of a block → per cache, its number at the producer and its digest.
         is_begun: True once blocks are reserved here.
         have: number of leading blocks that have arrived and been checked.
-        handle: handle of the running transfer; None if none is running.
-        end: the running transfer brings blocks `have` to `end` - 1.
+        handle: the running transfer, which began when it `started` and brings blocks `have` to `end` - 1; None if none is running.
         wanted: per block of the running transfer, its digest in each cache.
-        started: when the running transfer began.
         asked: when the producer was last asked for blocks; used only if the prompt comes in chunks.
         refused: True if the producer no longer has the prompt, or has sent a malformed offer.
     """
@@ -59,11 +57,8 @@ class Pull:
 
 
 class Consumer:
-    """The requests that wait for their prompts' KV.
-
-    Attributes:
-        pulling: requests whose blocks are being pulled.
-        stopped: transfers that were given up but are still running, and the blocks that they write to.
+    """The requests that wait for their prompts' KV. `stopped`: transfers that were given up but still run, and the blocks that they write
+    to.
     """
 
     def __init__(self, pools: MovedPools, pull_seconds: float, statistics: TransferStatistics):
@@ -72,13 +67,8 @@ class Consumer:
         self.stopped: list[tuple[Any, list[tuple[PagedStaticCache, list[int]]]]] = []
 
     def expect(self, choice: RequestChoice, params: dict[str, Any]) -> None:
-        """Let a request wait for its blocks; `poll` pulls them.
-
-        Args:
-            params: the producer's kv_transfer_params.
-
-        Raises:
-            ValueError: they are malformed, or belong to another model or prompt.
+        """Let a request wait for its blocks; `poll` pulls them. Raises ValueError: the producer's kv_transfer_params are malformed, or
+        belong to another model or prompt.
         """
         in_chunks = params.get("in_chunks") is True
         names = ["fingerprint", "num_tokens", "prompt", "remote_agent", "remote_request_id", "pools"]

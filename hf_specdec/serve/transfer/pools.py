@@ -42,13 +42,8 @@ class TransferStatistics:
 
 
 class MovedPools:
-    """The pools of the target's cache, and of the cache of a drafter that reads features.
-
-    Attributes:
-        fingerprint: equal for engines that can exchange KV.
-
-    Raises:
-        ValueError: the KV of this model or drafter cannot be moved.
+    """The pools of the target's cache, and of the cache of a drafter that reads features. Engines with the same `fingerprint` can
+    exchange KV. Raises ValueError: the KV of this model or drafter cannot be moved.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, link: NixlLink):

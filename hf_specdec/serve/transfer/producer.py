@@ -42,11 +42,8 @@ class OfferedPrompt:
 
 
 class Producer:
-    """The prompts that an engine reads for others, and those that it holds for them.
-
-    Attributes:
-        reading: prompts that have been announced and are still being read, by the name that the consumer is told.
-        held: prompts that have been read.
+    """The prompts that an engine reads for others (those announced, by the name that the consumer is told), and those that it holds for
+    them.
     """
 
     def __init__(self, pools: MovedPools, engine_id: str, hold_seconds: float, statistics: TransferStatistics):
@@ -56,10 +53,8 @@ class Producer:
         self._unwanted: list[RequestChoice] = []
 
     def has_read(self, rows: list[RequestChoice]) -> list[RequestChoice]:
-        """After a step of these rows: offer the blocks that are complete. Call inside `decoder.active()`.
-
-        Returns:
-            The choices announced in this step: their first blocks are complete, and `announcement` is set.
+        """After a step of these rows: offer the blocks that are complete. Call inside `decoder.active()`. Returns the choices announced
+        in this step: their first blocks are complete, and `announcement` is set.
         """
         announced = []
         for choice in rows:
@@ -134,9 +129,8 @@ class Producer:
             self.pools.link.tell(consumer, json.dumps({"gone": name}))
 
     def hold(self, choice: RequestChoice) -> dict[str, Any] | None:
-        """Keep the blocks of a prompt that has been read. Call inside `decoder.active()`.
-
-        Returns: the consumer's kv_transfer_params. None if the head finds no blocks to read the prompt into; the row is then removed.
+        """Keep the blocks of a prompt that has been read. Call inside `decoder.active()`. Returns the consumer's kv_transfer_params; None
+        if the head finds no blocks to read the prompt into: the row is then removed.
         """
         seq, name = choice.sequence, self._name(choice)
         count = seq.prompt_length - 1
