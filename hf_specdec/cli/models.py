@@ -12,9 +12,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import hf_specdec
-from hf_specdec import SpeculativeConfig, SpeculativeConfigError
 from hf_specdec.bundled import APART, HOW_TO_INSTALL
-from hf_specdec.config import nearest_hint
+from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
 
 from .options import Output
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
-from ..plugin import generate
 from .data import PROMPT_KEYS, conversation_of, render, text_of
 from .export import write_text
 from .log import progress_bar
@@ -97,6 +97,10 @@ def regenerate(
     Raises:
         TrainingError: a row has no prompt, the file was written with other settings, or the disk is full.
     """
+    if not hasattr(GenerationConfig, "speculative_config"):
+        raise TrainingError(
+            "The target writes its answers with speculation, which is uninstalled: call hf_specdec.install()."
+        )
     sources = [source for row in rows for source in _sources(row, target, settings)]
     copies = Counter[str]()
     for number, source in enumerate(sources):
@@ -204,8 +208,9 @@ def _generate(
         for rows in (prompts, [[1] * len(ids) for ids in prompts])
     )
     sampling = dict(temperature=settings.temperature, top_p=settings.top_p, top_k=0) if settings.temperature else {}
-    output = generate(
-        target.model,
+    model: Any = target.model  # whose own `generate` may be a repository's
+    output = type(model).generate(
+        model,
         input_ids=input_ids.to(target.model.device),
         attention_mask=attention_mask.to(target.model.device),
         max_new_tokens=max_new_tokens,
