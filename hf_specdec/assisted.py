@@ -40,7 +40,8 @@ def assisted_loop(
     """
     context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer, chains_only=True)
     drafter = AssistedDrafter(generator_for(model, parse_config(speculative_config), context))
-    original = model._get_stopping_criteria
+    generating: Any = model  # has GenerationMixin's methods
+    original = generating._get_stopping_criteria
 
     def criteria(*args, **kwargs):
         found = original(*args, **kwargs)
@@ -78,7 +79,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
         self._proposal: tuple[DraftTrees, list[int]] | None = None  # the last draft, and its nodes that were candidates
         self._num_fed = 0  # length of the text when the draft was proposed
 
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.Tensor, None]:
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[Any, Any]:
         """The text followed by one chain of drafted tokens: int64 [1, S + K]. Drafts are deterministic, so no logits.
 
         Raises:
@@ -89,7 +90,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
             trees = self.generator.propose([seq], [self.generator.config.longest_draft])
         path = _first_path(trees)
         tokens = trees.tokens[0, torch.tensor(path, dtype=torch.long, device=trees.tokens.device)]
-        candidates = torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1)
+        candidates: Any = torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1)
         start = input_ids.shape[1]
         # The token that ends the text is not drafted: verification gives it after the last draft, and then nothing follows.
         ends = (

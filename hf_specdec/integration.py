@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -58,8 +58,8 @@ def specdec_decoding(
     **model_kwargs,
 ):
     """The generation mode of `speculative_config`: `generate()` calls it instead of `_sample`."""
-    config: SpeculativeConfig = generation_config.speculative_config  # parsed: see check_call
-    input_ids = input_ids.long()
+    config: SpeculativeConfig = vars(generation_config)["speculative_config"]  # parsed: see check_call
+    input_ids = cast(torch.LongTensor, input_ids.long())
     is_more_than_ids = check_inputs(model, input_ids, generation_config, model_kwargs)
     seed = config.seed
     if seed is None:

@@ -139,8 +139,9 @@ def generate(model: PreTrainedModel, *args, speculative_config: Any, **kwargs) -
     Takes and returns what `generate()` does; docs/usage.md explains `speculative_config`.
     """
     # the instance may carry a repository's custom_generate, which calls this function
+    asked: Any = model
     own = getattr(type(model), "generate", None)
-    call = model.generate if own is None else functools.partial(own, model)
+    call = asked.generate if own is None else functools.partial(own, model)
     with _patched():
         return call(*args, speculative_config=speculative_config, **kwargs)
 

@@ -29,6 +29,7 @@ _KNOWN_INPUTS = {
 }  # fmt: skip
 # Caches that store the same numbers as ours in another layout.
 _SAME_TEXT_CACHES = ("static", "hybrid", "hybrid_chunked", "sliding_window")
+_PREPARE = "prepare_inputs_for_generation"
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 # Inputs of multimodal models that say where an image's patches and tokens are, which matters in the prompt only.
 _FOR_POSITIONS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids"}
@@ -83,7 +84,7 @@ def check_model(
             f"{own.__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
         )
     # PEFT replaces this method on the model while it generates with virtual tokens.
-    prepare = vars(model).get("prepare_inputs_for_generation")
+    prepare = vars(model).get(_PREPARE)
     peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
     if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
         raise UnsupportedModel(
@@ -97,17 +98,14 @@ def _check_adapters(model: PreTrainedModel) -> None:
     chosen = set()
     for module in all_modules(model):
         for number, hook in list(module._forward_pre_hooks.items()):
-            function = getattr(hook, "func", None)  # a partial
-            if str(getattr(function, "__module__", None)).startswith("peft."):
+            if isinstance(hook, functools.partial) and str(hook.func.__module__).startswith("peft."):
                 chosen |= {"adapter_names", "alora_offsets"} & hook.keywords.keys()
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
     if chosen:
-        what = (
-            "adapter_names chooses an adapter for each row"
-            if "adapter_names" in chosen
-            else "an activated LoRA (aLoRA) begins inside a row"
-        )
+        what = "an activated LoRA (aLoRA) begins inside a row"
+        if "adapter_names" in chosen:
+            what = "adapter_names chooses an adapter for each row"
         raise UnsupportedModel(
             f"{what}, which PEFT computes by the row's place in the batch; speculative_config packs all rows into one. Call generate() "
             "with one adapter at a time (set_adapter) and an ordinary LoRA, or without speculative_config."
@@ -118,9 +116,10 @@ def _check_prepared_inputs(model: PreTrainedModel, input_ids: torch.Tensor, mode
     """Raise UnsupportedModel if a `prepare_inputs_for_generation` from outside transformers changes what the model reads: the prompt [B,
     S], and the prompt with one more token.
     """
-    prepare = model.prepare_inputs_for_generation
+    kind: Any = type(model)
+    prepare = getattr(model, _PREPARE)
     if prepare.__module__.startswith("peft."):  # it calls the class's
-        prepare = functools.partial(type(model).prepare_inputs_for_generation, model)
+        prepare = functools.partial(kind.prepare_inputs_for_generation, model)
     origin = getattr(prepare, "func", prepare).__module__
     if origin.startswith("transformers."):
         return
@@ -133,16 +132,11 @@ def _check_prepared_inputs(model: PreTrainedModel, input_ids: torch.Tensor, mode
         if more and positions is not None:
             given["position_ids"] = torch.cat([positions, positions[..., -1:] + 1], dim=-1)
         inputs = prepare(ids, attention_mask=seen, **{**given, "is_first_iteration": not more})
-        changed = [
-            name
-            for name, own in (("input_ids", ids), ("attention_mask", seen))
-            if not _is_end_of(inputs.get(name), own)
-        ]
+        fed = {"input_ids": ids, "attention_mask": seen}
+        changed = [name for name, own in fed.items() if not _is_end_of(inputs.get(name), own)]
         if not _counts_positions(ids, seen.shape[1], seen, inputs.get("position_ids")):
             changed.append("position_ids")
-        known = {*_KNOWN_INPUTS, *model_kwargs, "input_ids", "cache_position"} - (
-            {"inputs_embeds"} - model_kwargs.keys()
-        )
+        known = _KNOWN_INPUTS - {"inputs_embeds"} | model_kwargs.keys() | {"input_ids", "cache_position"}
         changed += [name for name, value in inputs.items() if name not in known and not _is_neutral(model, name, value)]
         if changed:
             raise UnsupportedModel(
@@ -213,8 +207,7 @@ def check_inputs(
     embedded = embeds is not None and not _are_of_ids(model, input_ids, embeds, model_kwargs.get("attention_mask"))
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
     length = text_length(input_ids, mask, generation_config)
-    _check_cache(cache, input_ids.shape[0], length)
-    cached = int(cache.get_seq_length()) if getattr(cache, "_is_user_defined", False) else 0
+    cached = _cached_length(cache, input_ids.shape[0], length)
     allowed = {0, length} if embedded else {length, length - cached}
     if (embeds is not None and embeds.shape[1] != length) or input_ids.shape[1] not in allowed:
         given_too = "" if embeds is None else f"inputs_embeds has {embeds.shape[1]} and "
@@ -317,9 +310,10 @@ def _check_continuation(
         )
 
 
-def _check_cache(cache: Any, num_rows: int, text_length: int) -> None:
-    if cache is None or not getattr(cache, "_is_user_defined", False):
-        return
+def _cached_length(cache: Any, num_rows: int, text_length: int) -> int:
+    """How many tokens the caller's cache holds; 0 without one. Raises ValueError: it cannot be continued from."""
+    if not getattr(cache, "_is_user_defined", False):
+        return 0
     length = int(cache.get_seq_length())
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         what = "an offloaded DynamicCache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
@@ -328,16 +322,18 @@ def _check_cache(cache: Any, num_rows: int, text_length: int) -> None:
             f"fill, not {what}. Call generate() without {CACHE}."
         )
     if length == 0:
-        return
+        return 0
     if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         raise ValueError(
             f"{CACHE} has sliding-window layers, which no longer hold the whole text, so speculative_config cannot "
             f"continue from it. Pass the whole text without {CACHE}."
         )
-    batch = next(layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None).shape[0]
+    keys = (getattr(layer, "keys", None) for layer in cache.layers)
+    batch = next(states for states in keys if states is not None).shape[0]
     if batch != num_rows or length > text_length:
         raise ValueError(
             f"{CACHE} holds {length} tokens of {batch} sequences, which cannot be the beginning of {num_rows} "
             f"sequences of {text_length} tokens. Pass the whole text as input_ids, or only the tokens after the cached ones, "
             "with the attention_mask of the whole text."
         )
+    return length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class Inflation:
 
     norm_offset = 0.0
 
-    def __init__(self, model: PreTrainedModel, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
+    def __init__(self, model: Any, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
         self.model, self.old, self.new, self.dtype = model, old, new, dtype
         self.generator = torch.Generator(model.device).manual_seed(seed)
         self.eps_scale, self.residual_scale = old["hidden_size"] / new["hidden_size"], 1.0
@@ -144,24 +145,24 @@ class Inflation:
             out[self.inside] = (weight.detach().float() + self.norm_offset) * scale
         return self.parameter(out - self.norm_offset)
 
-    def fill_layer(self, layer: nn.Module, source: nn.Module | None) -> None:
+    def fill_layer(self, layer: Any, source: Any) -> None:
         """Set a layer's tensors: those of `source`, inflated, or an identity layer if `source` is None."""
         self.fill_mixer(layer, source)
         self.fill_mlp(layer.mlp, source and source.mlp)
         for name in ("input_layernorm", "post_attention_layernorm"):
             getattr(layer, name).weight = self.residual_norm(source and getattr(source, name).weight)
 
-    def fill_mixer(self, layer: nn.Module, source: nn.Module | None) -> None:
+    def fill_mixer(self, layer: Any, source: Any) -> None:
         self.fill_attention(layer.self_attn, source and source.self_attn)
 
-    def fill_mlp(self, mlp: nn.Module, source: nn.Module | None) -> None:
+    def fill_mlp(self, mlp: Any, source: Any) -> None:
         """Set the tensors of an MLP, inflated from `source`."""
         inner = torch.arange(self.old["intermediate_size"])
         for name in ("gate_proj", "up_proj"):
             self.fill_rows(getattr(mlp, name), source and getattr(source, name), inner, slice(None), inner, 1.0)
         self.fill_output(mlp.down_proj, source and source.down_proj, inner)
 
-    def fill_attention(self, attention: nn.Module, source: nn.Module | None) -> None:
+    def fill_attention(self, attention: Any, source: Any) -> None:
         """Set the tensors of attention, inflated from `source`."""
         scale = {"q_proj": math.sqrt(self.new["head_dim"] / self.old["head_dim"]), "k_proj": 1.0, "v_proj": 1.0}
         if hasattr(attention, "q_norm"):
@@ -177,7 +178,7 @@ class Inflation:
             self.fill_rows(getattr(attention, name), old, self.kv_rows, self.kv_sources, cleared, scale[name])
         self.fill_output(attention.o_proj, source and source.o_proj, self.q_rows)
 
-    def fill_query(self, linear: nn.Module, source: nn.Module | None, scale: float) -> None:
+    def fill_query(self, linear: Any, source: Any, scale: float) -> None:
         """Set the projection of queries, inflated from `source` and times `scale`."""
         self.fill_rows(linear, source, self.q_rows, slice(None), self.rows_of_heads(self.q_heads), scale)
 
@@ -241,14 +242,14 @@ class HybridInflation(Inflation):
     def rotary_share(self) -> float:
         return self.model.config.rope_parameters.get("partial_rotary_factor", 1.0)
 
-    def fill_mixer(self, layer: nn.Module, source: nn.Module | None) -> None:
+    def fill_mixer(self, layer: Any, source: Any) -> None:
         """Set the tensors of the layer's delta rule or attention."""
         if hasattr(layer, "linear_attn"):
             self.fill_delta_rule(layer.linear_attn, source and source.linear_attn)
         else:
             super().fill_mixer(layer, source)
 
-    def fill_query(self, linear: nn.Module, source: nn.Module | None, scale: float) -> None:
+    def fill_query(self, linear: Any, source: Any, scale: float) -> None:
         """Set `q_proj`: a head's rows are its query, times `scale`, and then its gate."""
         d, d_new = self.old["head_dim"], self.new["head_dim"]
         scales = torch.ones(self.old["num_attention_heads"], 2, d)
@@ -257,7 +258,7 @@ class HybridInflation(Inflation):
         cleared = torch.cat([torch.arange(2 * d_new) + 2 * head * d_new for head in self.q_heads])
         self.fill_rows(linear, source, rows, slice(None), cleared, scales.flatten().unsqueeze(1))
 
-    def fill_delta_rule(self, rule: nn.Module, source: nn.Module | None) -> None:
+    def fill_delta_rule(self, rule: Any, source: Any) -> None:
         """Set the tensors of a gated delta rule. New channels of old heads are zero, and nothing reads the new heads."""
         old, new = self.old, self.new
         keys, values = ("linear_key_head_dim", STATE_KEY_HEADS), ("linear_value_head_dim", STATE_VALUE_HEADS)
@@ -280,9 +281,7 @@ class HybridInflation(Inflation):
         self.fill_output(rule.out_proj, source and source.out_proj, value_rows)
         self.fill_vectors(rule, source, heads, rows, sources)
 
-    def fill_vectors(
-        self, rule: nn.Module, source: nn.Module | None, heads: Tensor, rows: Tensor, sources: Tensor
-    ) -> None:
+    def fill_vectors(self, rule: Any, source: Any, heads: Tensor, rows: Tensor, sources: Tensor) -> None:
         """Set the convolution, the decays and the norm of a gated delta rule."""
         convolution = self.random(*rule.conv1d.weight.shape)
         decay, bias = torch.zeros(self.new[STATE_VALUE_HEADS]), torch.ones(self.new[STATE_VALUE_HEADS])
