@@ -160,8 +160,6 @@ class _CarriedConfig:
 
 
 def _choosing(own: Any) -> Any:
-    """Wrap `get_generation_mode`."""
-
     @functools.wraps(own)
     def wrapper(self: GenerationConfig, assistant_model: PreTrainedModel | None = None) -> Any:
         # transformers gives an assistant model a copy of this config, marked `is_assistant`.
@@ -172,8 +170,6 @@ def _choosing(own: Any) -> Any:
 
 
 def _validating(own: Any) -> Any:
-    """Wrap `_validate_generation_mode`."""
-
     @functools.wraps(own)
     def wrapper(self, generation_mode, generation_config, generation_mode_kwargs):
         if generation_mode != MODE:

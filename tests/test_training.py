@@ -20,11 +20,11 @@ from hf_specdec.candidate_generators import parse_config
 from hf_specdec.cli import main
 from hf_specdec.core.output import Taps
 from hf_specdec.training import TrainingError, TrainingOptions, available_trainers, pipeline, trainer_class
+from hf_specdec.training.batch import BatchOrder
 from hf_specdec.training.data import encode, read_rows
 from hf_specdec.training.export import push_to_hub
 from hf_specdec.training.features import FeatureFiles, FeatureSource
 from hf_specdec.training.loop import learning_rate
-from hf_specdec.training.order import BatchOrder
 from hf_specdec.training.pipeline import check_installed, train_head
 from hf_specdec.training.regenerate import Regeneration, regenerate
 from hf_specdec.training.target import TargetModel

@@ -10,8 +10,8 @@ from oracle import EOS, VOCAB
 
 import hf_specdec
 from hf_specdec.training import TrainingError
+from hf_specdec.training.batch import BatchOrder, collate, in_order
 from hf_specdec.training.data import encode, read_rows, split
-from hf_specdec.training.order import BatchOrder, collate, in_order
 from hf_specdec.training.regenerate import Regeneration, regenerate
 
 

@@ -39,7 +39,6 @@ class AcceptedTokens(BaseStreamer):
         self.prompt_seen = True
 
     def end_step(self) -> None:
-        """Print the tokens received since the last forward."""
         self.show(self.step[:-1], "green")
         self.show(self.step[-1:], "")
         self.step = []
@@ -53,6 +52,5 @@ class AcceptedTokens(BaseStreamer):
             self.printed = text
 
     def end(self) -> None:
-        """Print the last step and end the line."""
         self.end_step()
         self.console.print()

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     batches = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
     variants = measure.with_baselines([Variant(text, text) for text in args.speculative_config])
 
-    results = measure.with_progress("measuring", model, batches, variants, arguments, args.repeats, args.seed)
+    results = measure.measure(model, batches, variants, arguments, args.repeats, args.seed)
 
     shown = args.speculative_config if args.trace else []
     traces = {text: measure.traced(model, batches[0], Variant(text, text), arguments, args.seed) for text in shown}
@@ -85,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(result: Measurement, results: list[Measurement]) -> dict[str, Any]:
-    """One result as a dictionary for JSON."""
     plain = results[0]
     return {
         "speculative_config": result.variant.speculative_config,
@@ -104,7 +103,6 @@ def describe(result: Measurement, results: list[Measurement]) -> dict[str, Any]:
 
 
 def print_report(report: dict[str, Any], results: list[Measurement], compare: bool) -> None:
-    """Print the setup and the table."""
     settings = report["settings"]
     console = Output()
     console.say(

@@ -166,8 +166,6 @@ def present(report: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def cells(task: str, figures: dict[str, Any]) -> list[str]:
-    """A task's row of the table."""
-
     def shown(name: str, form: str) -> str:
         return "–" if figures[name] is None else form.format(figures[name])
 
@@ -182,12 +180,10 @@ TITLES = ("task", "prompts", "τ", "accepted at 1, 2, ..", "× none", "× plain"
 
 
 def all_cells(report: dict[str, Any]) -> list[list[str]]:
-    """The rows of all tasks, and of all together."""
     return [cells(task, figures) for task, figures in {**report["tasks"], "all": report["all"]}.items()]
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The table for a model card."""
     settings, shown = report["settings"], {k: v for k, v in report["speculative_config"].items() if k != "model"}
     lines = [
         f"Measured ({'sampled' if settings['do_sample'] else 'greedy'}, {settings['max_new_tokens']} new tokens, batch size "
@@ -200,7 +196,6 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Plot τ per task and acceptance per position as bars."""
     from matplotlib.figure import Figure
 
     from ..training.state import write_whole

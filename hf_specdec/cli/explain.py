@@ -97,7 +97,7 @@ def _measure(
     batches = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
     arguments = options.decoding_arguments(args)
     decoded = measure.with_baselines(variants)
-    results = measure.with_progress("measuring", model, batches, decoded, arguments, repeats=1, seed=args.seed)
+    results = measure.measure(model, batches, decoded, arguments, repeats=1, seed=args.seed)
     generator = get_decoder(model, hf_specdec.parse_config(args.speculative_config)).generator
     assert isinstance(generator, AutoGenerator)
     learnt = generator.policy.report(args.batch_size)

@@ -113,7 +113,6 @@ class Measurement:
         return self.accepted / self.drafted if self.drafted else None
 
     def repeat(self) -> None:
-        """Begin another repeat."""
         self.seconds.append(0.0)
         self.new_tokens.append(0)
         self.outputs.clear()
@@ -187,41 +186,33 @@ def measure(
     arguments: dict[str, Any],
     repeats: int,
     seed: int,
-    advance: Callable[[], None] = lambda: None,
     seconds: float | None = None,
+    title: str = "measuring",
 ) -> list[Measurement]:
-    """Decode every batch with every variant in turn, `repeats` times.
+    """Decode every batch with every variant in turn, `repeats` times, and show the progress on stderr under a title.
 
     The order of the variants is reversed for every other batch, so that none is always first. Each repeat starts without what methods have
     learnt in earlier ones, because those that learn from outputs would know the answers.
 
     Args:
         arguments: for `generate()`.
-        advance: called after each call of `generate()`.
         seconds: time limit of a repeat: further batches are skipped if they would exceed it. None: no limit.
     """
     results = [Measurement(variant) for variant in variants]
-    for _ in range(repeats):
-        hf_specdec.release(model)
-        for result in results:
-            warm_up(model, batches[0], result.variant, arguments)
-            result.repeat()
-        began = time.perf_counter()
-        for done, inputs in enumerate(batches):
-            if seconds is not None and done and (time.perf_counter() - began) * (done + 1) > seconds * done:
-                break
-            for result in results if done % 2 == 0 else reversed(results):
-                result.add(*timed_generate(model, inputs, result.variant, arguments, seed))
-                advance()
-    return results
-
-
-def with_progress(
-    title: str, model, batches, variants, arguments, repeats: int, seed: int, seconds: float | None = None
-) -> list[Measurement]:
-    """Call `measure`, and show its progress on stderr."""
     with progress(title, total=repeats * len(batches) * len(variants)) as advance:
-        return measure(model, batches, variants, arguments, repeats, seed, advance, seconds)
+        for _ in range(repeats):
+            hf_specdec.release(model)
+            for result in results:
+                warm_up(model, batches[0], result.variant, arguments)
+                result.repeat()
+            began = time.perf_counter()
+            for done, inputs in enumerate(batches):
+                if seconds is not None and done and (time.perf_counter() - began) * (done + 1) > seconds * done:
+                    break
+                for result in results if done % 2 == 0 else reversed(results):
+                    result.add(*timed_generate(model, inputs, result.variant, arguments, seed))
+                    advance()
+    return results
 
 
 @contextmanager
@@ -248,7 +239,6 @@ def equal_rows(result: Measurement, baseline: Measurement) -> int:
 
 
 def speed_up(result: Measurement, baseline: Measurement) -> float:
-    """How many times as fast as the baseline."""
     return result.tokens_per_second / baseline.tokens_per_second
 
 
@@ -297,7 +287,6 @@ def figures_table(titles: Sequence[str], rows: list[list[str]], wrapped: tuple[i
 
 
 def remarks(*tables: list[Measurement]) -> str:
-    """How to read tables of results."""
     marked = any(LOSES in times_none(result, results) for results in tables for result in results)
     plain, none = tables[0][:2]
     return reading(speed_up(none, plain), marked)
@@ -323,7 +312,6 @@ def environment(model: Any) -> dict[str, Any]:
 
 
 def versions_of(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of the packages that are installed."""
     versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -338,7 +326,6 @@ def setup_line(where: dict[str, Any]) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor."""
     if device.type == "cuda":
         import torch
 

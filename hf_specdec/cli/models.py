@@ -59,18 +59,14 @@ def run(args: argparse.Namespace) -> int:
     for name, config in methods.items():
         console.print(f"[bold]{name}[/bold] – {escape(description(config))}")
         console.print(f"  needs {escape(', '.join(config.requires) or 'nothing more')}", soft_wrap=True)
-        own = own_fields(config)
-        if own:
+        if own := own_fields(config):
             console.print(keys_table(own, config))
-        groups = groups_of(config)
-        if groups:
+        if groups := groups_of(config):
             console.print(f"  and the keys of {' and '.join(groups)}")
         console.print()
     for group, base in key_groups().items():
         if any(issubclass(config, base) for config in methods.values()):
-            console.print(f"[bold]keys of {group}[/bold]")
-            console.print(keys_table(group_fields(base), base))
-            console.print()
+            console.print(f"[bold]keys of {group}[/bold]", keys_table(group_fields(base), base), "", sep="\n")
     console.print("[bold]keys of every method[/bold]")
     console.print(keys_table(shared_fields(), SpeculativeConfig))
     return 0
@@ -86,7 +82,6 @@ def key_groups() -> dict[str, type[SpeculativeConfig]]:
 
 
 def groups_of(config: type[SpeculativeConfig]) -> list[str]:
-    """The groups whose keys a configuration takes."""
     return [group for group, base in key_groups().items() if issubclass(config, base)]
 
 

@@ -120,7 +120,6 @@ def add_loading_options(group: argparse._ArgumentGroup, whose: str, devices: str
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the options for length, sampling and chat template."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help="default: %(default)s"

@@ -40,7 +40,6 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:
-    """Add options for the model, its tokenizer and its templates."""
     group.add_argument("--tokenizer", metavar="NAME", help="default: the model's")
     group.add_argument("--revision", help="branch, tag or commit on the Hub")
     group.add_argument(
@@ -61,7 +60,6 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
-    """Add options for memory, batching and seeds, and for engines in several processes."""
     count = partial(group.add_argument, type=positive_int, metavar="N")
     count("--max-model-len", help="most tokens of a prompt and its answer together (default: the model's positions)")
     count("--max-num-seqs", default=256, help="most rows that run at once (default: %(default)s)")
@@ -82,7 +80,6 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_http_options(group: argparse._ArgumentGroup) -> None:
-    """Add options for the address, access and limits."""
     add, count = group.add_argument, partial(group.add_argument, type=positive_int, metavar="N")
     add("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all interfaces")
     add("--port", type=port_number, default=8000, help="default: %(default)s")

@@ -156,14 +156,12 @@ class Inflation:
         self.fill_attention(layer.self_attn, source and source.self_attn)
 
     def fill_mlp(self, mlp: Any, source: Any) -> None:
-        """Set the tensors of an MLP, inflated from `source`."""
         inner = torch.arange(self.old["intermediate_size"])
         for name in ("gate_proj", "up_proj"):
             self.fill_rows(getattr(mlp, name), source and getattr(source, name), inner, slice(None), inner, 1.0)
         self.fill_output(mlp.down_proj, source and source.down_proj, inner)
 
     def fill_attention(self, attention: Any, source: Any) -> None:
-        """Set the tensors of attention, inflated from `source`."""
         scale = {"q_proj": math.sqrt(self.new["head_dim"] / self.old["head_dim"]), "k_proj": 1.0, "v_proj": 1.0}
         if hasattr(attention, "q_norm"):
             # Scaled because the shared eps was changed for the wider residual; see `head_norm`.
@@ -243,7 +241,6 @@ class HybridInflation(Inflation):
         return self.model.config.rope_parameters.get("partial_rotary_factor", 1.0)
 
     def fill_mixer(self, layer: Any, source: Any) -> None:
-        """Set the tensors of the layer's delta rule or attention."""
         if hasattr(layer, "linear_attn"):
             self.fill_delta_rule(layer.linear_attn, source and source.linear_attn)
         else:

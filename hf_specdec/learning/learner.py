@@ -15,8 +15,7 @@ from torch import nn
 from ..core.outcome import StepOutcome
 from ..core.output import Taps
 from ..core.sequence import Sequence
-from ..training.base import HeadTrainer
-from ..training.estimate import Estimate, judge
+from ..training.base import Estimate, HeadTrainer, judge
 from ..training.state import load_state, save_state
 from .folder import WORK, export, unchanged_flags
 from .texts import LearntTexts, Recorder, batch_of
@@ -118,7 +117,6 @@ class Learner:
         return True
 
     def report(self) -> dict[str, Any]:
-        """What was learnt, for statistics."""
         return {
             "texts": self.texts.count, "tokens": self.texts.num_tokens, "steps": self.steps, "swaps": self.swaps,
             "rollbacks": self.rollbacks, "seconds": round(self.seconds, 3), "held_out_tau": self.tau,

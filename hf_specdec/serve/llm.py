@@ -363,7 +363,6 @@ class LLM:
 def _loaded(
     model, tokenizer, dtype, device, tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code
 ) -> tuple[PreTrainedModel, Any]:
-    """The model and its tokenizer. Arguments: see `LLM`."""
     if not isinstance(model, PreTrainedModel):
         name = resolve_model(os.fspath(model))
         loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -385,7 +384,6 @@ def _loaded(
 
 
 def _transfers(config: KVTransferConfig, decoder: SpeculativeDecoder) -> Transfers:
-    """What moves prompts' KV between this engine and others."""
     seconds = {key: value for key, value in config.kv_connector_extra_config.items() if key.endswith("_seconds")}
     return Transfers(decoder, NixlLink(), **seconds)
 

@@ -44,7 +44,7 @@ resumed run gives the same result.
 
 **The loss and the estimate.** The framework divides the sum of the `StepLoss` of all micro-batches and devices by the sum of their
 weights; accuracies per head are called `accuracy_1`, `accuracy_2`, .. Recurrent heads make their `Guesses` from the text's own tokens.
-The framework compares them with the target's choices on held-out text (`estimate.py`).
+The framework compares them with the target's choices on held-out text.
 """
 
 import importlib

@@ -151,25 +151,25 @@ def encode(
 
 def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: set[int], max_length: int) -> Iterator[Sample]:
     task = str(row.get("task") or "")
+
+    def begun(ids: np.ndarray, mask: np.ndarray, group: str) -> Sample:
+        return Sample(ids[:max_length], mask[:max_length], group, task)
+
     if "prompt_ids" in row:  # written by --regenerate
         prompt, answer = _ids(row, "prompt_ids"), _ids(row, "answer_ids")
         mask = np.repeat([False, True], [len(prompt), len(answer)])
-        group = str(row.get("group") or row["prompt_ids"])
-        yield Sample(np.concatenate([prompt, answer])[:max_length], mask[:max_length], group, task)
+        yield begun(np.concatenate([prompt, answer]), mask, str(row.get("group") or row["prompt_ids"]))
         return
     messages = conversation_of(row)
     prompt, answer = text_of(row, PROMPT_KEYS), text_of(row, ANSWER_KEYS)
     if messages is None and prompt is not None and answer is not None and tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     if messages is not None:
-        group = str(messages[0]["content"])
         for text, spans in answer_spans(messages, tokenizer, row["_where"]):
-            ids, mask = _tokenize(tokenizer, text, spans, False, end_tokens)
-            yield Sample(ids[:max_length], mask[:max_length], group, task)
+            yield begun(*_tokenize(tokenizer, text, spans, False, end_tokens), str(messages[0]["content"]))
     elif prompt is not None and answer is not None:
         text = prompt + answer
-        ids, mask = _tokenize(tokenizer, text, [(len(prompt), len(text))], True, set())
-        yield Sample(ids[:max_length], mask[:max_length], prompt, task)
+        yield begun(*_tokenize(tokenizer, text, [(len(prompt), len(text))], True, set()), prompt)
     elif prompt is not None:
         raise TrainingError(f"{row['_where']}: a prompt without an answer; --regenerate has the target write one.")
     elif (text := text_of(row, ("text",))) is not None:
@@ -179,10 +179,8 @@ def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: set[int], max_leng
             group = f"{start}:{text[:64]}" if row.get("_plain") else text
             yield Sample(ids[piece], mask[piece], group, task)
     else:
-        known = '"messages", "conversations", "prompt" with "completion", or "text"'
-        raise TrainingError(
-            f"{row['_where']} has none of {known}; it has {', '.join(k for k in row if k != '_where')}."
-        )
+        known, has = '"messages", "conversations", "prompt" with "completion", or "text"', row.keys() - {"_where"}
+        raise TrainingError(f"{row['_where']} has none of {known}; it has {', '.join(sorted(has))}.")
 
 
 def _ids(row: dict[str, Any], key: str) -> np.ndarray:

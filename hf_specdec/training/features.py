@@ -16,9 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..core.output import Taps
 from ..model.options.fingerprints import fingerprints
-from .batch import Batch
+from .batch import Batch, collate
 from .data import Sample
-from .order import collate
 from .state import check_room, write_whole
 from .target import TargetModel
 

@@ -87,7 +87,6 @@ class HydraTrainer(HeadTrainer):
         return recurrent_loss(self, batch, lambda used: self._states(batch)[used], step, self.options.head_decay)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Greedy guesses of all heads at every hidden state."""
         state, tokens = self._states(batch), []
         for k in range(self.num_guesses):
             state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k))

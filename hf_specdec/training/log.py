@@ -7,17 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
-from .state import write_whole
+from .state import write_text, write_whole
 
 
 class Log:
@@ -27,8 +19,7 @@ class Log:
         self.path, self.write = path, write
         self.entries = [entry for entry in read_log(path) if entry["step"] <= step]
         if write:
-            text = "".join(json.dumps(entry) + "\n" for entry in self.entries)
-            write_whole(path, lambda file: file.write(text.encode()))
+            write_text(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
 
     def add(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
@@ -47,9 +38,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 def progress_bar(shown: bool, *columns: ProgressColumn, transient: bool = False) -> Progress:
     """A progress bar on stderr, with further columns before the times."""
-    first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*first, *columns, *times, console=Console(stderr=True), disable=not shown, transient=transient)
+    what, bar, _, left = Progress.get_default_columns()
+    all_columns = (what, bar, MofNCompleteColumn(), *columns, TimeElapsedColumn(), left)
+    return Progress(*all_columns, console=Console(stderr=True), disable=not shown, transient=transient)
 
 
 class Bar:

@@ -85,7 +85,6 @@ class MLPSpeculatorTrainer(HeadTrainer):
         return recurrent_loss(self, batch, lambda used: batch.hidden()[used], step)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Greedy guesses of all steps at every hidden state."""
         state, tokens = batch.hidden().flatten(0, 1), []
         for k in range(self.num_guesses):
             logits, state = self.head.step(k, state, batch.ahead(batch.input_ids, 1 + k).flatten())

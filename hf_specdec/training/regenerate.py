@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -16,10 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from .data import PROMPT_KEYS, conversation_of, render, text_of
-from .export import write_text
 from .log import progress_bar
 from .options import TrainingError
-from .state import disk_full
+from .state import disk_full, write_text
 from .target import TargetModel
 
 _SHORTEST = 16  # fewest tokens of room for which an answer is generated
@@ -146,9 +146,8 @@ def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -
     piece = settings.prompt_tokens + settings.max_new_tokens
     starts = range(0, max(1, len(ids) - settings.prompt_tokens), piece)
     pieces = [ids[start : start + settings.prompt_tokens] for start in starts]
-    return [
-        _Source(0, _digest(f"{i}:{text}"), task, where, prompt_ids=prompt) for i, prompt in enumerate(pieces) if prompt
-    ]
+    groups = (_digest(f"{i}:{text}") for i in itertools.count())
+    return [_Source(0, group, task, where, prompt_ids=ids) for group, ids in zip(groups, pieces, strict=False) if ids]
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -243,8 +242,7 @@ class _Answers:
             self._note(0)
             return 0
         known = json.loads(self.record.read_text(encoding="utf-8"))
-        theirs = known["settings"]
-        if theirs != self.identity:
+        if (theirs := known["settings"]) != self.identity:
             changed = sorted(k for k in theirs.keys() | self.identity.keys() if theirs.get(k) != self.identity.get(k))
             raise TrainingError(
                 f"{self.path} was written with other settings ({', '.join(changed)}): name another file, or remove it and "
@@ -256,7 +254,6 @@ class _Answers:
         return known["done"]
 
     def append(self, rows: list[dict[str, Any]], done: int) -> None:
-        """Write rows, and record that `done` sources are finished."""
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

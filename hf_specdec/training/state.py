@@ -34,6 +34,10 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise
 
 
+def write_text(path: Path, text: str) -> None:
+    write_whole(path, lambda file: file.write(text.encode("utf-8")))
+
+
 def disk_full(path: Path, cause: OSError) -> TrainingError:
     """The error for a disk that cannot take `path`."""
     free = shutil.disk_usage(path.parent).free

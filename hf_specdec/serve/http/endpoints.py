@@ -144,16 +144,13 @@ class Endpoint(ABC, Generic[AnySampling]):
         top, prompt = self.body.prompt_logprobs, self.answers[number].prompt_logprobs
         return None if top is None else prompt_logprobs(prompt, self.ids[number], top)
 
-    def index(self, number: int, index: int) -> int:
-        return number * self.body.n + index
-
     def answer(self, results: list[list[Update]]) -> dict[str, Any]:
         """The body of the whole answer, from all updates of each prompt. Any thread may call it."""
         choices = []
         for number, updates in enumerate(results):
             for index in range(self.body.n):
                 written = [update for update in updates if update.index == index]
-                choices.append({"index": self.index(number, index), **self.whole(number, written)})
+                choices.append({"index": number * self.body.n + index, **self.whole(number, written)})
         body = {**self.base, "object": self.object.removesuffix(".chunk"), "choices": choices, "usage": self.usage()}
         if len(self.answers) == 1 and self.body.n == 1:
             body["metrics"] = self.server.timings(self.answers[0], results[0][-1])
@@ -187,13 +184,12 @@ class Endpoint(ABC, Generic[AnySampling]):
             yield self.end(shown(error))
 
     def begin(self) -> bytes:
-        """The events before the first text."""
         return b""
 
     def events(self, answer: Answer, update: Update) -> bytes:
         self.last = update
         handed = {} if update.kv_transfer_params is None else {"kv_transfer_params": update.kv_transfer_params}
-        index = self.index(answer.number, update.index)
+        index = answer.number * self.body.n + update.index
         return self._frame([{"index": index, **self.choice(answer.number, update)}], **handed)
 
     def end(self, error: ApiError | None = None) -> bytes:

@@ -24,7 +24,7 @@ from ..ipc.messages import Cancel, Facts, Load, Submit, Update
 from ..ipc.worker import EngineWorker
 from ..llm import LLM
 from ..metrics import Metrics
-from .errors import ApiError, bad_request, failed, overloaded, shutting_down, unavailable
+from .errors import ApiError, bad_request, failed, overloaded, shutting_down, stopped, unavailable
 from .lanes import Lanes
 from .protocol import Conversation
 
@@ -157,9 +157,6 @@ class Answer:
             update.text += text.finish()
 
 
-_STOPPED = "The engine has stopped; the log says why."
-
-
 class Server:
     """Sends the requests of all endpoints to the engine, and the updates of each request to its client.
 
@@ -223,14 +220,11 @@ class Server:
         if self.worker is not None:
             for name in list(self.answers):
                 self.worker.send(Cancel(name))
-        self._end_with(shutting_down())
+        self.end_with(shutting_down())
         self.lanes.end()
 
-    def end_lost_answers(self) -> None:
-        """End all answers with an error, because the engine has stopped."""
-        self._end_with(ApiError(503, _STOPPED, "service_unavailable"))
-
-    def _end_with(self, error: ApiError) -> None:
+    def end_with(self, error: ApiError) -> None:
+        """End all answers with an error."""
         self._route([Update(answer, request_finished=True, error=error) for answer in list(self.answers)])
 
     def stop(self) -> None:
@@ -257,7 +251,7 @@ class Server:
         if self.is_closed:
             raise shutting_down()
         if worker.failure is not None or not worker.is_alive():
-            raise ApiError(503, _STOPPED, "service_unavailable")
+            raise stopped()
         return worker
 
     def deliver(self, updates: list[Update]) -> None:
@@ -361,7 +355,7 @@ class Server:
         except ValueError as error:
             raise bad_request(str(error), "structured_outputs") from None
         except ChildProcessError:
-            raise ApiError(503, _STOPPED, "service_unavailable") from None
+            raise stopped() from None
 
     def submit(
         self, prompt: str | list[int], ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None,
