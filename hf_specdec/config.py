@@ -236,11 +236,8 @@ class SpeculativeConfig:
                 )
             table = self.num_speculative_tokens_per_batch_size = self._batch_size_ranges(table)
         if self.num_speculative_tokens is None:
-            self.num_speculative_tokens = (
-                max(1, *(k for _, _, k in table))
-                if table
-                else max(self.default_num_speculative_tokens, self.default_longest_draft if automatic else 0)
-            )
+            usual = max(self.default_num_speculative_tokens, self.default_longest_draft if automatic else 0)
+            self.num_speculative_tokens = max(1, *(k for _, _, k in table)) if table else usual
         self.check_number("num_speculative_tokens", minimum=1, whole=True)
         for first, last, k in table or []:
             if k > self.num_speculative_tokens:

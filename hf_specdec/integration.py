@@ -253,14 +253,7 @@ def get_decoder(
 
 def generator_for(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
     """A new drafter for a model; its `target` is the prepared model."""
-    options = ModelOptions(
-        prepack_weights=config.prepack_weights,
-        cuda_graphs=config.cuda_graphs,
-        deterministic=config.deterministic,
-        quantization=config.target_quantization,
-        compile=config.compile,
-        native=config.native,
-        recurrent_states=config.recurrent_states,
-    )
-    target = prepare(model, options)
+    names = ("prepack_weights", "cuda_graphs", "deterministic", "compile", "native", "recurrent_states")
+    options = {name: getattr(config, name) for name in names}
+    target = prepare(model, ModelOptions(quantization=config.target_quantization, **options))
     return make_generator(config, target, context)

@@ -120,13 +120,22 @@ class Inflation:
         """Small normal numbers of `shape`, for weights that do not affect the logits."""
         return torch.empty(shape, dtype=self.dtype).normal_(std=FILL_STD, generator=self.generator)
 
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype)
+
     def parameter(self, tensor: Tensor) -> nn.Parameter:
         """The tensor in the new dtype, as a parameter of the same shape."""
         return nn.Parameter(tensor.to(self.dtype))
 
+    def placed(self, out: Tensor, old: Tensor, rows: Tensor, columns: Tensor, cleared: Any = ()) -> Tensor:
+        """`out` with the old weights at these rows and columns; the `cleared` rows are zero elsewhere."""
+        out[torch.as_tensor(cleared, dtype=torch.long)] = 0
+        out[rows[:, None], columns] = old.to(self.dtype)
+        return out
+
     def padded(self, weight: Tensor) -> Tensor:
         """[V, H] -> [V, H'], zero where new."""
-        out = torch.zeros(weight.shape[0], self.new["hidden_size"], dtype=self.dtype)
+        out = self.zeros(len(weight), self.new["hidden_size"])
         out[:, : weight.shape[1]] = weight.detach().float() * self.residual_scale
         return out
 
@@ -148,18 +157,15 @@ class Inflation:
     def fill_layer(self, layer: Any, source: Any) -> None:
         """Set a layer's tensors: those of `source`, inflated, or an identity layer if `source` is None."""
         self.fill_mixer(layer, source)
-        self.fill_mlp(layer.mlp, source and source.mlp)
+        inner, mlp = torch.arange(self.old["intermediate_size"]), source and source.mlp
+        for name in ("gate_proj", "up_proj"):
+            self.fill_rows(getattr(layer.mlp, name), mlp and getattr(mlp, name), inner, slice(None), inner, 1.0)
+        self.fill_output(layer.mlp.down_proj, mlp and mlp.down_proj, inner)
         for name in ("input_layernorm", "post_attention_layernorm"):
             getattr(layer, name).weight = self.residual_norm(source and getattr(source, name).weight)
 
     def fill_mixer(self, layer: Any, source: Any) -> None:
         self.fill_attention(layer.self_attn, source and source.self_attn)
-
-    def fill_mlp(self, mlp: Any, source: Any) -> None:
-        inner = torch.arange(self.old["intermediate_size"])
-        for name in ("gate_proj", "up_proj"):
-            self.fill_rows(getattr(mlp, name), source and getattr(source, name), inner, slice(None), inner, 1.0)
-        self.fill_output(mlp.down_proj, source and source.down_proj, inner)
 
     def fill_attention(self, attention: Any, source: Any) -> None:
         scale = {"q_proj": math.sqrt(self.new["head_dim"] / self.old["head_dim"]), "k_proj": 1.0, "v_proj": 1.0}
@@ -189,10 +195,8 @@ class Inflation:
         weight = self.random(*linear.weight.shape)
         bias = None if linear.bias is None else self.random(*linear.bias.shape)
         if old is not None:
-            weight[cleared] = 0
-            block = weight.new_zeros(len(rows), weight.shape[1])
-            block[:, : old.weight.shape[1]] = (old.weight.detach().float() * scale)[sources].to(self.dtype)
-            weight[rows] = block
+            block = (old.weight.detach().float() * scale)[sources]
+            self.placed(weight, block, rows, torch.arange(block.shape[1]), cleared)
             if bias is not None:
                 bias[cleared] = 0
                 bias[rows] = (old.bias.detach().float() * _flat(scale))[sources].to(self.dtype)
@@ -202,10 +206,11 @@ class Inflation:
 
     def fill_output(self, linear, old, columns: Tensor) -> None:
         """Fill an output projection: zero except for the old weights, which read `columns` and write to the first H rows."""
-        weight = torch.zeros(linear.weight.shape, dtype=self.dtype)
-        bias = None if linear.bias is None else torch.zeros(linear.bias.shape, dtype=self.dtype)
+        weight = self.zeros(*linear.weight.shape)
+        bias = None if linear.bias is None else self.zeros(*linear.bias.shape)
         if old is not None:
-            weight[: old.weight.shape[0], columns] = (old.weight.detach().float() * self.residual_scale).to(self.dtype)
+            block = old.weight.detach().float() * self.residual_scale
+            self.placed(weight, block, torch.arange(len(block)), columns)
             if bias is not None:
                 bias[: len(old.bias)] = (old.bias.detach().float() * self.residual_scale).to(self.dtype)
         linear.weight = self.parameter(weight)

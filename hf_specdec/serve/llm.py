@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
 from ..candidate_generators.base import DrafterContext
-from ..config import unknown_argument
+from ..config import nearest_hint
 from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
 from ..decoding.decoder import SpeculativeDecoder
@@ -57,20 +57,6 @@ _IGNORED_ARGUMENTS = (
     "async_scheduling", "compilation_config", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
     "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "swap_space",
     "use_v2_block_manager",
-)  # fmt: skip
-# vLLM's arguments that cannot be ignored, because they change what is computed or loaded.
-_REFUSED_ARGUMENTS = (
-    "additional_config", "allowed_local_media_path", "allowed_media_domains", "attention_config", "block_size", "calculate_kv_scales",
-    "config_format", "convert", "cpu_offload_gb", "data_parallel_size", "decode_context_parallel_size", "default_mm_loras",
-    "disable_custom_all_reduce", "disable_sliding_window", "enable_eplb", "enable_lora", "enable_prompt_embeds", "eplb_config",
-    "generation_config", "hf_config_path", "hf_overrides", "hf_token", "ignore_patterns", "kv_cache_dtype", "kv_events_config",
-    "kv_offloading_backend", "kv_offloading_size", "limit_mm_per_prompt", "load_format", "logits_processors", "logprobs_mode",
-    "long_prefill_token_threshold", "lora_dtype", "max_cpu_loras", "max_logprobs", "max_lora_rank", "max_loras", "max_num_partial_prefills",
-    "max_seq_len_to_capture", "mm_processor_cache_gb", "mm_processor_kwargs", "model_impl", "model_loader_extra_config",
-    "num_gpu_blocks_override", "optimization_level", "override_generation_config", "override_pooler_config", "pipeline_parallel_size",
-    "pooler_config", "prefill_context_parallel_size", "profiler_config", "quantization", "reasoning_parser", "rope_scaling", "rope_theta",
-    "runner", "scheduling_policy", "seed_everything", "skip_tokenizer_init", "structured_outputs_config", "task", "tokenizer_mode",
-    "tokenizer_revision", "worker_cls", "worker_extension_cls",
 )  # fmt: skip
 
 
@@ -419,14 +405,10 @@ def _check_others(others: dict[str, Any]) -> None:
     ignored = [key for key in others if key in _IGNORED_ARGUMENTS]
     if ignored:
         logger.warning("LLM(%s): ignored, because it has no effect here.", ", ".join(ignored))
-    unknown = [key for key in others if key not in _IGNORED_ARGUMENTS]
-    if theirs := [key for key in unknown if key in _REFUSED_ARGUMENTS]:
-        are, them = ("is an argument", "it") if len(theirs) == 1 else ("are arguments", "them")
-        names = ", ".join(theirs)
-        raise TypeError(f"LLM() has no {names}, which {are} of vLLM's: leave {them} out (docs/coming-from/vllm.md).")
-    if unknown:
-        known = [*inspect.signature(LLM).parameters, *_IGNORED_ARGUMENTS, *_OLDER_NAMES]
-        raise unknown_argument("LLM", unknown[0], known)
+    if unknown := [key for key in others if key not in _IGNORED_ARGUMENTS]:
+        hint = nearest_hint(unknown[0], [*inspect.signature(LLM).parameters, *_IGNORED_ARGUMENTS, *_OLDER_NAMES])
+        names = ", ".join(map(repr, unknown))
+        raise TypeError(f"LLM() has no argument {names}{hint}; docs/coming-from/vllm.md says which of vLLM's it takes.")
 
 
 def _num_blocks(

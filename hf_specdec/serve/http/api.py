@@ -33,9 +33,8 @@ _REFERENCE = "#/components/schemas/{model}"
 _JSON, _TEXT, _INTEGER = "application/json", {"type": "string"}, {"type": "integer"}
 _IDS = {"type": "array", "items": _INTEGER}
 _CHOICES = {"id": _TEXT, "choices": {"type": "array"}, "usage": {"type": "object"}}
-_POSTS: dict[
-    str, tuple[type[BaseModel], str, dict[str, Any]]
-] = {  # body, what it does, required properties of the answer
+# body, what it does, required properties of the answer
+_POSTS: dict[str, tuple[type[BaseModel], str, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, "Continue prompts", _CHOICES),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation", _CHOICES),
     "/v1/responses": (ResponsesRequest, "Answer a conversation", {"id": _TEXT, "output": {"type": "array"}}),
