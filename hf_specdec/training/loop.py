@@ -20,9 +20,8 @@ from .base import Estimate, HeadTrainer, StepLoss, judge
 from .batch import Batch, BatchOrder, in_order
 from .data import Sample
 from .features import FeatureSource
-from .log import Bar, Log, plot
 from .options import TrainingError, TrainingOptions
-from .state import check_room, load_state, save_state
+from .state import Bar, Log, check_room, load_state, plot, save_state
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from .data import PROMPT_KEYS, conversation_of, render, text_of
-from .log import progress_bar
 from .options import TrainingError
-from .state import disk_full, write_text
+from .state import disk_full, progress_bar, write_text
 from .target import TargetModel
 
 _SHORTEST = 16  # fewest tokens of room for which an answer is generated

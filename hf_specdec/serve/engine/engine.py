@@ -19,9 +19,8 @@ from ...decoding.decoder import SpeculativeDecoder, StepResult
 from ...decoding.outputs import RowStatistics
 from ...sampling.grammar import Reasoning
 from ..transfer import Transfers
-from .admission import Admission
 from .params import SamplingParams
-from .request import Logprob, Request, RequestChoice, logprobs_of
+from .request import Admission, Logprob, Request, RequestChoice, logprobs_of
 from .scheduler import Scheduler
 from .structured import GrammarCompiler
 from .text import Detokenizer, find_stop, token_text
