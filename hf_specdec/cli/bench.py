@@ -34,15 +34,10 @@ def add_command(commands) -> argparse.ArgumentParser:
     options.add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument("--repeats", type=positive_int, default=3, metavar="R", help="default: %(default)s")
-    group.add_argument(
-        "--trace",
-        action="store_true",
-        help="decode the first batch once more with each configuration, and show what every step drafted, accepted and rejected, and "
-        "its milliseconds",
-    )
-    group.add_argument(
-        "--json", metavar="OUT", help="write everything to this file as JSON; - prints it instead of the table"
-    )
+    steps = "decode the first batch once more with each configuration, and show what every step drafted, accepted and rejected, and "
+    group.add_argument("--trace", action="store_true", help=f"{steps}its milliseconds")
+    everything = "write everything to this file as JSON; - prints it instead of the table"
+    group.add_argument("--json", metavar="OUT", help=everything)
     options.add_decoding_options(parser, max_new_tokens=128)
     return parser
 
@@ -62,16 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
     shown = args.speculative_config if args.trace else []
     traces = {text: measure.traced(model, batches[0], Variant(text, text), arguments, args.seed) for text in shown}
+    settings = {"batch_size": args.batch_size, "prompts": len(prompts), "repeats": args.repeats, "seed": args.seed}
     report = {
         "model": args.model,
         "environment": measure.environment(model),
-        "settings": {
-            **arguments,
-            "batch_size": args.batch_size,
-            "prompts": len(prompts),
-            "repeats": args.repeats,
-            "seed": args.seed,
-        },
+        "settings": {**arguments, **settings},
         "results": [describe(result, results) for result in results],
     }
     if args.trace:

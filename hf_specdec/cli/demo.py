@@ -36,7 +36,6 @@ with that of plain generate(); the exit code is 1 if one differs.
 """
 
 SIZES = ("tiny", "100m", "300m", "1b")
-_HUNDRED = (768, 14, 2048, 12, 4, 64)  # the size "100m"; inflation.PRESETS has the larger ones
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "tiny-draft"}
 TREE = {"depth": 5, "top_k": 4, "total_tokens": 24}
 SHOWN = Variant("draft_model, chain", {**DRAFT, "num_speculative_tokens": 5})
@@ -108,8 +107,7 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
     # Steps must be long enough to gain from drafts, and short enough for the demo's time limit.
     affordable = "1b" if source.device.type == "cuda" else "300m" if cheap_rows else "100m"
     name = affordable if args.size == "auto" else args.size
-    size = {"tiny": None, "100m": _HUNDRED, **PRESETS}[name]
-    sizes = {} if size is None else dict(zip(DIMENSIONS, size, strict=True))
+    sizes = {} if name == "tiny" else dict(zip(DIMENSIONS, PRESETS[name], strict=True))
     model = inflate(source, **sizes, dtype=dtype)
     with tempfile.TemporaryDirectory(prefix="hf-specdec-demo-") as folder:
         has_head = "tiny-eagle3" in hf_specdec.bundled_names()

@@ -37,16 +37,13 @@ def add_command(commands) -> argparse.ArgumentParser:
     options.add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     options.add_config_option(group, "further keys, for example the draft length or a tree", default="{}")
-    group.add_argument(
-        "--no-baseline", action="store_true", help="do not time decoding without drafts; the speed-ups are left out"
-    )
-    group.add_argument(
-        "--json", metavar="OUT", help="write the figures to this file; - prints them instead of the table"
-    )
+    untimed = "do not time decoding without drafts; the speed-ups are left out"
+    group.add_argument("--no-baseline", action="store_true", help=untimed)
+    figures = "write the figures to this file; - prints them instead of the table"
+    group.add_argument("--json", metavar="OUT", help=figures)
     group.add_argument("--plot", metavar="OUT", help="write a bar plot to this PNG file")
-    group.add_argument(
-        "--update-card", action="store_true", help="put the table into the head's model card (README.md)"
-    )
+    card = "put the table into the head's model card (README.md)"
+    group.add_argument("--update-card", action="store_true", help=card)
     options.add_decoding_options(parser, max_new_tokens=128)
     return parser
 

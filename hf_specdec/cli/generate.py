@@ -91,13 +91,8 @@ def run(args: argparse.Namespace) -> int:
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         else:
             streamer = TokenBar(progress, total=len(prompts) * args.max_new_tokens)
-        output = model.generate(
-            **inputs,
-            **arguments,
-            streamer=streamer,
-            speculative_config=args.speculative_config,
-            return_dict_in_generate=True,
-        )
+        arguments |= {"speculative_config": args.speculative_config, "return_dict_in_generate": True}
+        output = model.generate(**inputs, **arguments, streamer=streamer)
     seconds = time.perf_counter() - start
 
     rows = cut_at_end(output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), end_tokens(model))

@@ -92,9 +92,7 @@ def check_output_file(path: str | None, option: str) -> None:
             raise ValueError(f"{option} {path}: not writable.")
         return
     # Permissions are not all that can be in the way: the file system may be read-only, or one like /proc.
-    is_new = not file.exists()
-    if is_new and file.is_symlink():
-        file = file.resolve()  # what it points to is made
+    is_new, file = not file.exists(), file.resolve()  # what a link points to is made
     try:
         os.close(os.open(file, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o666))
         if is_new:
@@ -205,10 +203,8 @@ def encode_prompts(
     elif chat and tokenizer.chat_template is None:
         raise ValueError("--chat: this tokenizer has no chat template.")
     if chat:
-        prompts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
-            for p in prompts
-        ]
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     batch = tokenizer(prompts, padding=True, add_special_tokens=not chat, return_tensors="pt")
     return {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
 
@@ -263,9 +259,7 @@ def start_ranks(size: int, argv: Sequence[str]) -> None:
     """
     world = os.environ.get("WORLD_SIZE")
     if world is not None and int(world) != size:
-        raise ValueError(
-            f"--tensor-parallel-size is {size}, and torchrun has started {world} ranks: they must be equal."
-        )
+        raise ValueError(f"--tensor-parallel-size is {size}, but torchrun has started {world} ranks: make them equal.")
     if world is not None or size == 1:
         if int(os.environ.get("RANK", "0")) > 0:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (only rank 0 prints)
@@ -274,10 +268,8 @@ def start_ranks(size: int, argv: Sequence[str]) -> None:
     sys.stdout.flush()
     # Without this variable torchrun sets it to 1, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), "-m", "hf_specdec",
-    ]  # fmt: skip
-    os.execv(sys.executable, [*command, *argv])
+    ranks = ["--standalone", "--nproc_per_node", str(size)]
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "hf_specdec", *argv])
 
 
 def leave_ranks() -> None:

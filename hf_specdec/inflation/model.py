@@ -28,7 +28,10 @@ from .tensors import (
 HYBRID = "Qwen3_5ForCausalLM"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", HYBRID)
 ROPE_TYPES_THAT_GROW = ("default", "linear", "llama3")
-PRESETS = {"300m": (1024, 20, 4096, 16, 8, 64), "1b": (2048, 16, 8192, 32, 8, 64), "8b": (4096, 32, 14336, 32, 8, 128)}
+PRESETS = {
+    "100m": (768, 14, 2048, 12, 4, 64), "300m": (1024, 20, 4096, 16, 8, 64), "1b": (2048, 16, 8192, 32, 8, 64),
+    "8b": (4096, 32, 14336, 32, 8, 128),
+}  # fmt: skip
 
 
 def inflate(

@@ -75,32 +75,26 @@ def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None
 
 def export(trainer: HeadTrainer, folder: Path, facts: dict[str, Any]) -> None:
     """Write the trainer's head to the folder in the first of its formats. Each file is written whole or not at all."""
-    told = {
-        "method": trainer.method,
-        "license": None,
-        "data": "texts that the target wrote while it served",
-        "target": trainer.target.name,
-        "options": trainer.options.to_dict(),
-    }
+    told = {"method": trainer.method, "license": None, "data": "texts that the target wrote while it served"}
+    told |= {"target": trainer.target.name, "options": trainer.options.to_dict()}
     export_head(trainer, folder, folder / WORK, None, torch.float32, {**told, **facts})
 
 
 def _trainer(config: HeadConfig, target: TargetModel, source: str | None) -> tuple[HeadTrainer, torch.Tensor]:
     """A trainer of heads shaped as the source's (None: of the default shape), and token counts that give its draft vocabulary."""
     counts = torch.zeros(target.vocab_size, dtype=torch.long)
-    if config.method == "mlp_speculator":
-        if source is None:
+    if source is None:
+        if config.method == "mlp_speculator":
             return MLPSpeculatorTrainer(MLPSpeculatorOptions(), target), counts
-        shape = open_checkpoint(source).config
+        return Eagle3Trainer(Eagle3TrainingOptions(), target), counts
+    checkpoint = open_checkpoint(source)
+    shape = checkpoint.config
+    if config.method == "mlp_speculator":
         options = MLPSpeculatorOptions(
             num_heads=shape["n_predict"], inner_dim=shape["inner_dim"], tie_weights=bool(shape.get("tie_weights")),
             scale_input=bool(shape.get("scale_input")), from_target=False,
         )  # fmt: skip
         return MLPSpeculatorTrainer(options, target), counts
-    if source is None:
-        return Eagle3Trainer(Eagle3TrainingOptions(), target), counts
-    checkpoint = open_checkpoint(source)
-    shape = checkpoint.config
     layers, size = shape.get("eagle_aux_hidden_state_layer_ids"), shape.get("draft_vocab_size")
     if "d2t" in checkpoint.names():
         ids = checkpoint.tensor("d2t").long() + torch.arange(len(checkpoint.tensor("d2t")))

@@ -145,12 +145,9 @@ class Learner:
         self.tau = self._tau(batch)
         self._put(trained)
         taken = new > self.tau + self.BETTER
-        self.history.append(
-            {
-                "texts": self.texts.count, "steps": self.steps, "tau": round(new, 4), "served_tau": round(self.tau, 4), "taken": taken,
-                "seconds": round(self.seconds, 3),
-            }
-        )  # fmt: skip
+        figures = {"tau": round(new, 4), "served_tau": round(self.tau, 4), "taken": taken}
+        counts = {"texts": self.texts.count, "steps": self.steps}
+        self.history.append({**counts, **figures, "seconds": round(self.seconds, 3)})
         if taken:
             self.best, self._ready, self.tau = trained, trained, new
             facts = {"num_samples": self.texts.count, "num_tokens": self.texts.num_tokens, "step": self.steps}
@@ -177,10 +174,8 @@ class Learner:
         logger.info("learn: back to the weights in use; the learning rate is now %.2g.", self.rate)
 
     def _new_optimizer(self) -> None:
-        groups = [
-            {"params": [parameter], "lr": self.rate * self.trainer.rate_share(name)}
-            for name, parameter in self.parameters.items()
-        ]
+        share = self.trainer.rate_share
+        groups = [{"params": [p], "lr": self.rate * share(name)} for name, p in self.parameters.items()]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
     @torch.no_grad()

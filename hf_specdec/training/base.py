@@ -196,17 +196,12 @@ class HeadTrainer(ABC):
     def speculators_config(self) -> dict[str, Any]:
         """The object `speculators_config` of a config.json in that format: the method, the length of a draft, the target."""
         model = self.target.model
-        proposal = {
-            "proposal_type": "greedy",
-            "speculative_tokens": self.num_guesses,
-            "verifier_accept_k": 1,
-            "accept_tolerance": 0.0,
-        }
+        proposal = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
         architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
         return {
             "algorithm": self.method,
             "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
+            "proposal_methods": [{**proposal, "speculative_tokens": self.num_guesses}],
             "verifier": {"name_or_path": self.target.name, "architectures": architectures},
         }
 

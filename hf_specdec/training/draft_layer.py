@@ -62,11 +62,10 @@ def layer_config_for(
     heads, shared = shape["num_attention_heads"], num_key_value_heads or shape["num_key_value_heads"]
     if heads % shared:
         raise TrainingError(f"--num-key-value-heads must divide the target's {heads} attention heads, not be {shared}.")
+    theirs = getattr(target.config, "intermediate_size", None)
     layers = LlamaConfig(
         **{**shape, "num_key_value_heads": shared},
-        intermediate_size=intermediate_size
-        or getattr(target.config, "intermediate_size", None)
-        or 4 * target.hidden_size,
+        intermediate_size=intermediate_size or theirs or 4 * target.hidden_size,
         num_hidden_layers=num_layers,
         hidden_act="silu",
         rms_norm_eps=getattr(target.config, "rms_norm_eps", None) or 1e-6,
@@ -93,13 +92,8 @@ def layer_json(config: LlamaConfig) -> dict[str, Any]:
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "hidden_act", "max_position_embeddings", "rms_norm_eps", "vocab_size",
     )  # fmt: skip
-    values = {key: getattr(config, key) for key in keys}
-    return {
-        "model_type": "llama",
-        **values,
-        "rope_theta": (config.rope_parameters or {}).get("rope_theta"),
-        "attention_bias": False,
-    }
+    values = {"model_type": "llama", **{key: getattr(config, key) for key in keys}}
+    return values | {"rope_theta": (config.rope_parameters or {}).get("rope_theta"), "attention_bias": False}
 
 
 @torch.no_grad()

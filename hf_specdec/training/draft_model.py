@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
-from .draft_layer import main_directions, rotary_base
+from .draft_layer import layer_shape, main_directions
 from .losses import token_loss
 from .options import DraftModelOptions, TrainingError
 
@@ -78,31 +78,29 @@ def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
     """The draft model's configuration, with the target's vocabulary and positions. Raises TrainingError: the shape is impossible or too
     wide.
     """
-    theirs = target.config
+    shape = layer_shape(target, 2048)
     width = options.width or max(2, target.hidden_size // 2)
     if width > target.hidden_size:
         raise TrainingError(
             f"--width {width} is more than the target's {target.hidden_size}: a draft should be smaller."
         )
-    head_dim = getattr(theirs, "head_dim", None) or target.hidden_size // theirs.num_attention_heads
-    heads = options.num_heads or max(1, width // head_dim)
+    heads = options.num_heads or max(1, width // shape["head_dim"])
     kv_heads = options.num_kv_heads or max(1, heads // 2)
     if width % heads or (width // heads) % 2 or heads % kv_heads:
         raise TrainingError(
             f"A width of {width} does not divide into {heads} heads of an even size with {kv_heads} for keys and values: "
             "give --width, --num-heads and --num-kv-heads that do."
         )
+    kept = {key: shape[key] for key in ("vocab_size", "max_position_embeddings", "rope_parameters")}
     return LlamaConfig(
-        vocab_size=target.vocab_size,
+        **kept,
         hidden_size=width,
         intermediate_size=options.intermediate_size or 3 * width,
         num_hidden_layers=options.num_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=getattr(theirs, "max_position_embeddings", None) or 2048,
         rms_norm_eps=1e-6,
         initializer_range=width**-0.5,
-        rope_parameters={"rope_type": "default", "rope_theta": rotary_base(theirs)},
         tie_word_embeddings=True,
         **special_tokens(target),
     )

@@ -123,12 +123,9 @@ class FeatureFiles(FeatureSource):
         stacked = torch.stack([*(batch.layers[i] for i in self.layer_ids[:-1]), batch.hidden()], dim=2)
         stacked = stacked.to(self.target.model.dtype).cpu()
         metadata = {"layer_ids": json.dumps(self.layer_ids), "prompt_length": "0", "model": self.model_name}
-        for row, sample in enumerate(samples):
-            tensors = {
-                "hidden_states": stacked[row, : len(sample)].contiguous(),
-                "token_ids": torch.from_numpy(sample.token_ids).long(),
-            }
-            content = save(tensors, metadata)
+        for states, sample in zip(stacked, samples, strict=True):
+            ids, states = torch.from_numpy(sample.token_ids).long(), states[: len(sample)].contiguous()
+            content = save({"hidden_states": states, "token_ids": ids}, metadata)
             key = self._key(sample.token_ids)
             self.known[key] = path = self.folder / f"{key}.safetensors"
             write_whole(path, lambda file, content=content: file.write(content))
@@ -137,6 +134,5 @@ class FeatureFiles(FeatureSource):
 def _identity(target: TargetModel) -> bytes:
     """Equal for targets with equal weights and configurations: weights may change while the target's name stays the same."""
     config = {key: value for key, value in target.config.to_dict().items() if key != "transformers_version"}
-    return json.dumps(config, sort_keys=True, default=str).encode() + b"".join(
-        fingerprints(list(target.model.parameters()))
-    )
+    weights = b"".join(fingerprints(list(target.model.parameters())))
+    return json.dumps(config, sort_keys=True, default=str).encode() + weights

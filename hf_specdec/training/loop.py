@@ -78,12 +78,8 @@ class Run:
         self.order = BatchOrder(lengths, options.tokens_per_batch, per_step, options.seed)
         self.num_steps = options.max_steps or self.order.num_steps(options.epochs)
         self.held_out = in_order(held_out[: options.max_held_out], options.tokens_per_batch)
-        self.settings = {
-            "method": trainer.method,
-            **identity,
-            "processes": world,
-            **{key: value for key, value in options.to_dict().items() if key not in _FREE},
-        }
+        kept = {key: value for key, value in options.to_dict().items() if key not in _FREE}
+        self.settings = {"method": trainer.method, **identity, "processes": world, **kept}
         seed_everything(options.seed)
         trainer.head = trainer.build(self._token_counts()).to(self.target.device).train()
         if options.init_from is not None:
@@ -114,10 +110,8 @@ class Run:
         frozen = {p.data_ptr() for p in self.target.model.parameters()}
         wrong = [n for n, p in self.parameters.items() if p.dtype != torch.float32 or p.data_ptr() in frozen]
         if wrong or not self.parameters:
-            raise ValueError(
-                f"{type(self.trainer).__name__}.build must return float32 parameters that are not the target's own: "
-                f"{wrong or 'it returned none'}."
-            )
+            what = f"{type(self.trainer).__name__}.build must return float32 parameters that are not the target's own"
+            raise ValueError(f"{what}: {wrong or 'it returned none'}.")
 
     def _groups(self) -> list[dict[str, Any]]:
         """Parameter groups by weight decay (matrices only) and factor of the learning rate."""

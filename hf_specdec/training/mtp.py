@@ -101,9 +101,8 @@ class MtpTrainer(HeadTrainer):
         for k, state in enumerate(self.unrolled(batch, options.num_steps)):
             labels, counts = batch.labels(k)
             logits = self.head.logits(state[counts]).float()
-            teacher = (
-                self.target.logits(batch.ahead(batch.hidden(), 1 + k)[counts]) if options.objective == "kl" else None
-            )
+            wanted = batch.ahead(batch.hidden(), 1 + k)[counts]
+            teacher = self.target.logits(wanted) if options.objective == "kl" else None
             total = total + weights[k] / sum(weights) * token_loss(logits, labels[counts], teacher).sum()
             metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == labels[counts]).sum(), counts.sum())
         return StepLoss(total, batch.labels(0)[1].sum(), metrics)

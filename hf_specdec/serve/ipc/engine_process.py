@@ -1,6 +1,6 @@
 """An engine in a process of its own, so that it and the HTTP side do not wait for one interpreter lock.
 
-`EngineProcess` is the HTTP side's end, a `Channel` is between. `main` runs in the process: it loads the model and serves what the HTTP side sends.
+`EngineProcess` is the HTTP side's end, a `Channel` is between, and `main` runs in the process.
 """
 
 from __future__ import annotations
