@@ -119,9 +119,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
     def _follow(self, input_ids: torch.LongTensor, scores: torch.Tensor | None = None) -> Sequence:
         """The sequence with these tokens: the running one, extended, or a new one."""
         if input_ids.shape[0] != 1:
-            raise ValueError(
-                "transformers' assisted decoding works on one sequence; use speculative_config for batches."
-            )
+            raise ValueError("transformers' assisted decoding takes one sequence: use speculative_config for batches.")
         tokens = input_ids[0].tolist()
         seq = self.sequence
         if seq is None or tokens[: len(seq.tokens)] != seq.tokens or len(tokens) > seq.max_length:
@@ -147,33 +145,20 @@ class AssistedDrafter(TransformersCandidateGenerator):
     def _outcome(
         self, seq: Sequence, trees: DraftTrees, path: list[int], new: list[int], scores: torch.Tensor | None
     ) -> StepOutcome:
-        """The step that verified the candidates: one row, the text's tokens and then the chain.
-
-        Args:
-            trees, path: the proposal, and its nodes that were candidates.
-            new: the tokens that were appended.
-            scores: [K + 1, V]; None if unknown.
-        """
+        """The step that verified the candidates, which are nodes `path` of the proposal: one row, the text's tokens and then the chain.
+        `new`: the tokens that were appended. `scores`: [K + 1, V]; None if unknown."""
         chain = [int(token) for token in trees.tokens[0, path]]
         matched = 0
         while matched < min(len(chain), len(new) - 1) and chain[matched] == new[matched]:
             matched += 1
         found = self.features
         num_forwarded = next((len(states) for states in found.values()), len(chain) + 1)
-        verified = StepOutcome(
-            sequences=[seq],
-            trees=DraftTrees.from_lists([chain], device=trees.tokens.device),
-            accepted=[list(range(matched))],
-            new_tokens=[new],
-            output=PackedOutput(
-                logits=scores if scores is not None else torch.empty(0),
-                last_hidden=found.get("last_hidden"),
-                layers={index: found[index] for index in self.generator.taps.layers if index in found},
-            ),
-            starts=[0],
-            chunks=[(seq, self._num_fed)],
-            num_own=[num_forwarded - len(chain)],
-        )
+        layers = {index: found[index] for index in self.generator.taps.layers if index in found}
+        logits = scores if scores is not None else torch.empty(0)
+        output = PackedOutput(logits=logits, last_hidden=found.get("last_hidden"), layers=layers)
+        verified_trees, own = DraftTrees.from_lists([chain], device=trees.tokens.device), [num_forwarded - len(chain)]
+        fed = {"starts": [0], "chunks": [(seq, self._num_fed)], "num_own": own}
+        verified = StepOutcome([seq], verified_trees, [list(range(matched))], [new], output, **fed)
         return verified.for_proposal([path[:matched]])
 
 

@@ -27,6 +27,7 @@ QUANTIZATIONS = ("wint8", "wint4")
 RECURRENT_STATES = ("auto", "kept", "replayed")
 DRAFT_LENGTHS = ("fixed", "auto")
 MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # per row and round: longer paths are cut, larger trees are refused
+_TABLE = "num_speculative_tokens_per_batch_size"
 _LARGEST_BLOCK = 4096  # tokens; a pool has several blocks, however short the texts are
 
 
@@ -231,9 +232,7 @@ class SpeculativeConfig:
         table = self.num_speculative_tokens_per_batch_size
         if table is not None:
             if automatic:
-                raise self.fail(
-                    "num_speculative_tokens_per_batch_size", "cannot be combined with draft_length 'auto': choose one."
-                )
+                raise self.fail(_TABLE, "cannot be combined with draft_length 'auto': choose one.")
             table = self.num_speculative_tokens_per_batch_size = self._batch_size_ranges(table)
         if self.num_speculative_tokens is None:
             usual = max(self.default_num_speculative_tokens, self.default_longest_draft if automatic else 0)
@@ -242,7 +241,7 @@ class SpeculativeConfig:
         for first, last, k in table or []:
             if k > self.num_speculative_tokens:
                 raise self.fail(
-                    "num_speculative_tokens_per_batch_size",
+                    _TABLE,
                     f"wants {k} draft tokens for {first} to {last} rows, more than num_speculative_tokens = "
                     f"{self.num_speculative_tokens}: raise num_speculative_tokens or lower this K.",
                 )
@@ -251,7 +250,6 @@ class SpeculativeConfig:
         """The table as [[first, last, K], ..]. It is given in this form (vLLM's), or as {first: K}, where each K applies up to
         the next key. Numbers may be strings, as in JSON keys and on command lines.
         """
-        key = "num_speculative_tokens_per_batch_size"
         try:
             if isinstance(table, dict):
                 starts = sorted((_integer(first), _integer(k)) for first, k in table.items())
@@ -259,22 +257,19 @@ class SpeculativeConfig:
                 table = [(first, last, k) for (first, k), last in zip(starts, lasts, strict=True)]
             ranges = sorted([_integer(first), _integer(last), _integer(k)] for first, last, k in table)
         except (TypeError, ValueError):
-            raise self.fail(
-                key,
-                f"must be a list of [first, last, K] like [[1, 4, 5], [5, 16, 2]] or a mapping {{first: K}}, all integers, not "
-                f"{table!r}.",
-            ) from None
+            forms = "a list of [first, last, K] like [[1, 4, 5], [5, 16, 2]] or a mapping {first: K}"
+            raise self.fail(_TABLE, f"must be {forms}, all integers, not {table!r}.") from None
         expected = 1
         for first, last, k in ranges:
             if first != expected or last < first or k < 0:
                 raise self.fail(
-                    key,
+                    _TABLE,
                     f"has the entry {[first, last, k]} where one that begins at {expected} is expected: ranges [first, last, K] "
                     f"must start at 1, have no gaps or overlaps, and have K >= 0; not {table!r}.",
                 )
             expected = last + 1
         if not ranges:
-            raise self.fail(key, f"must name at least one batch size, not {table!r}; leave it out for one K.")
+            raise self.fail(_TABLE, f"must name at least one batch size, not {table!r}; leave it out for one K.")
         return ranges
 
     @property
@@ -311,14 +306,11 @@ class SpeculativeConfig:
 
     def _check_rule_keys(self) -> None:
         """Check the keys that belong to one verification rule: their values, and that this rule is used."""
-        given = []
-        for f in dataclasses.fields(SpeculativeConfig):
-            owner = _RULE_OF_KEY.get(f.name)
-            if owner is None or getattr(self, f.name) == f.default:
-                continue
-            given.append(f.name)
-            if self.verification_rule != owner:
-                raise self.fail(f.name, f"can be used only with rejection_sample_method {owner!r}.")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        given = [key for key in _RULE_OF_KEY if getattr(self, key) != defaults[key]]
+        for key in given:
+            if self.verification_rule != _RULE_OF_KEY[key]:
+                raise self.fail(key, f"can be used only with rejection_sample_method {_RULE_OF_KEY[key]!r}.")
         if self.verification_rule == "synthetic":
             self._check_synthetic(given)
 
@@ -376,14 +368,11 @@ class SpeculativeConfig:
                 raise SpeculativeConfigError(
                     f"speculative_config has no key {key!r} for method {cls.name!r}{hint}. Valid keys: {', '.join(sorted(known))}."
                 )
-        values = dict(values)
-        if values.get("num_speculative_tokens") == "auto":  # the method knows the default maximum
-            if values.get("draft_length", "auto") != "auto":
-                raise SpeculativeConfigError(
-                    f"speculative_config['num_speculative_tokens'] of method {cls.name!r} is 'auto', but draft_length is "
-                    f"{values['draft_length']!r}: leave draft_length out, or give a number."
-                )
-            values.update(num_speculative_tokens=None, draft_length="auto")
+        if values.get("num_speculative_tokens") == "auto" and values.get("draft_length", "auto") != "auto":
+            raise SpeculativeConfigError(
+                f"speculative_config['num_speculative_tokens'] of method {cls.name!r} is 'auto', but draft_length is "
+                f"{values['draft_length']!r}: leave draft_length out, or give a number."
+            )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -418,11 +407,6 @@ def number_error(value: Any, whole: bool, minimum: float | None, maximum: float 
     return f"must be {'an integer' if whole else 'a number'} of {' and '.join(bounds)}, not {value!r}."
 
 
-def unknown_argument(owner: str, name: str, known: Iterable[str]) -> TypeError:
-    """The error about an argument that a class does not have; the caller raises it."""
-    return TypeError(f"{owner}() has no argument {name!r}{nearest_hint(name, known)}.")
-
-
 def with_hints(dataclass_type: type[T]) -> type[T]:
     """Class decorator: an argument that the dataclass does not have is a TypeError that suggests the nearest one."""
     initialize = dataclass_type.__init__
@@ -432,7 +416,8 @@ def with_hints(dataclass_type: type[T]) -> type[T]:
     def checked(self, *args, **values) -> None:
         for name in values:
             if name not in known:
-                raise unknown_argument(dataclass_type.__name__, name, known)
+                hint = nearest_hint(name, known)
+                raise TypeError(f"{dataclass_type.__name__}() has no argument {name!r}{hint}.")
         initialize(self, *args, **values)
 
     setattr(dataclass_type, "__init__", checked)  # noqa: B010 (a method, to a type checker)

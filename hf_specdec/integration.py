@@ -65,11 +65,9 @@ def specdec_decoding(
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
     with contextlib.ExitStack() as stack:
-        ranks = ranks_of(model)
+        ranks, mask = ranks_of(model), model_kwargs.get("attention_mask")
         if ranks is not None:
-            seed = stack.enter_context(
-                agreed_call(ranks, seed, config, generation_config, input_ids, model_kwargs.get("attention_mask"))
-            )
+            seed = stack.enter_context(agreed_call(ranks, seed, config, generation_config, input_ids, mask))
         # A decoder runs one batch at a time, and switches the models' attention while it runs.
         for each in sorted({model, assistant_model} - {None}, key=id):
             stack.enter_context(_kept(each).lock)
@@ -77,7 +75,7 @@ def specdec_decoding(
         return decode(
             decoder,
             input_ids,
-            model_kwargs.get("attention_mask"),
+            mask,
             logits_processor,
             stopping_criteria,
             generation_config,
@@ -103,11 +101,8 @@ class _Entry:
 
     def serves(self, context: DrafterContext) -> bool:
         """True if the call passes the very same objects. An object that was deleted matches nothing."""
-        for name, reference in self.given.items():
-            thing = context.given[name]
-            if (reference is None) != (thing is None) or (reference is not None and reference() is not thing):
-                return False
-        return True
+        pairs = [(context.given[name], reference) for name, reference in self.given.items()]
+        return all((thing is None) if of is None else (thing is not None and of() is thing) for thing, of in pairs)
 
 
 class _Kept:
@@ -144,12 +139,9 @@ class _Kept:
             thing = context.given[name]
             entry.given[name] = None if thing is None else held_weakly(thing, gone)
         hooks = hooks_in(made_for[1])  # decoders for others will not be found again
-        self.entries = [
-            each
-            for each in self.entries
-            if hooks_in(each.made_for[1]) <= hooks and not (each.made_for == made_for and each.serves(context))
-        ]
-        self.entries = [*self.entries, entry][-MOST_DECODERS:]
+        living = [each for each in self.entries if hooks_in(each.made_for[1]) <= hooks]
+        others = [each for each in living if each.made_for != made_for or not each.serves(context)]
+        self.entries = [*others, entry][-MOST_DECODERS:]
 
     def __deepcopy__(self, memo) -> _Kept:
         return _Kept()

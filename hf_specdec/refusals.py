@@ -60,7 +60,7 @@ def check_model(
     check_supported(model)
     if getattr(model, "_supported_generation_modes", None) is not None:
         raise UnsupportedModel(
-            f"{type(model).__name__} has its own decoding procedure, which speculative_config would replace."
+            f"{type(model).__name__} decodes in its own way, which speculative_config would replace."
         )
     if config.rejection_sample_method == "greedy" and generation_config.do_sample:
         raise config.fail(
@@ -177,7 +177,7 @@ def _settle_cache_implementation(model: PreTrainedModel, generation_config: Gene
 def _check_processors(generation_config: GenerationConfig) -> None:
     """Raise ValueError for arguments whose logits processors keep state, which rejected drafts would corrupt."""
     guidance = getattr(generation_config, "guidance_scale", None)
-    if guidance is not None and guidance != 1:
+    if guidance not in (None, 1):
         raise ValueError(
             f"guidance_scale={guidance} (an argument of generate() or a field of its generation_config) decodes a second text "
             "for each row, token by token, which speculative_config cannot do: leave out one of the two."
@@ -272,10 +272,8 @@ def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
     """
     if isinstance(value, dict):
         return all(each is None for each in value.values())
-    if value is None or (isinstance(value, (list, tuple)) and not value):
-        return True
     if not isinstance(value, torch.Tensor):
-        return False
+        return value is None or (isinstance(value, (list, tuple)) and not value)
     if value.numel() == 0:
         return True
     takes_zeros = is_multimodal(model) or any(key.endswith("token_type_embeddings") for key, _ in model.named_modules())
@@ -286,8 +284,7 @@ def _counts_positions(input_ids: torch.Tensor, length: int, mask: torch.Tensor |
     """Whether every axis of `position_ids` counts the unmasked tokens of a row."""
     if positions is None:
         return True
-    if mask is None:
-        mask = torch.ones(input_ids.shape[0], length, dtype=torch.long, device=input_ids.device)
+    mask = input_ids.new_ones(input_ids.shape[0], length) if mask is None else mask
     counted = mask.cumsum(-1) - 1
     width = min(positions.shape[-1], length)
     differ = (positions[..., -width:].to(mask.device) != counted[:, -width:]) & (mask[:, -width:] != 0)

@@ -45,7 +45,7 @@ SECONDS = {1: 34.0, BATCH: 16.0}  # time limit by batch size; a slow machine mea
 
 def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser(
-        "demo", help="show text and speed on the bundled models", description=__doc__, epilog=EPILOG
+        "demo", help="text and speed of the bundled models", description=__doc__, epilog=EPILOG
     )
     parser.add_argument("--all", action="store_true", help="run every method on the small model and compare the texts")
     parser.add_argument("--limit", type=positive_int, metavar="N", help="use only N prompts (default: 8; with --all 6)")

@@ -47,9 +47,7 @@ SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "env", help="print versions and devices for a bug report", description=__doc__, epilog=EPILOG
-    )
+    parser = commands.add_parser("env", help="print what a bug report needs", description=__doc__, epilog=EPILOG)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -99,9 +99,8 @@ def run(args: argparse.Namespace) -> int:
     texts = [] if stream else tokenizer.batch_decode(rows, skip_special_tokens=True)
     for number, text in enumerate(texts, 1):
         print(f"--- {number} ---\n{text}" if len(texts) > 1 else text)
-    Console(stderr=True).print(
-        summary(sum(map(len, rows)), seconds, output.speculation), highlight=False, soft_wrap=True
-    )
+    line = summary(sum(map(len, rows)), seconds, output.speculation)
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -109,8 +108,7 @@ def summary(new_tokens: int, seconds: float, speculation: Any) -> str:
     parts = [f"{new_tokens} tokens in {seconds:.2f} s", f"{new_tokens / seconds:.1f} tokens/s"]
     if speculation["num_draft_tokens"]:
         parts.append(f"τ {speculation['mean_accepted_length']:.2f} tokens per forward")
-        parts.append(
-            f"{speculation['acceptance_rate']:.0%} of {speculation['num_draft_tokens']} drafted tokens accepted"
-        )
+        rate, count = speculation["acceptance_rate"], speculation["num_draft_tokens"]
+        parts.append(f"{rate:.0%} of {count} drafted tokens accepted")
     parts.append(f"KV cache {speculation['kv_cache_bytes'] / 2**20:.1f} MiB")
     return " · ".join(parts)

@@ -103,9 +103,7 @@ def check_output_file(path: str | None, option: str) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="a bundled name (see `hf-specdec models`), a folder, or a Hub id"
-    )
+    parser.add_argument("model", metavar="MODEL", help="a bundled name (`hf-specdec models`), a folder, or a Hub id")
     add_loading_options(parser.add_argument_group("loading"), "the", "cpu, cuda, cuda:1, ...")
 
 
@@ -126,9 +124,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     group.add_argument("--temperature", type=float, metavar="T", help="divides the logits (with --do-sample)")
     group.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling (with --do-sample)")
     group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens (with --do-sample)")
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="seed of torch's generator (default: %(default)s)"
-    )
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="torch's seed (default: %(default)s)")
     add_chat_option(group)
 
 

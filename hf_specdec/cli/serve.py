@@ -72,9 +72,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         "--kv-transfer-config", metavar="JSON",
         help='disaggregated prefill: {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_consumer" or "kv_both"}',
     )  # fmt: skip
-    group.add_argument(
-        "--seed", type=int, metavar="N", help="seed for requests that have no seed of their own (default: random)"
-    )
+    group.add_argument("--seed", type=int, metavar="N", help="seed for requests without one (default: random)")
     engines = "number of engines at one address, by Ray Serve (default: %(default)s; needs hf-specdec[ray])"
     count("--replicas", default=1, help=engines)
 
@@ -96,9 +94,7 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="names by which clients call it (default: MODEL)")
     origins = "origins of web pages that may call the server (CORS; default: none)"
     add("--allowed-origins", nargs="+", metavar="URL", help=origins)
-    count(
-        "--max-num-queued-reqs", help="most requests that wait; a further one is answered with 429 (default: no limit)"
-    )
+    count("--max-num-queued-reqs", help="most requests that wait; the next is answered with 429 (default: no limit)")
     count("--max-body-bytes", default=16 << 20, help="largest body of a request (default: %(default)s)")
     silence = "seconds of silence after which a stream sends a comment (default: %(default)s; 0: never)"
     add("--sse-keep-alive-interval", type=float, default=15.0, metavar="S", help=silence)

@@ -66,9 +66,7 @@ def check_sizes(folder: Path, old: dict[str, int], new: dict[str, int], source: 
         raise ValueError(f"The target's head_dim={new['head_dim']} is not a multiple of the head's {old['head_dim']}.")
     needed = old["num_key_value_heads"] * copies_of_a_head(old, new)
     if new["num_key_value_heads"] < needed:
-        raise ValueError(
-            f"The target's {new['num_key_value_heads']} key-value heads cannot hold the head's: {needed} needed."
-        )
+        raise ValueError(f"The target has {new['num_key_value_heads']} key-value heads; the head's need {needed}.")
 
 
 def tapped(layers: list[int], old: int, new: int) -> dict[str, Any]:

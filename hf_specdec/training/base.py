@@ -189,9 +189,7 @@ class HeadTrainer(ABC):
             if tensor.untyped_storage().data_ptr() in trained:
                 tensor.copy_(given)
             elif not torch.equal(tensor.to(given.dtype), given):
-                raise TrainingError(
-                    f"{name} differs from this run's: the head is for another target or draft vocabulary."
-                )
+                raise TrainingError(f"{name} differs here: the head is for another target or draft vocabulary.")
 
     def speculators_config(self) -> dict[str, Any]:
         """The object `speculators_config` of a config.json in that format: the method, the length of a draft, the target."""

@@ -47,9 +47,8 @@ class DraftModelTrainer(HeadTrainer):
         logits = self.head.lm_head(self._hidden(batch)[counts]).float()
         teacher = self.target.logits(batch.hidden()[counts]) if self.options.objective == "kl" else None
         total = token_loss(logits, labels[counts], teacher).sum()
-        return StepLoss(
-            total, counts.sum(), {"accuracy_1": ((logits.argmax(-1) == labels[counts]).sum(), counts.sum())}
-        )
+        right = (logits.argmax(-1) == labels[counts]).sum()
+        return StepLoss(total, counts.sum(), {"accuracy_1": (right, counts.sum())})
 
     def guesses(self, batch: Batch) -> Guesses:
         """Greedy guesses; guess k reads the k tokens of the text that follow the newest one."""
@@ -81,9 +80,7 @@ def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
     shape = layer_shape(target, 2048)
     width = options.width or max(2, target.hidden_size // 2)
     if width > target.hidden_size:
-        raise TrainingError(
-            f"--width {width} is more than the target's {target.hidden_size}: a draft should be smaller."
-        )
+        raise TrainingError(f"--width {width} is more than the target's {target.hidden_size}: drafts are smaller.")
     heads = options.num_heads or max(1, width // shape["head_dim"])
     kv_heads = options.num_kv_heads or max(1, heads // 2)
     if width % heads or (width // heads) % 2 or heads % kv_heads:

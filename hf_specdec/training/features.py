@@ -113,7 +113,7 @@ class FeatureFiles(FeatureSource):
                     found[self._key(file.get_tensor("token_ids").numpy())] = path
         if num_old:
             logger.warning(
-                "%s: %d files are older than the target in %s: not used.", self.folder, num_old, self.model_name
+                "%s: %d files are older than the target %s: not used.", self.folder, num_old, self.model_name
             )
         return found
 

@@ -97,9 +97,7 @@ def regenerate(
         TrainingError: a row has no prompt, the file was written with other settings, or the disk is full.
     """
     if not hasattr(GenerationConfig, "speculative_config"):
-        raise TrainingError(
-            "The target writes its answers with speculation, which is uninstalled: call hf_specdec.install()."
-        )
+        raise TrainingError("The target answers with speculation, which is uninstalled: call hf_specdec.install().")
     sources = [source for row in rows for source in _sources(row, target, settings)]
     copies = Counter[str]()
     for number, source in enumerate(sources):

@@ -89,11 +89,9 @@ class Endpoint(ABC, Generic[AnySampling]):
 
     def submit(self, space: str = "") -> None:
         """Send the prompts to the engine, each as a request of its own, and set `answers`. `space`, and errors: see `Server.submit`."""
+        more = (self.params, self.reasoning, self.answers, self.body.max_time, space)
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
-            answer = self.server.submit(
-                prompt, ids, self.params, self.reasoning, self.answers, self.body.max_time, space
-            )
-            self.answers.append(answer)
+            self.answers.append(self.server.submit(prompt, ids, *more))
 
     def is_long(self, answer: Answer, update: Update) -> bool:
         """Whether the events of an update may be long, so that a thread has to make them."""

@@ -136,16 +136,14 @@ class EngineWorker(threading.Thread):
     def _submit(self, message: Submit) -> None:
         self._num_read += message.params.n
         try:
-            request = self.engine.add(
-                message.id, message.prompt, message.prompt_token_ids, message.params, reasoning=message.reasoning
-            )
+            prompt = message.prompt, message.prompt_token_ids
+            request = self.engine.add(message.id, *prompt, message.params, reasoning=message.reasoning)
         except BaseException as error:
             if not is_failure(error):
                 raise
             self._note_load()
-            self.deliver(
-                [Update(message.id, request_finished=True, error=error, is_refused=isinstance(error, ValueError))]
-            )
+            refused = isinstance(error, ValueError)
+            self.deliver([Update(message.id, request_finished=True, error=error, is_refused=refused)])
             return
         self._requests[message.id] = request
         self._note_load()

@@ -73,11 +73,10 @@ class Consumer:
         in_chunks = params.get("in_chunks") is True
         names = ["fingerprint", "num_tokens", "prompt", "remote_agent", "remote_request_id", "pools"]
         names += [] if in_chunks else ["remote_blocks", "digests"]
+        passed_on = "pass on those that the prefill server has returned"
         for name in names:
             if name not in params:
-                raise ValueError(
-                    f"kv_transfer_params lacks {name!r}: pass on those that the prefill server has returned."
-                )
+                raise ValueError(f"kv_transfer_params lacks {name!r}: {passed_on}.")
         if params["fingerprint"] != self.pools.fingerprint:
             raise ValueError(
                 "kv_transfer_params come from a server with another model, precision, block size or method: prefill and decode servers "
@@ -94,7 +93,7 @@ class Consumer:
         have_shape = _lengths(params["pools"], int) == [len(pools) for pools in self.pools.addresses()]
         offered = in_chunks or self._fits(pull, 0, params["remote_blocks"], params["digests"], needed)
         if not (are_texts and have_shape and offered):
-            raise ValueError("kv_transfer_params are malformed: pass on those that the prefill server has returned.")
+            raise ValueError(f"kv_transfer_params are malformed: {passed_on}.")
         self.pulling.append(pull)
 
     def _fits(self, pull: Pull, first: int, blocks: Any, digests: Any, count: int | None = None) -> bool:
@@ -117,7 +116,7 @@ class Consumer:
 
     def refused(self, name: str) -> None:
         for pull in self.pulling:
-            pull.refused = pull.refused or pull.name == name
+            pull.refused |= pull.name == name
 
     def cancel(self, choice: RequestChoice) -> bool:
         pull = next((pull for pull in self.pulling if pull.choice is choice), None)
@@ -231,7 +230,7 @@ class Consumer:
             blocks = cache.tables[seq.id].blocks[pull.have : pull.end]
             if self.pools.digests(cache, blocks) != [digests[i] for digests in pull.wanted]:
                 raise ValueError(
-                    "the blocks have changed since the prefill server announced them; it may have freed them"
+                    "the blocks have changed since they were offered; the prefill server may have freed them"
                 )
         pull.have = pull.end
         pull.until = time.monotonic() + self.pull_seconds
