@@ -134,9 +134,7 @@ class LLM:
             name = str(getattr(getattr(model, "config", None), "_name_or_path", model))
             self._metrics = Metrics(name, lambda: load_of(self.engine))
         try:
-            self.model, self.tokenizer = _loaded(
-                model, tokenizer, dtype, device, tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code
-            )  # fmt: skip
+            self.model, self.tokenizer = _loaded(given)
             self._make_engine(
                 config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
                 None if transfer is None or transfer.kv_connector != NIXL else partial(_transfers, transfer),
@@ -259,14 +257,10 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         if chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError("The tokenizer has no chat template: pass chat_template=, or use generate().")
-        prompts = [
-            self.tokenizer.apply_chat_template(
-                conversation, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message, tokenize=True, return_dict=False,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]  # fmt: skip
+        prompts = self.tokenizer.apply_chat_template(
+            conversations, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, tokenize=True, return_dict=False, **(chat_template_kwargs or {}),
+        )  # fmt: skip
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -346,26 +340,24 @@ class LLM:
         raise ValueError(f"A prompt is {kinds}, not {type(prompt).__name__}.")
 
 
-def _loaded(
-    model, tokenizer, dtype, device, tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code
-) -> tuple[PreTrainedModel, Any]:
+def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
+    """The model and its tokenizer, by the arguments of `LLM`."""
+    model, tokenizer, dtype, size = (given[key] for key in ("model", "tokenizer", "dtype", "tensor_parallel_size"))
+    origin = {key: given[key] for key in ("revision", "trust_remote_code")}
     if not isinstance(model, PreTrainedModel):
-        name = resolve_model(os.fspath(model))
-        loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        name, sharding = resolve_model(os.fspath(model)), {}
         tokenizer = name if tokenizer is None else tokenizer
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if tensor_parallel_size > 1:
+        if size > 1:
             from transformers.distributed.configuration_utils import DistributedConfig
 
-            experts = tensor_parallel_size if enable_expert_parallel else 1
-            loading["distributed_config"] = DistributedConfig(tp_size=tensor_parallel_size, ep_size=experts)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading).eval()
-        on_one = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = loaded.to(on_one) if tensor_parallel_size == 1 else loaded
+            experts = size if given["enable_expert_parallel"] else 1
+            sharding = {"distributed_config": DistributedConfig(tp_size=size, ep_size=experts)}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
+        on_one = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = loaded.to(on_one) if size == 1 else loaded
     if isinstance(tokenizer, (str, Path)):
-        tokenizer = AutoTokenizer.from_pretrained(
-            resolve_model(os.fspath(tokenizer)), revision=revision, trust_remote_code=trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(os.fspath(tokenizer)), **origin)
     return model, tokenizer
 
 
