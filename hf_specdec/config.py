@@ -22,6 +22,10 @@ _RULE_OF_KEY = {
 }
 # Keys that may differ between calls that share a decoder and its drafter.
 PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", "trace", *_RULE_OF_KEY)
+_APART = {  # keys that exclude each other
+    "compile": ["prepack_weights"], "native": ["compile", "prepack_weights"],
+    "deterministic": ["prepack_weights", "target_quantization", "compile", "native"],
+}  # fmt: skip
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
 RECURRENT_STATES = ("auto", "kept", "replayed")
@@ -188,14 +192,10 @@ class SpeculativeConfig:
         self.check_keys()
         if self.quantization is not None and not self.has_weights:
             raise self.fail("quantization", "is for drafters with weights, and this method has none: leave it out.")
-        if self.compile and self.prepack_weights:
-            raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
-        for key in ("compile", "prepack_weights"):
-            if self.native and getattr(self, key):
-                raise self.fail(key, "cannot be combined with 'native': leave one of them out.")
-        for key in ("prepack_weights", "target_quantization", "compile", "native"):
-            if self.deterministic and getattr(self, key):
-                raise self.fail(key, "cannot be combined with 'deterministic': leave one of them out.")
+        for owner, keys in _APART.items():
+            for key in keys:
+                if getattr(self, owner) and getattr(self, key):
+                    raise self.fail(key, f"cannot be combined with {owner!r}: leave one of them out.")
         self._check_rule_keys()
 
     def check_keys(self) -> None:

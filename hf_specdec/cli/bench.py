@@ -19,9 +19,8 @@ examples:
       --speculative-config '{"method": "ngram"}' --speculative-config '{"method": "suffix"}'
 
 Two baselines are measured with your configurations: transformers' own generate(), and the loop of this package without drafts (none).
-"× none" is what drafting brings; ▼ marks a configuration that is slower than none. Each batch is decoded in every way before the next
-one begins, so that other load on the machine affects all alike; on a CPU the clock counts the CPU time of the decoding thread. tokens/s
-is the median over the repeats. Methods that learn from outputs (suffix) start each repeat empty.
+Each batch is decoded in every way before the next one begins, so that other load on the machine affects all alike; on a CPU the clock
+counts the CPU time of the decoding thread. tokens/s is the median over the repeats. Methods that learn from outputs start each empty.
 """
 
 

@@ -30,9 +30,8 @@ examples:
   hf-specdec demo --all --limit 12 --max-new-tokens 64 --batch-size 4
 
 The bundled model has 6 million parameters, too few for any drafter to make it faster. So the demo first makes it bigger: the added zeros
-and idle layers change no logit, but cost as much time as the weights of a real model. Green text was drafted and accepted; the other
-tokens come from the model itself, one per forward pass. --all runs every method on the small model in float32 and compares its text
-with that of plain generate(); the exit code is 1 if one differs.
+and idle layers change no logit, but cost as much time as the weights of a real model. --all runs every method on the small model in
+float32 and compares its text with that of plain generate(); the exit code is 1 if one differs.
 """
 
 SIZES = ("tiny", "100m", "300m", "1b")

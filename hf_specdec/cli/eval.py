@@ -22,9 +22,8 @@ examples:
   hf-specdec eval ./my-eagle3 --target ./my-model --speculative-config '{"top_k": 8, "total_tokens": 60, "depth": 5}'
 
 Prompts with a "task" are counted by task, and --limit is of each task. τ is the number of tokens per row and forward pass of the target.
-Acceptance per position is the share of steps in which the draft's 1st, 2nd, .. token was accepted. "× none" compares with the same loop
-without drafts, "× plain" with transformers' own generate(), on this machine; ▼ marks a task in which the head makes decoding slower. They
-are estimates from one pass over the prompts; `hf-specdec bench` repeats the measurement.
+Acceptance per position is the share of steps in which the draft's 1st, 2nd, .. token was accepted. Speed-ups are estimates from one pass
+over the prompts on this machine; `hf-specdec bench` repeats the measurement.
 """
 
 

@@ -39,13 +39,11 @@ def recurrent_loss(
     labels = [batch.labels(k) for k in range(trainer.num_guesses)]
     used = torch.stack([counts for _, counts in labels]).any(0)
     current = state(used)
-    probs, before = (
-        None,
-        batch.ahead(batch.loss_mask, 1),
-    )  # the target's distributions of the tokens that count, computed once
+    # the target's distributions [n, V] of the tokens that count, computed once
+    probs, before = None, batch.ahead(batch.loss_mask, 1)
     if options.teacher_weight:
         with torch.no_grad():
-            probs = trainer.target.logits(batch.hidden()[before]).softmax(-1)  # [n, V]
+            probs = trainer.target.logits(batch.hidden()[before]).softmax(-1)
     rows = before.flatten().cumsum(0).view_as(before) - 1
     total, metrics = current.new_zeros(()), {}
     for k, (ids, counts) in enumerate(labels):
