@@ -81,9 +81,7 @@ class SpeculativeConfig:
         "K by the number of decoding rows: [[1, 4, 5], [5, 16, 2], [17, 64, 0]] or {1: 5, 5: 2, 17: 0}; every K is at "
         "most num_speculative_tokens; the last K also applies to larger batches",
     )
-    disable_by_batch_size: int | None = config_key(
-        None, "do not draft in steps that decode more rows than this", minimum=1
-    )
+    disable_by_batch_size: int | None = config_key(None, "do not draft in steps of more decoding rows", minimum=1)
     max_model_len: int | None = config_key(
         None, "do not draft beyond this many tokens per text, drafts included", minimum=1
     )
@@ -115,18 +113,13 @@ class SpeculativeConfig:
         None, "how a model drafts when sampling: 'probabilistic' (default) or 'greedy'", choices=DRAFT_SAMPLE_METHODS
     )
     seed: int | None = config_key(
-        None,
-        "seed of the per-row sampling streams; drawn from torch's generator if absent",
-        minimum=0,
-        maximum=2**63 - 1,
+        None, "seed of the rows' sampling streams; by default from torch's generator", minimum=0, maximum=2**63 - 1
     )
     block_size: int = config_key(16, "tokens per KV block", minimum=1, maximum=_LARGEST_BLOCK)
     num_blocks: int | None = config_key(
         None, "maximum number of KV blocks in the pool; by default as many as the batch needs", minimum=1
     )
-    prefill_chunk_size: int = config_key(
-        2048, "maximum number of prompt tokens per forward (bounds activation memory)", minimum=1
-    )
+    prefill_chunk_size: int = config_key(2048, "most prompt tokens per forward (bounds activation memory)", minimum=1)
     prepack_weights: bool | None = config_key(
         None, "on a CPU, keep a second copy of the weights in a faster layout; by default if memory is plentiful"
     )

@@ -268,7 +268,9 @@ def mask_token(options: DFlashOptions, target: TargetModel, token_counts: torch.
     rows, tokenizer = len(table), target.tokenizer
     if options.mask_token_id is not None:
         if options.mask_token_id >= rows:
-            raise TrainingError(f"--mask-token-id {options.mask_token_id}: the target has {rows} embeddings.")
+            raise TrainingError(
+                f"--mask-token-id {options.mask_token_id}: the target has embeddings for {rows} tokens."
+            )
         return options.mask_token_id
     special: Sequence[int] = getattr(tokenizer, "all_special_ids", ())
     candidates = [("mask token", tokenizer.mask_token_id), ("first id without a token", len(tokenizer))]
