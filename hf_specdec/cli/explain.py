@@ -101,10 +101,8 @@ def _measure(
     generator = get_decoder(model, hf_specdec.parse_config(args.speculative_config)).generator
     assert isinstance(generator, AutoGenerator)
     learnt = generator.policy.report(args.batch_size)
-    report |= {
-        "plain_ms": learnt["plain_ms"], "token_ms": learnt["token_ms"], "mean_accepted_length": results[-1].accepted_length,
-        "measured": {},
-    }  # fmt: skip
+    report |= {key: learnt[key] for key in ("plain_ms", "token_ms")}
+    report |= {"mean_accepted_length": results[-1].accepted_length, "measured": {}}
     for variant, result in zip(variants, results[-len(variants) :], strict=True):
         steps = [step for step in measure.traced(model, batches[0], variant, arguments, args.seed) if step["drafted"]]
         drafting = [step["propose_ms"] + step["observe_ms"] for step in steps]
@@ -121,10 +119,8 @@ def _measure(
 def _times(report: dict[str, Any]) -> str:
     """What steps cost, and what "auto" drafted with. A drafter that found nothing to draft has no time."""
     measured = {name: figures for name, figures in report["measured"].items() if name != "auto"}
-    drafting = (
-        f"{name} {'–' if figures['milliseconds'] is None else format(figures['milliseconds'], '.2f')}"
-        for name, figures in measured.items()
-    )
+    times = ((name, figures["milliseconds"]) for name, figures in measured.items())
+    drafting = (f"{name} {'–' if time is None else format(time, '.2f')}" for name, time in times)
     taken = (f"{name} {figures['steps']}" for name, figures in measured.items() if figures["steps"])
     return (
         f"A step without drafts: {report['plain_ms']:.2f} ms; each drafted token adds {report['token_ms']:.2f} ms. Drafting, in ms: "

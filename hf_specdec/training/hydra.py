@@ -64,9 +64,8 @@ class HydraTrainer(HeadTrainer):
         """The prefix layer's configuration: one Llama layer with the target's settings, as loading assumes."""
         theirs = self.target.config
         if theirs.model_type not in _LLAMA_LIKE:
-            raise TrainingError(
-                f"--prefix-layer needs a target of type {', '.join(_LLAMA_LIKE)}; this one is {theirs.model_type!r}."
-            )
+            kinds = ", ".join(_LLAMA_LIKE)
+            raise TrainingError(f"--prefix-layer needs a target of type {kinds}; this one is {theirs.model_type!r}.")
         values = {key: getattr(theirs, key) for key in _LAYER_KEYS if getattr(theirs, key, None) is not None}
         config = LlamaConfig(**values, num_hidden_layers=1)
         config._attn_implementation = "sdpa"
