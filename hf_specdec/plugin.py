@@ -34,9 +34,8 @@ _explicit_calls = 0  # running calls of our generate(), which need the plugin un
 def install() -> None:
     """Make `speculative_config=` an argument of every `generate()`. Idempotent; `import hf_specdec` calls it."""
     global _installed
-    for (
-        name
-    ) in _REPLACEMENTS:  # wait until no other thread is importing it; without `_lock`, for which that import may wait
+    # Wait until no other thread is importing a module; without `_lock`, for which that import may wait.
+    for name in _REPLACEMENTS:
         if name in sys.modules:
             importlib.import_module(name)
     with _lock:

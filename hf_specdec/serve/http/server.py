@@ -329,9 +329,8 @@ class Server:
         if reserved and reserved != ["documents"]:
             raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
         template = None
-        if (
-            self.tokenizer.chat_template is None
-        ):  # ChatML begins with the token with which the tokenizer begins every text, if it has one
+        if self.tokenizer.chat_template is None:
+            # ChatML begins with the token with which the tokenizer begins every text, if it has one.
             begins = self.tokenizer.bos_token is not None and self.encode("x")[0] == self.tokenizer.bos_token_id
             template = "{{ bos_token }}" + CHATML if begins else CHATML
         final = body.continue_final_message
