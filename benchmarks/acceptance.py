@@ -21,8 +21,8 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec
-from hf_specdec.cli.eval import TaskFigures
-from hf_specdec.cli.measure import Variant, environment, timed_generate, warm_up
+from hf_specdec.cli.eval import summary
+from hf_specdec.cli.measure import Measurement, Variant, environment, timed_generate, warm_up
 from hf_specdec.cli.options import BUNDLED_PROMPTS, encode_prompts, read_prompts
 
 K = 5
@@ -73,25 +73,32 @@ HYBRID_CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+def begun() -> Measurement:
+    """A measurement of one repeat."""
+    result = Measurement(Variant(""))
+    result.repeat()
+    return result
+
+
 def measure(model: Any, tokenizer: Any, tasks: dict[str, list[str]], config: dict[str, Any], plain: dict) -> dict:
     """Figures of one configuration by task, "all" last; and how many outputs equal the plain ones."""
     variant, arguments = Variant("", config), {"max_new_tokens": 128, "do_sample": False}
-    out, whole, equal = {}, TaskFigures(), 0
+    out, whole, equal = {}, begun(), 0
     hf_specdec.release(model)
     warm_up(model, encode_prompts(tokenizer, tasks["math"][:1], None, model.device), variant, arguments)
     for task, prompts in tasks.items():
-        figures = TaskFigures(prompts=len(prompts))
+        figures = begun()
         for prompt in prompts:
             inputs = encode_prompts(tokenizer, [prompt], None, model.device)
             rows, seconds, speculation = timed_generate(model, inputs, variant, arguments, 0)
-            figures.count(speculation, seconds, len(rows[0]))
+            for each in (figures, whole):
+                each.add(rows, seconds, speculation)
             if prompt not in plain:
                 plain[prompt] = timed_generate(model, inputs, Variant(""), arguments, 0)[0]
             equal += rows == plain[prompt]
-        out[task] = {"tau": figures.summary()["tau"]}
-        whole.add(figures)
-    summary = whole.summary()
-    out["all"] = {key: summary[key] for key in ("tau", "acceptance_rate", "acceptance_per_position")}
+        out[task] = {"tau": figures.accepted_length}
+    found = summary([whole])
+    out["all"] = {key: found[key] for key in ("tau", "acceptance_rate", "acceptance_per_position")}
     return {"speculative_config": config, "tasks": out, "equal": equal, "prompts": sum(map(len, tasks.values()))}
 
 
@@ -99,7 +106,8 @@ def measure_in_turns(model: Any, tokenizer: Any, tasks: dict[str, list[str]], co
     """`measure` for several configurations, prompt by prompt, with tokens per second of CPU time beside plain generate()'s."""
     arguments = {"max_new_tokens": 128, "do_sample": False}
     runs = [(method, shape, config) for method, shapes in configs.items() for shape, config in shapes.items()]
-    figures = {(method, shape): {task: TaskFigures() for task in tasks} for method, shape, _ in runs}
+    figures = {(method, shape): {task: begun() for task in [*tasks, "all"]} for method, shape, _ in runs}
+    plains = {key: begun() for key in figures}
     equal = dict.fromkeys(figures, 0)
 
     def timed(inputs: Any, config: dict[str, Any] | None) -> tuple[Any, float, Any]:
@@ -114,16 +122,15 @@ def measure_in_turns(model: Any, tokenizer: Any, tasks: dict[str, list[str]], co
         plain, plain_seconds, _ = timed(inputs, None)
         for method, shape, config in runs:
             rows, seconds, speculation = timed(inputs, config)
-            own = figures[method, shape][task]
-            own.count(speculation, seconds, len(rows[0]))
-            own.plain_tokens, own.plain_seconds = own.plain_tokens + len(plain[0]), own.plain_seconds + plain_seconds
+            for name in (task, "all"):
+                figures[method, shape][name].add(rows, seconds, speculation)
+            plains[method, shape].add(plain, plain_seconds, None)
             equal[method, shape] += rows == plain
     results = []
     for method, shape, config in runs:
-        own, whole = figures[method, shape], TaskFigures()
-        for each in own.values():
-            whole.add(each)
-        kept, summary = {task: {"tau": each.summary()["tau"]} for task, each in own.items()}, whole.summary()
+        own, plain = figures[method, shape], plains[method, shape]
+        kept: dict[str, Any] = {task: {"tau": each.accepted_length} for task, each in own.items()}
+        of_all = summary([own["all"], plain, plain])
         names = (
             "tau",
             "acceptance_rate",
@@ -132,11 +139,11 @@ def measure_in_turns(model: Any, tokenizer: Any, tasks: dict[str, list[str]], co
             "plain_tokens_per_second",
             "speed_up",
         )
-        kept["all"] = {name: summary[name] for name in names}
+        kept["all"] = {name: of_all[name] for name in names}
         result = {"method": method, "shape": shape, "speculative_config": config, "tasks": kept}
         results.append({**result, "equal": equal[method, shape], "prompts": sum(map(len, tasks.values()))})
         print(
-            f"{method:16} {shape:6} τ {summary['tau']:.3f}  × {summary['speed_up']:.2f}  equal {equal[method, shape]}",
+            f"{method:16} {shape:6} τ {of_all['tau']:.3f}  × {of_all['speed_up']:.2f}  equal {equal[method, shape]}",
             flush=True,
         )
     return results

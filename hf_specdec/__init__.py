@@ -49,23 +49,20 @@ __all__ = [
 ]
 
 # Imported when they are first asked for: `import hf_specdec` loads no more than the plugin.
-_MODULE_OF = {
-    "LLM": ".serve",
-    "SamplingParams": ".serve.engine.params",
-    "StructuredOutputsParams": ".serve.engine.structured",
-    "CandidateGenerator": ".candidate_generators",
-    "available_methods": ".candidate_generators",
-    "parse_config": ".candidate_generators",
-    "register": ".candidate_generators",
-    "DrafterContext": ".candidate_generators.base",
-    "DraftTrees": ".core.draft_trees",
-    "PackedModel": ".model.packed_model",
-    "PackedOutput": ".core.output",
-    "Sequence": ".core.sequence",
-    "StepOutcome": ".core.outcome",
-    "Taps": ".core.output",
-    "assisted_loop": ".assisted",
+_NAMES_OF = {
+    ".serve": ["LLM"],
+    ".serve.engine.params": ["SamplingParams"],
+    ".serve.engine.structured": ["StructuredOutputsParams"],
+    ".candidate_generators": ["CandidateGenerator", "available_methods", "parse_config", "register"],
+    ".candidate_generators.base": ["DrafterContext"],
+    ".core.draft_trees": ["DraftTrees"],
+    ".core.output": ["PackedOutput", "Taps"],
+    ".core.outcome": ["StepOutcome"],
+    ".core.sequence": ["Sequence"],
+    ".model.packed_model": ["PackedModel"],
+    ".assisted": ["assisted_loop"],
 }
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

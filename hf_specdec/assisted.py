@@ -40,7 +40,8 @@ def assisted_loop(
     """
     context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer, chains_only=True)
     drafter = AssistedDrafter(generator_for(model, parse_config(speculative_config), context))
-    original = model._get_stopping_criteria
+    generating: Any = model  # has GenerationMixin's methods
+    original = generating._get_stopping_criteria
 
     def criteria(*args, **kwargs):
         found = original(*args, **kwargs)
@@ -78,7 +79,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
         self._proposal: tuple[DraftTrees, list[int]] | None = None  # the last draft, and its nodes that were candidates
         self._num_fed = 0  # length of the text when the draft was proposed
 
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.Tensor, None]:
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[Any, Any]:
         """The text followed by one chain of drafted tokens: int64 [1, S + K]. Drafts are deterministic, so no logits.
 
         Raises:
@@ -89,15 +90,15 @@ class AssistedDrafter(TransformersCandidateGenerator):
             trees = self.generator.propose([seq], [self.generator.config.longest_draft])
         path = _first_path(trees)
         tokens = trees.tokens[0, torch.tensor(path, dtype=torch.long, device=trees.tokens.device)]
-        candidates = torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1)
+        candidates: Any = torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1)
         start = input_ids.shape[1]
         # The token that ends the text is not drafted: verification gives it after the last draft, and then nothing follows.
-        count = next((i for i in range(len(path)) if self._is_end(candidates[:, : start + i + 1])), len(path))
+        ends = (
+            bool(self.ends) and bool(self.ends(candidates[:, : start + i + 1], None).all()) for i in range(len(path))
+        )
+        count = next((i for i, ended in enumerate(ends) if ended), len(path))
         self._proposal, self._num_fed = (trees, path[:count]), len(seq.tokens)
         return candidates[:, : start + count], None
-
-    def _is_end(self, input_ids: torch.LongTensor) -> bool:
-        return bool(self.ends) and bool(self.ends(input_ids, None).all())  # type: ignore[arg-type]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Tell the generator which candidates the last forward accepted.
@@ -118,9 +119,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
     def _follow(self, input_ids: torch.LongTensor, scores: torch.Tensor | None = None) -> Sequence:
         """The sequence with these tokens: the running one, extended, or a new one."""
         if input_ids.shape[0] != 1:
-            raise ValueError(
-                "transformers' assisted decoding works on one sequence; use speculative_config for batches."
-            )
+            raise ValueError("transformers' assisted decoding takes one sequence: use speculative_config for batches.")
         tokens = input_ids[0].tolist()
         seq = self.sequence
         if seq is None or tokens[: len(seq.tokens)] != seq.tokens or len(tokens) > seq.max_length:
@@ -146,33 +145,20 @@ class AssistedDrafter(TransformersCandidateGenerator):
     def _outcome(
         self, seq: Sequence, trees: DraftTrees, path: list[int], new: list[int], scores: torch.Tensor | None
     ) -> StepOutcome:
-        """The step that verified the candidates: one row, the text's tokens and then the chain.
-
-        Args:
-            trees, path: the proposal, and its nodes that were candidates.
-            new: the tokens that were appended.
-            scores: [K + 1, V]; None if unknown.
-        """
+        """The step that verified the candidates, which are nodes `path` of the proposal: one row, the text's tokens and then the chain.
+        `new`: the tokens that were appended. `scores`: [K + 1, V]; None if unknown."""
         chain = [int(token) for token in trees.tokens[0, path]]
         matched = 0
         while matched < min(len(chain), len(new) - 1) and chain[matched] == new[matched]:
             matched += 1
         found = self.features
         num_forwarded = next((len(states) for states in found.values()), len(chain) + 1)
-        verified = StepOutcome(
-            sequences=[seq],
-            trees=DraftTrees.from_lists([chain], device=trees.tokens.device),
-            accepted=[list(range(matched))],
-            new_tokens=[new],
-            output=PackedOutput(
-                logits=scores if scores is not None else torch.empty(0),
-                last_hidden=found.get("last_hidden"),
-                layers={index: found[index] for index in self.generator.taps.layers if index in found},
-            ),
-            starts=[0],
-            chunks=[(seq, self._num_fed)],
-            num_own=[num_forwarded - len(chain)],
-        )
+        layers = {index: found[index] for index in self.generator.taps.layers if index in found}
+        logits = scores if scores is not None else torch.empty(0)
+        output = PackedOutput(logits=logits, last_hidden=found.get("last_hidden"), layers=layers)
+        verified_trees, own = DraftTrees.from_lists([chain], device=trees.tokens.device), [num_forwarded - len(chain)]
+        fed = {"starts": [0], "chunks": [(seq, self._num_fed)], "num_own": own}
+        verified = StepOutcome([seq], verified_trees, [list(range(matched))], [new], output, **fed)
         return verified.for_proposal([path[:matched]])
 
 

@@ -9,16 +9,8 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "bundled_models"
 # What the wheel leaves out, so that it stays small. A checkout has all of them; tests/project/test_wheel.py compares this with MANIFEST.in.
-APART = (
-    "tiny-dflash",
-    "tiny-eagle",
-    "tiny-eagle3",
-    "tiny-hybrid",
-    "tiny-hydra",
-    "tiny-medusa",
-    "tiny-mlp_speculator",
-    "tiny-mtp",
-)
+_HEADS = ("dflash", "eagle", "eagle3", "hydra", "medusa", "mlp_speculator", "mtp")
+APART = ("tiny-hybrid", *(f"tiny-{method}" for method in _HEADS))
 HOW_TO_INSTALL = "pip install 'hf-specdec[models]' (in a checkout: pip install ./models)"
 
 
@@ -50,9 +42,8 @@ def bundled(name: str) -> str:
     if name in folders:
         return str(folders[name])
     if name in APART:
-        raise ImportError(
-            f"The bundled model {name!r} comes in a package of its own: {HOW_TO_INSTALL}.", name="hf_specdec_models"
-        )
+        message = f"The bundled model {name!r} comes in a package of its own: {HOW_TO_INSTALL}."
+        raise ImportError(message, name="hf_specdec_models")
     raise ValueError(f"No bundled model is called {name!r}. Bundled: {', '.join(sorted(folders))}.")
 
 

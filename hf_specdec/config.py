@@ -22,11 +22,16 @@ _RULE_OF_KEY = {
 }
 # Keys that may differ between calls that share a decoder and its drafter.
 PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", "trace", *_RULE_OF_KEY)
+_APART = {  # keys that exclude each other
+    "compile": ["prepack_weights"], "native": ["compile", "prepack_weights"],
+    "deterministic": ["prepack_weights", "target_quantization", "compile", "native"],
+}  # fmt: skip
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
 RECURRENT_STATES = ("auto", "kept", "replayed")
 DRAFT_LENGTHS = ("fixed", "auto")
 MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # per row and round: longer paths are cut, larger trees are refused
+_TABLE = "num_speculative_tokens_per_batch_size"
 _LARGEST_BLOCK = 4096  # tokens; a pool has several blocks, however short the texts are
 
 
@@ -76,9 +81,7 @@ class SpeculativeConfig:
         "K by the number of decoding rows: [[1, 4, 5], [5, 16, 2], [17, 64, 0]] or {1: 5, 5: 2, 17: 0}; every K is at "
         "most num_speculative_tokens; the last K also applies to larger batches",
     )
-    disable_by_batch_size: int | None = config_key(
-        None, "do not draft in steps that decode more rows than this", minimum=1
-    )
+    disable_by_batch_size: int | None = config_key(None, "do not draft in steps of more decoding rows", minimum=1)
     max_model_len: int | None = config_key(
         None, "do not draft beyond this many tokens per text, drafts included", minimum=1
     )
@@ -110,18 +113,13 @@ class SpeculativeConfig:
         None, "how a model drafts when sampling: 'probabilistic' (default) or 'greedy'", choices=DRAFT_SAMPLE_METHODS
     )
     seed: int | None = config_key(
-        None,
-        "seed of the per-row sampling streams; drawn from torch's generator if absent",
-        minimum=0,
-        maximum=2**63 - 1,
+        None, "seed of the rows' sampling streams; by default from torch's generator", minimum=0, maximum=2**63 - 1
     )
     block_size: int = config_key(16, "tokens per KV block", minimum=1, maximum=_LARGEST_BLOCK)
     num_blocks: int | None = config_key(
         None, "maximum number of KV blocks in the pool; by default as many as the batch needs", minimum=1
     )
-    prefill_chunk_size: int = config_key(
-        2048, "maximum number of prompt tokens per forward (bounds activation memory)", minimum=1
-    )
+    prefill_chunk_size: int = config_key(2048, "most prompt tokens per forward (bounds activation memory)", minimum=1)
     prepack_weights: bool | None = config_key(
         None, "on a CPU, keep a second copy of the weights in a faster layout; by default if memory is plentiful"
     )
@@ -187,14 +185,10 @@ class SpeculativeConfig:
         self.check_keys()
         if self.quantization is not None and not self.has_weights:
             raise self.fail("quantization", "is for drafters with weights, and this method has none: leave it out.")
-        if self.compile and self.prepack_weights:
-            raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
-        for key in ("compile", "prepack_weights"):
-            if self.native and getattr(self, key):
-                raise self.fail(key, "cannot be combined with 'native': leave one of them out.")
-        for key in ("prepack_weights", "target_quantization", "compile", "native"):
-            if self.deterministic and getattr(self, key):
-                raise self.fail(key, "cannot be combined with 'deterministic': leave one of them out.")
+        for owner, keys in _APART.items():
+            for key in keys:
+                if getattr(self, owner) and getattr(self, key):
+                    raise self.fail(key, f"cannot be combined with {owner!r}: leave one of them out.")
         self._check_rule_keys()
 
     def check_keys(self) -> None:
@@ -203,22 +197,20 @@ class SpeculativeConfig:
         if isinstance(self.rejection_sample_method, str):
             self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
         for f in dataclasses.fields(self):
-            if "bounds" not in f.metadata:
-                continue
             kind, _, none = str(f.type).partition(" | ")
-            (minimum, maximum), choices, optional = f.metadata["bounds"], f.metadata["choices"], none == "None"
-            if kind == "bool" and none in ("", "None"):
-                self.check_bool(f.name, optional)
+            value, optional = getattr(self, f.name), none == "None"
+            if "bounds" not in f.metadata or (value is None and optional):
+                continue
+            (minimum, maximum), choices = f.metadata["bounds"], f.metadata["choices"]
+            if kind == "bool" and (optional or not none):
+                if not isinstance(value, bool):
+                    raise self.fail(f.name, f"must be true or false, not {value!r}.")
             elif choices:
-                self.check_choice(f.name, choices, optional)
+                self.check_choice(f.name, choices)
             elif kind == "str" and optional:
                 self.check_text(f.name)
-            elif kind == "int" and minimum is not None:
-                self.check_int(f.name, minimum, maximum, optional)
-            elif kind == "float" and minimum is not None and not (optional and getattr(self, f.name) is None):
-                self.check_number(f.name, minimum, maximum)
-
-    # ---- draft length -----------------------------------------------------------------------------------------------
+            elif kind in ("int", "float") and minimum is not None:
+                self.check_number(f.name, minimum, maximum, whole=kind == "int")
 
     def read_auto(self) -> None:
         """Replace `num_speculative_tokens: "auto"` by the two keys it stands for."""
@@ -233,21 +225,16 @@ class SpeculativeConfig:
         table = self.num_speculative_tokens_per_batch_size
         if table is not None:
             if automatic:
-                raise self.fail(
-                    "num_speculative_tokens_per_batch_size", "cannot be combined with draft_length 'auto': choose one."
-                )
+                raise self.fail(_TABLE, "cannot be combined with draft_length 'auto': choose one.")
             table = self.num_speculative_tokens_per_batch_size = self._batch_size_ranges(table)
         if self.num_speculative_tokens is None:
-            self.num_speculative_tokens = (
-                max(1, *(k for _, _, k in table))
-                if table
-                else max(self.default_num_speculative_tokens, self.default_longest_draft if automatic else 0)
-            )
-        self.check_int("num_speculative_tokens", minimum=1)
+            usual = max(self.default_num_speculative_tokens, self.default_longest_draft if automatic else 0)
+            self.num_speculative_tokens = max(1, *(k for _, _, k in table)) if table else usual
+        self.check_number("num_speculative_tokens", minimum=1, whole=True)
         for first, last, k in table or []:
             if k > self.num_speculative_tokens:
                 raise self.fail(
-                    "num_speculative_tokens_per_batch_size",
+                    _TABLE,
                     f"wants {k} draft tokens for {first} to {last} rows, more than num_speculative_tokens = "
                     f"{self.num_speculative_tokens}: raise num_speculative_tokens or lower this K.",
                 )
@@ -256,32 +243,26 @@ class SpeculativeConfig:
         """The table as [[first, last, K], ..]. It is given in this form (vLLM's), or as {first: K}, where each K applies up to
         the next key. Numbers may be strings, as in JSON keys and on command lines.
         """
-        key = "num_speculative_tokens_per_batch_size"
         try:
             if isinstance(table, dict):
                 starts = sorted((_integer(first), _integer(k)) for first, k in table.items())
                 lasts = [following - 1 for following, _ in starts[1:]] + [first for first, _ in starts[-1:]]
-                ranges = [[first, last, k] for (first, k), last in zip(starts, lasts, strict=True)]
-            else:
-                ranges = [[_integer(first), _integer(last), _integer(k)] for first, last, k in table]
+                table = [(first, last, k) for (first, k), last in zip(starts, lasts, strict=True)]
+            ranges = sorted([_integer(first), _integer(last), _integer(k)] for first, last, k in table)
         except (TypeError, ValueError):
-            raise self.fail(
-                key,
-                f"must be a list of [first, last, K] like [[1, 4, 5], [5, 16, 2]] or a mapping {{first: K}}, all integers, not "
-                f"{table!r}.",
-            ) from None
-        ranges.sort()
+            forms = "a list of [first, last, K] like [[1, 4, 5], [5, 16, 2]] or a mapping {first: K}"
+            raise self.fail(_TABLE, f"must be {forms}, all integers, not {table!r}.") from None
         expected = 1
         for first, last, k in ranges:
             if first != expected or last < first or k < 0:
                 raise self.fail(
-                    key,
+                    _TABLE,
                     f"has the entry {[first, last, k]} where one that begins at {expected} is expected: ranges [first, last, K] "
                     f"must start at 1, have no gaps or overlaps, and have K >= 0; not {table!r}.",
                 )
             expected = last + 1
         if not ranges:
-            raise self.fail(key, f"must name at least one batch size, not {table!r}; leave it out for one K.")
+            raise self.fail(_TABLE, f"must name at least one batch size, not {table!r}; leave it out for one K.")
         return ranges
 
     @property
@@ -293,8 +274,6 @@ class SpeculativeConfig:
     def longest_draft(self) -> int:
         """Maximum number of tokens on a draft's path: `num_speculative_tokens`, at most MOST_DRAFT_TOKENS."""
         return min(self.num_speculative_tokens or 0, MOST_DRAFT_TOKENS)
-
-    # ---- verification -----------------------------------------------------------------------------------------------
 
     @property
     def verification_rule(self) -> str:
@@ -320,14 +299,11 @@ class SpeculativeConfig:
 
     def _check_rule_keys(self) -> None:
         """Check the keys that belong to one verification rule: their values, and that this rule is used."""
-        given = []
-        for f in dataclasses.fields(SpeculativeConfig):
-            owner = _RULE_OF_KEY.get(f.name)
-            if owner is None or getattr(self, f.name) == f.default:
-                continue
-            given.append(f.name)
-            if self.verification_rule != owner:
-                raise self.fail(f.name, f"can be used only with rejection_sample_method {owner!r}.")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        given = [key for key in _RULE_OF_KEY if getattr(self, key) != defaults[key]]
+        for key in given:
+            if self.verification_rule != _RULE_OF_KEY[key]:
+                raise self.fail(key, f"can be used only with rejection_sample_method {_RULE_OF_KEY[key]!r}.")
         if self.verification_rule == "synthetic":
             self._check_synthetic(given)
 
@@ -352,41 +328,15 @@ class SpeculativeConfig:
                 f"rounds in which at least 1, 2, .. drafts are accepted; not {rates!r}.",
             )
 
-    # ---- checks; each raises one clear error ------------------------------------------------------------------------
-
     def fail(self, key: str, what: str) -> SpeculativeConfigError:
         """Make an error about `key`; the caller raises it."""
         return SpeculativeConfigError(f"speculative_config[{key!r}] of method {self.method!r} {what}")
 
-    def check_int(self, key: str, minimum: float, maximum: float | None = None, optional: bool = False) -> None:
-        """Raise SpeculativeConfigError unless the value of `key` is an integer in [minimum, maximum]."""
-        value = getattr(self, key)
-        if value is None and optional:
-            return
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or value < minimum
-            or (maximum is not None and value > maximum)
-        ):
-            bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
-            raise self.fail(key, f"must be an integer of {bound}, not {value!r}.")
-
-    def check_number(self, key: str, minimum: float, maximum: float | None = None) -> None:
-        """Raise SpeculativeConfigError unless the value of `key` is a number in [minimum, maximum]."""
-        value = getattr(self, key)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # Written with `not`, because every comparison with NaN is False.
-        if not is_number or not value >= minimum or (maximum is not None and not value <= maximum):
-            bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
-            raise self.fail(key, f"must be a number of {bound}, not {value!r}.")
-
-    def check_bool(self, key: str, optional: bool = False) -> None:
-        """Raise SpeculativeConfigError unless the value of `key` is true or false."""
-        if getattr(self, key) is None and optional:
-            return
-        if not isinstance(getattr(self, key), bool):
-            raise self.fail(key, f"must be true or false, not {getattr(self, key)!r}.")
+    def check_number(self, key: str, minimum: float, maximum: float | None = None, whole: bool = False) -> None:
+        """Raise SpeculativeConfigError unless the value of `key` is a number, or a `whole` one, in [minimum, maximum]."""
+        wrong = number_error(getattr(self, key), whole, minimum, maximum)
+        if wrong:
+            raise self.fail(key, wrong)
 
     def check_text(self, key: str) -> None:
         """Raise SpeculativeConfigError unless the value of `key` is None or non-empty text."""
@@ -394,17 +344,12 @@ class SpeculativeConfig:
         if value is not None and (not isinstance(value, str) or not value):
             raise self.fail(key, f"must be text, not {value!r}.")
 
-    def check_choice(self, key: str, choices: tuple[str, ...], optional: bool = False) -> None:
+    def check_choice(self, key: str, choices: tuple[str, ...]) -> None:
         """Raise SpeculativeConfigError, which suggests the nearest choice, unless the value of `key` is one of `choices`."""
         value = getattr(self, key)
-        if value is None and optional:
-            return
         if value not in choices:
-            raise self.fail(
-                key, f"must be one of {', '.join(map(repr, choices))}, not {value!r}{nearest_hint(value, choices)}."
-            )
-
-    # ---- reading and writing ----------------------------------------------------------------------------------------
+            known = ", ".join(map(repr, choices))
+            raise self.fail(key, f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}.")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], others: Iterable[str] = ()) -> SpeculativeConfig:
@@ -416,14 +361,11 @@ class SpeculativeConfig:
                 raise SpeculativeConfigError(
                     f"speculative_config has no key {key!r} for method {cls.name!r}{hint}. Valid keys: {', '.join(sorted(known))}."
                 )
-        values = dict(values)
-        if values.get("num_speculative_tokens") == "auto":  # the method knows the default maximum
-            if values.get("draft_length", "auto") != "auto":
-                raise SpeculativeConfigError(
-                    f"speculative_config['num_speculative_tokens'] of method {cls.name!r} is 'auto', but draft_length is "
-                    f"{values['draft_length']!r}: leave draft_length out, or give a number."
-                )
-            values.update(num_speculative_tokens=None, draft_length="auto")
+        if values.get("num_speculative_tokens") == "auto" and values.get("draft_length", "auto") != "auto":
+            raise SpeculativeConfigError(
+                f"speculative_config['num_speculative_tokens'] of method {cls.name!r} is 'auto', but draft_length is "
+                f"{values['draft_length']!r}: leave draft_length out, or give a number."
+            )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -448,9 +390,14 @@ def _integer(value: Any) -> int:
     return int(value)
 
 
-def unknown_argument(owner: str, name: str, known: Iterable[str]) -> TypeError:
-    """The error about an argument that a class does not have; the caller raises it."""
-    return TypeError(f"{owner}() has no argument {name!r}{nearest_hint(name, known)}.")
+def number_error(value: Any, whole: bool, minimum: float | None, maximum: float | None) -> str:
+    """What is wrong with a value that must be a number, or a `whole` one, in [minimum, maximum], after its name; "" if nothing is."""
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    # Every comparison with NaN is False.
+    if is_number and (minimum is None or value >= minimum) and (maximum is None or value <= maximum):
+        return ""
+    bounds = [f"at least {minimum}"] * (minimum is not None) + [f"at most {maximum}"] * (maximum is not None)
+    return f"must be {'an integer' if whole else 'a number'} of {' and '.join(bounds)}, not {value!r}."
 
 
 def with_hints(dataclass_type: type[T]) -> type[T]:
@@ -462,7 +409,8 @@ def with_hints(dataclass_type: type[T]) -> type[T]:
     def checked(self, *args, **values) -> None:
         for name in values:
             if name not in known:
-                raise unknown_argument(dataclass_type.__name__, name, known)
+                hint = nearest_hint(name, known)
+                raise TypeError(f"{dataclass_type.__name__}() has no argument {name!r}{hint}.")
         initialize(self, *args, **values)
 
     setattr(dataclass_type, "__init__", checked)  # noqa: B010 (a method, to a type checker)

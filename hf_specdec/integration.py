@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -33,24 +33,14 @@ _lock = threading.RLock()
 _models_in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-def checked_config(generation_config: GenerationConfig, mode: Any) -> SpeculativeConfig:
-    """The parsed configuration of a call whose mode without speculation would be `mode`.
-
-    Raises:
-        SpeculativeConfigError: a bad configuration.
-        ValueError: the mode cannot be sped up.
+def check_call(model: PreTrainedModel, generation_config: GenerationConfig, mode: Any, assistant_model: Any) -> None:
+    """Refuse what would not be exact, before any work is done, and parse the call's configuration, for `specdec_decoding`. `mode`: what the
+    mode would be without speculation. Raises ValueError, SpeculativeConfigError: a bad configuration, or what cannot be sped up.
     """
-    config = parse_config(generation_config.speculative_config)
+    carried: Any = generation_config
+    config = carried.speculative_config = parse_config(carried.speculative_config)
     check_mode(generation_config, mode)
-    return config
-
-
-def check_call(
-    model: PreTrainedModel, config: SpeculativeConfig, generation_config: GenerationConfig, assistant_model: Any
-) -> None:
-    """Refuse what would not be exact, before any work is done."""
-    generation_config.speculative_config = config  # on the call's own copy, where `specdec_decoding` reads it
-    return check_model(model, config, generation_config, assistant_model)
+    check_model(model, config, generation_config, assistant_model)
 
 
 def specdec_decoding(
@@ -68,18 +58,16 @@ def specdec_decoding(
     **model_kwargs,
 ):
     """The generation mode of `speculative_config`: `generate()` calls it instead of `_sample`."""
-    config: SpeculativeConfig = generation_config.speculative_config  # parsed: see check_call
-    input_ids = input_ids.long()
+    config: SpeculativeConfig = vars(generation_config)["speculative_config"]  # parsed: see check_call
+    input_ids = cast(torch.LongTensor, input_ids.long())
     is_more_than_ids = check_inputs(model, input_ids, generation_config, model_kwargs)
     seed = config.seed
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
     with contextlib.ExitStack() as stack:
-        ranks = ranks_of(model)
+        ranks, mask = ranks_of(model), model_kwargs.get("attention_mask")
         if ranks is not None:
-            seed = stack.enter_context(
-                agreed_call(ranks, seed, config, generation_config, input_ids, model_kwargs.get("attention_mask"))
-            )
+            seed = stack.enter_context(agreed_call(ranks, seed, config, generation_config, input_ids, mask))
         # A decoder runs one batch at a time, and switches the models' attention while it runs.
         for each in sorted({model, assistant_model} - {None}, key=id):
             stack.enter_context(_kept(each).lock)
@@ -87,7 +75,7 @@ def specdec_decoding(
         return decode(
             decoder,
             input_ids,
-            model_kwargs.get("attention_mask"),
+            mask,
             logits_processor,
             stopping_criteria,
             generation_config,
@@ -97,9 +85,6 @@ def specdec_decoding(
             cache=model_kwargs.get(CACHE),
             prompt_inputs=model_kwargs if is_more_than_ids else None,
         )
-
-
-# ---- what is kept between calls -------------------------------------------------------------------------------------
 
 
 MOST_DECODERS = 16  # per model
@@ -116,19 +101,15 @@ class _Entry:
 
     def serves(self, context: DrafterContext) -> bool:
         """True if the call passes the very same objects. An object that was deleted matches nothing."""
-        for name, reference in self.given.items():
-            thing = context.given[name]
-            if (reference is None) != (thing is None) or (reference is not None and reference() is not thing):
-                return False
-        return True
+        pairs = [(context.given[name], reference) for name, reference in self.given.items()]
+        return all((thing is None) if of is None else (thing is not None and of() is thing) for thing, of in pairs)
 
 
 class _Kept:
     """A model's decoders, kept between calls: a suffix tree remembers, a draft model stays loaded.
 
     They are stored on the model and freed with it. Copies and pickles of the model leave them out. Other objects of the caller
-    (an assistant model, tokenizers) are held weakly; a decoder is freed with any of them. At most MOST_DECODERS are kept, the
-    most recently used ones.
+    (an assistant model, tokenizers) are held weakly; a decoder is freed with any of them.
     """
 
     def __init__(self) -> None:
@@ -158,12 +139,9 @@ class _Kept:
             thing = context.given[name]
             entry.given[name] = None if thing is None else held_weakly(thing, gone)
         hooks = hooks_in(made_for[1])  # decoders for others will not be found again
-        self.entries = [
-            each
-            for each in self.entries
-            if hooks_in(each.made_for[1]) <= hooks and not (each.made_for == made_for and each.serves(context))
-        ]
-        self.entries = [*self.entries, entry][-MOST_DECODERS:]
+        living = [each for each in self.entries if hooks_in(each.made_for[1]) <= hooks]
+        others = [each for each in living if each.made_for != made_for or not each.serves(context)]
+        self.entries = [*others, entry][-MOST_DECODERS:]
 
     def __deepcopy__(self, memo) -> _Kept:
         return _Kept()
@@ -267,14 +245,7 @@ def get_decoder(
 
 def generator_for(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
     """A new drafter for a model; its `target` is the prepared model."""
-    options = ModelOptions(
-        prepack_weights=config.prepack_weights,
-        cuda_graphs=config.cuda_graphs,
-        deterministic=config.deterministic,
-        quantization=config.target_quantization,
-        compile=config.compile,
-        native=config.native,
-        recurrent_states=config.recurrent_states,
-    )
-    target = prepare(model, options)
+    names = ("prepack_weights", "cuda_graphs", "deterministic", "compile", "native", "recurrent_states")
+    options = {name: getattr(config, name) for name in names}
+    target = prepare(model, ModelOptions(quantization=config.target_quantization, **options))
     return make_generator(config, target, context)

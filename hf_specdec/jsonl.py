@@ -31,12 +31,9 @@ def rows_of(text: str, name: str, plain_key: str) -> list[dict[str, Any]]:
     one row, {plain_key: text, "_where": name, "_plain": True}; a blank text has no rows.
     """
     if Path(name).suffix in (".jsonl", ".ndjson"):
-        return [_row(line, f"{name}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        lines = ((line, f"{name}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip())
+        return [{**json_object(line, where), "_where": where} for line, where in lines]
     return [{plain_key: text, "_where": name, "_plain": True}] if text.strip() else []
-
-
-def _row(line: str, where: str) -> dict[str, Any]:
-    return {**json_object(line, where), "_where": where}
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:

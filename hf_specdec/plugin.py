@@ -15,19 +15,18 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     from transformers import GenerationConfig, PreTrainedModel
 
-    from .config import SpeculativeConfig
-
 MODE = "specdec"
 _METHOD = "_specdec_decoding"
-_CONFIGURATION = "transformers.generation.configuration_utils"
 _GENERATION = "transformers.generation.utils"
 
 _lock = threading.RLock()
-_originals: dict[str, Any] = {}  # transformers' own functions, while ours replace them
+_originals: dict[str, Any] = {}  # transformers' own functions, by name
+_undo: dict[str, list[Callable[[], object]]] = {}  # what restores a module, while ours are in it
 _installed = False
 _explicit_calls = 0  # running calls of our generate(), which need the plugin until they return
 
@@ -35,7 +34,10 @@ _explicit_calls = 0  # running calls of our generate(), which need the plugin un
 def install() -> None:
     """Make `speculative_config=` an argument of every `generate()`. Idempotent; `import hf_specdec` calls it."""
     global _installed
-    _wait_for_imports()
+    # Wait until no other thread is importing a module; without `_lock`, for which that import may wait.
+    for name in _REPLACEMENTS:
+        if name in sys.modules:
+            importlib.import_module(name)
     with _lock:
         _installed = True
         _patch()
@@ -58,50 +60,27 @@ def release(model: PreTrainedModel | None = None) -> None:
         integration.release(model)
 
 
-# ---- patching transformers ------------------------------------------------------------------------------------------
-
-
-def _patch_configuration(module: ModuleType) -> None:
-    config = module.GenerationConfig
-    _originals["mode"] = config.get_generation_mode
-    config.speculative_config = _CarriedConfig()  # accepted as argument, in configs, in request bodies
-    config.get_generation_mode = _get_generation_mode
-
-
-def _unpatch_configuration(module: ModuleType) -> None:
-    module.GenerationConfig.get_generation_mode = _originals.pop("mode")
-    del module.GenerationConfig.speculative_config
-
-
-def _patch_generation(module: ModuleType) -> None:
-    mixin = module.GenerationMixin
-    _originals["validate"] = mixin._validate_generation_mode
-    mixin._validate_generation_mode = _validate_generation_mode
-    mixin.generate_batch = _refusing(mixin.generate_batch)
-    setattr(mixin, _METHOD, _specdec_decoding)
-    module.GENERATION_MODES_MAPPING[MODE] = _METHOD
-
-
-def _unpatch_generation(module: ModuleType) -> None:
-    module.GenerationMixin._validate_generation_mode = _originals.pop("validate")
-    del module.GenerationMixin.generate_batch  # transformers' own is inherited
-    delattr(module.GenerationMixin, _METHOD)
-    del module.GENERATION_MODES_MAPPING[MODE]
-
-
-# By module: the key that `_originals` has while the module is patched, and the functions that patch and unpatch it.
-_PATCHES = {
-    _CONFIGURATION: ("mode", _patch_configuration, _unpatch_configuration),
-    _GENERATION: ("validate", _patch_generation, _unpatch_generation),
-}
+def _patch_module(name: str) -> None:
+    """Put ours into a module's classes, and note how to undo that."""
+    module, undo = sys.modules[name], _undo.setdefault(name, [])
+    for owner_name, attribute, ours in _REPLACEMENTS[name]:
+        owner = getattr(module, owner_name)
+        own = _originals[attribute] = vars(owner).get(attribute)
+        undo.append(functools.partial(delattr, owner, attribute))
+        if own is not None:
+            undo[-1] = functools.partial(setattr, owner, attribute, own)
+        setattr(owner, attribute, ours(getattr(owner, attribute, None)))
+    if name == _GENERATION:
+        module.GENERATION_MODES_MAPPING[MODE] = _METHOD
+        undo.append(functools.partial(module.GENERATION_MODES_MAPPING.pop, MODE))
 
 
 class _PatchAfterImport(importlib.abc.MetaPathFinder):
-    """Finds the modules of `_PATCHES` as the other finders do, and patches each module once its code has run."""
+    """Finds the modules of `_REPLACEMENTS` as the other finders do, and patches each module once its code has run."""
 
     def find_spec(self, fullname, path, target=None):
         """The spec of a module to patch, whose loader patches it; None for other modules. See `importlib.abc.MetaPathFinder`."""
-        if fullname not in _PATCHES:
+        if fullname not in _REPLACEMENTS:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(fullname, path, target) for finder in others)
@@ -113,7 +92,7 @@ class _PatchAfterImport(importlib.abc.MetaPathFinder):
                 execute(module)
                 with _lock:
                     if self in sys.meta_path and module.__name__ == fullname:  # some loaders serve many modules
-                        _PATCHES[fullname][1](module)
+                        _patch_module(fullname)
 
             setattr(spec.loader, "exec_module", exec_module)  # noqa: B010 (a method, to a type checker)
         return spec
@@ -122,27 +101,19 @@ class _PatchAfterImport(importlib.abc.MetaPathFinder):
 _finder = _PatchAfterImport()
 
 
-def _wait_for_imports() -> None:
-    """Wait until no other thread is importing a module to patch. Call without `_lock`, because such an import may wait for it."""
-    for name in _PATCHES:
-        if name in sys.modules:
-            importlib.import_module(name)
-
-
 def _patch() -> None:
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    for name, (key, patch, _) in _PATCHES.items():
-        if key not in _originals and name in sys.modules:
-            patch(sys.modules[name])
+    for name in _REPLACEMENTS:
+        if name not in _undo and name in sys.modules:
+            _patch_module(name)
 
 
 def _unpatch() -> None:
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    for name, (key, _, unpatch) in _PATCHES.items():
-        if key in _originals:
-            unpatch(sys.modules[name])
+    for undo in (undo for name in list(_undo) for undo in _undo.pop(name)):
+        undo()
 
 
 @contextlib.contextmanager
@@ -167,8 +138,9 @@ def generate(model: PreTrainedModel, *args, speculative_config: Any, **kwargs) -
     Takes and returns what `generate()` does; docs/usage.md explains `speculative_config`.
     """
     # the instance may carry a repository's custom_generate, which calls this function
+    asked: Any = model
     own = getattr(type(model), "generate", None)
-    call = model.generate if own is None else functools.partial(own, model)
+    call = asked.generate if own is None else functools.partial(own, model)
     with _patched():
         return call(*args, speculative_config=speculative_config, **kwargs)
 
@@ -186,36 +158,28 @@ class _CarriedConfig:
             generation_config._from_model_config = False
 
 
-# ---- the generation mode --------------------------------------------------------------------------------------------
+def _choosing(own: Any) -> Any:
+    @functools.wraps(own)
+    def wrapper(self: GenerationConfig, assistant_model: PreTrainedModel | None = None) -> Any:
+        # transformers gives an assistant model a copy of this config, marked `is_assistant`.
+        is_ours = vars(self).get("speculative_config") is not None and not getattr(self, "is_assistant", False)
+        return MODE if is_ours else own(self, assistant_model)
+
+    return wrapper
 
 
-class _Mode(str):
-    """MODE, with the call's parsed configuration: `generate()` hands the mode on to `_validate_generation_mode`."""
+def _validating(own: Any) -> Any:
+    @functools.wraps(own)
+    def wrapper(self, generation_mode, generation_config, generation_mode_kwargs):
+        if generation_mode != MODE:
+            return own(self, generation_mode, generation_config, generation_mode_kwargs)
+        from .integration import check_call
 
-    config: SpeculativeConfig
+        assistant_model = generation_mode_kwargs.get("assistant_model")
+        mode = _originals["get_generation_mode"](generation_config, assistant_model)
+        return check_call(self, generation_config, mode, assistant_model)
 
-    def __new__(cls, config: SpeculativeConfig) -> _Mode:
-        mode = super().__new__(cls, MODE)
-        mode.config = config
-        return mode
-
-
-def _get_generation_mode(self: GenerationConfig, assistant_model: PreTrainedModel | None = None):
-    mode = _originals["mode"](self, assistant_model)
-    # transformers gives an assistant model a copy of this config, marked `is_assistant`.
-    if self.speculative_config is None or getattr(self, "is_assistant", False):
-        return mode
-    from .integration import checked_config
-
-    return _Mode(checked_config(self, mode))
-
-
-def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-    if generation_mode != MODE:
-        return _originals["validate"](self, generation_mode, generation_config, generation_mode_kwargs)
-    from .integration import check_call
-
-    return check_call(self, generation_mode.config, generation_config, generation_mode_kwargs.get("assistant_model"))
+    return wrapper
 
 
 def _refusing(generate_batch: Any) -> Any:
@@ -239,3 +203,17 @@ def _specdec_decoding(self: PreTrainedModel, *args, inputs_tensor: Any = None, *
     from .integration import specdec_decoding
 
     return specdec_decoding(self, *args, inputs_tensor=inputs_tensor, **kwargs)
+
+
+# By module: in a class of it, an attribute, and what makes ours of transformers' own.
+_REPLACEMENTS: dict[str, list[tuple[str, str, Callable[[Any], Any]]]] = {
+    "transformers.generation.configuration_utils": [
+        ("GenerationConfig", "speculative_config", lambda own: _CarriedConfig()),  # an argument, a key of configs
+        ("GenerationConfig", "get_generation_mode", _choosing),
+    ],
+    _GENERATION: [
+        ("GenerationMixin", "_validate_generation_mode", _validating),
+        ("GenerationMixin", "generate_batch", _refusing),
+        ("GenerationMixin", _METHOD, lambda own: _specdec_decoding),
+    ],
+}

@@ -29,6 +29,7 @@ _KNOWN_INPUTS = {
 }  # fmt: skip
 # Caches that store the same numbers as ours in another layout.
 _SAME_TEXT_CACHES = ("static", "hybrid", "hybrid_chunked", "sliding_window")
+_PREPARE = "prepare_inputs_for_generation"
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 # Inputs of multimodal models that say where an image's patches and tokens are, which matters in the prompt only.
 _FOR_POSITIONS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids"}
@@ -59,7 +60,7 @@ def check_model(
     check_supported(model)
     if getattr(model, "_supported_generation_modes", None) is not None:
         raise UnsupportedModel(
-            f"{type(model).__name__} has its own decoding procedure, which speculative_config would replace."
+            f"{type(model).__name__} decodes in its own way, which speculative_config would replace."
         )
     if config.rejection_sample_method == "greedy" and generation_config.do_sample:
         raise config.fail(
@@ -77,9 +78,13 @@ def check_model(
             "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
         )
     _check_adapters(model)
-    _check_overrides(model)
+    own: Any = type(model)
+    if own._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):
+        raise UnsupportedModel(
+            f"{own.__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
+        )
     # PEFT replaces this method on the model while it generates with virtual tokens.
-    prepare = vars(model).get("prepare_inputs_for_generation")
+    prepare = vars(model).get(_PREPARE)
     peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
     if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
         raise UnsupportedModel(
@@ -93,39 +98,28 @@ def _check_adapters(model: PreTrainedModel) -> None:
     chosen = set()
     for module in all_modules(model):
         for number, hook in list(module._forward_pre_hooks.items()):
-            function = getattr(hook, "func", None)  # a partial
-            if str(getattr(function, "__module__", None)).startswith("peft."):
+            if isinstance(hook, functools.partial) and str(hook.func.__module__).startswith("peft."):
                 chosen |= {"adapter_names", "alora_offsets"} & hook.keywords.keys()
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
     if chosen:
-        what = (
-            "adapter_names chooses an adapter for each row"
-            if "adapter_names" in chosen
-            else "an activated LoRA (aLoRA) begins inside a row"
-        )
+        what = "an activated LoRA (aLoRA) begins inside a row"
+        if "adapter_names" in chosen:
+            what = "adapter_names chooses an adapter for each row"
         raise UnsupportedModel(
             f"{what}, which PEFT computes by the row's place in the batch; speculative_config packs all rows into one. Call generate() "
             "with one adapter at a time (set_adapter) and an ordinary LoRA, or without speculative_config."
         )
 
 
-def _check_overrides(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel if the model samples in a way of its own."""
-    if type(model)._sample is not GenerationMixin._sample or "_sample" in vars(model):
-        raise UnsupportedModel(
-            f"{type(model).__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
-        )
-
-
 def _check_prepared_inputs(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict) -> None:
-    """Raise UnsupportedModel if a `prepare_inputs_for_generation` from outside transformers changes what the model reads.
-
-    It is asked for the prompt [B, S], and for the prompt with one more token.
+    """Raise UnsupportedModel if a `prepare_inputs_for_generation` from outside transformers changes what the model reads: the prompt [B,
+    S], and the prompt with one more token.
     """
-    prepare = model.prepare_inputs_for_generation
+    kind: Any = type(model)
+    prepare = getattr(model, _PREPARE)
     if prepare.__module__.startswith("peft."):  # it calls the class's
-        prepare = functools.partial(type(model).prepare_inputs_for_generation, model)
+        prepare = functools.partial(kind.prepare_inputs_for_generation, model)
     origin = getattr(prepare, "func", prepare).__module__
     if origin.startswith("transformers."):
         return
@@ -138,16 +132,11 @@ def _check_prepared_inputs(model: PreTrainedModel, input_ids: torch.Tensor, mode
         if more and positions is not None:
             given["position_ids"] = torch.cat([positions, positions[..., -1:] + 1], dim=-1)
         inputs = prepare(ids, attention_mask=seen, **{**given, "is_first_iteration": not more})
-        changed = [
-            name
-            for name, own in (("input_ids", ids), ("attention_mask", seen))
-            if not _is_end_of(inputs.get(name), own)
-        ]
+        fed = {"input_ids": ids, "attention_mask": seen}
+        changed = [name for name, own in fed.items() if not _is_end_of(inputs.get(name), own)]
         if not _counts_positions(ids, seen.shape[1], seen, inputs.get("position_ids")):
             changed.append("position_ids")
-        known = {*_KNOWN_INPUTS, *model_kwargs, "input_ids", "cache_position"} - (
-            {"inputs_embeds"} - model_kwargs.keys()
-        )
+        known = _KNOWN_INPUTS - {"inputs_embeds"} | model_kwargs.keys() | {"input_ids", "cache_position"}
         changed += [name for name, value in inputs.items() if name not in known and not _is_neutral(model, name, value)]
         if changed:
             raise UnsupportedModel(
@@ -165,14 +154,10 @@ def _is_end_of(tensor: torch.Tensor | None, whole: torch.Tensor) -> bool:
 
 
 def _settle_cache_implementation(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
-    """Remove `cache_implementation` from this call's configuration where our cache gives the same text.
+    """Remove `cache_implementation` from this call's configuration where our cache gives the same text, else raise ValueError.
 
     "dynamic" is transformers' default. A static cache that only the model's own generation_config names was not asked for in
     this call, and it only stores the same numbers elsewhere.
-
-    Raises:
-        ValueError: the caller asked for a cache other than "dynamic", or the model's generation_config for one that
-            quantizes keys or keeps them off the device.
     """
     implementation = getattr(generation_config, "cache_implementation", None)
     if implementation is None:
@@ -192,7 +177,7 @@ def _settle_cache_implementation(model: PreTrainedModel, generation_config: Gene
 def _check_processors(generation_config: GenerationConfig) -> None:
     """Raise ValueError for arguments whose logits processors keep state, which rejected drafts would corrupt."""
     guidance = getattr(generation_config, "guidance_scale", None)
-    if guidance is not None and guidance != 1:
+    if guidance not in (None, 1):
         raise ValueError(
             f"guidance_scale={guidance} (an argument of generate() or a field of its generation_config) decodes a second text "
             "for each row, token by token, which speculative_config cannot do: leave out one of the two."
@@ -207,11 +192,7 @@ def _check_processors(generation_config: GenerationConfig) -> None:
 def check_inputs(
     model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict
 ) -> bool:
-    """Raise ValueError for inputs that cannot be served.
-
-    Args:
-        input_ids: int64 [B, S].
-        model_kwargs: the arguments that `generate()` prepared for the model's forward.
+    """Raise ValueError for inputs [B, S] that cannot be served. `model_kwargs`: what `generate()` prepared for the model's forward.
 
     Returns: True if the prompt is more than token ids at consecutive positions (images, embeddings), so that the model must read
         it itself (`model.prompt`).
@@ -226,13 +207,13 @@ def check_inputs(
     embedded = embeds is not None and not _are_of_ids(model, input_ids, embeds, model_kwargs.get("attention_mask"))
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
     length = text_length(input_ids, mask, generation_config)
-    _check_cache(cache, input_ids.shape[0], length)
-    cached = int(cache.get_seq_length()) if getattr(cache, "_is_user_defined", False) else 0
+    cached = _cached_length(cache, input_ids.shape[0], length)
     allowed = {0, length} if embedded else {length, length - cached}
     if (embeds is not None and embeds.shape[1] != length) or input_ids.shape[1] not in allowed:
+        given_too = "" if embeds is None else f"inputs_embeds has {embeds.shape[1]} and "
         raise ValueError(
-            f"attention_mask covers {length} tokens and {_what(input_ids, embeds)}: they must have the same length, or "
-            f"the mask must be longer by the length of {CACHE}, which is {cached} tokens."
+            f"attention_mask covers {length} tokens and {given_too}input_ids has {input_ids.shape[1]}: they must have the "
+            f"same length, or the mask must be longer by the length of {CACHE}, which is {cached} tokens."
         )
     counted = _counts_positions(input_ids, length, mask, model_kwargs.get("position_ids"))
     if not counted and not is_multimodal(model):
@@ -272,11 +253,6 @@ def _newer_transformers() -> str:
     return f" transformers {transformers.__version__} is newer than {tested}, the newest tested: update hf-specdec, or install that one."
 
 
-def _what(input_ids: torch.Tensor, embeds: torch.Tensor | None) -> str:
-    ids = f"input_ids has {input_ids.shape[1]}"
-    return ids if embeds is None else f"inputs_embeds has {embeds.shape[1]} and {ids}"
-
-
 def _are_of_ids(
     model: PreTrainedModel, input_ids: torch.Tensor, embeds: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
@@ -296,26 +272,19 @@ def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
     """
     if isinstance(value, dict):
         return all(each is None for each in value.values())
-    if value is None or (isinstance(value, (list, tuple)) and not value):
-        return True
     if not isinstance(value, torch.Tensor):
-        return False
+        return value is None or (isinstance(value, (list, tuple)) and not value)
     if value.numel() == 0:
         return True
-    return name in _TOKEN_TYPES and _takes_zeros_for_none(model) and not bool(value.any())
-
-
-def _takes_zeros_for_none(model: PreTrainedModel) -> bool:
-    """True if token types of zeros and no token types are the same to a model."""
-    return is_multimodal(model) or any(each.endswith("token_type_embeddings") for each, _ in model.named_modules())
+    takes_zeros = is_multimodal(model) or any(key.endswith("token_type_embeddings") for key, _ in model.named_modules())
+    return name in _TOKEN_TYPES and takes_zeros and not bool(value.any())
 
 
 def _counts_positions(input_ids: torch.Tensor, length: int, mask: torch.Tensor | None, positions) -> bool:
     """Whether every axis of `position_ids` counts the unmasked tokens of a row."""
     if positions is None:
         return True
-    if mask is None:
-        mask = torch.ones(input_ids.shape[0], length, dtype=torch.long, device=input_ids.device)
+    mask = input_ids.new_ones(input_ids.shape[0], length) if mask is None else mask
     counted = mask.cumsum(-1) - 1
     width = min(positions.shape[-1], length)
     differ = (positions[..., -width:].to(mask.device) != counted[:, -width:]) & (mask[:, -width:] != 0)
@@ -338,9 +307,10 @@ def _check_continuation(
         )
 
 
-def _check_cache(cache: Any, num_rows: int, text_length: int) -> None:
-    if cache is None or not getattr(cache, "_is_user_defined", False):
-        return
+def _cached_length(cache: Any, num_rows: int, text_length: int) -> int:
+    """How many tokens the caller's cache holds; 0 without one. Raises ValueError: it cannot be continued from."""
+    if not getattr(cache, "_is_user_defined", False):
+        return 0
     length = int(cache.get_seq_length())
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         what = "an offloaded DynamicCache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
@@ -349,16 +319,18 @@ def _check_cache(cache: Any, num_rows: int, text_length: int) -> None:
             f"fill, not {what}. Call generate() without {CACHE}."
         )
     if length == 0:
-        return
+        return 0
     if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         raise ValueError(
             f"{CACHE} has sliding-window layers, which no longer hold the whole text, so speculative_config cannot "
             f"continue from it. Pass the whole text without {CACHE}."
         )
-    batch = next(layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None).shape[0]
+    keys = (getattr(layer, "keys", None) for layer in cache.layers)
+    batch = next(states for states in keys if states is not None).shape[0]
     if batch != num_rows or length > text_length:
         raise ValueError(
             f"{CACHE} holds {length} tokens of {batch} sequences, which cannot be the beginning of {num_rows} "
             f"sequences of {text_length} tokens. Pass the whole text as input_ids, or only the tokens after the cached ones, "
             "with the attention_mask of the whole text."
         )
+    return length

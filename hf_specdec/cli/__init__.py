@@ -99,9 +99,8 @@ def one_line(error: BaseException) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own). Returns the exit code; argparse itself may exit.
-
-    0: done. 1: `demo` found an output that differs from plain decoding. 2: an error, one line on stderr. 130: interrupted.
+    """Run the command line `argv` (default: the process's own). Returns the exit code; argparse itself may exit. 0: done. 1: `demo` found
+    an output that differs from plain decoding. 2: an error, one line on stderr. 130: interrupted.
     """
     try:
         code = _dispatch(argv)

@@ -13,8 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 class AcceptedTokens(BaseStreamer):
     """Prints the tokens of each step: drafted tokens, which are all but the last, in green. Used as a context.
 
-    A streamer gets single tokens. To know where a step ends, it hooks the model's embedding layer, which runs once per forward pass.
-    The hook is there inside the context only, also after an error.
+    A streamer gets single tokens. To know where a step ends, it hooks the model's embedding layer, inside the context only.
     """
 
     def __init__(self, console: Console, model: Any, tokenizer: Any):
@@ -40,7 +39,6 @@ class AcceptedTokens(BaseStreamer):
         self.prompt_seen = True
 
     def end_step(self) -> None:
-        """Print the tokens received since the last forward."""
         self.show(self.step[:-1], "green")
         self.show(self.step[-1:], "")
         self.step = []
@@ -54,6 +52,5 @@ class AcceptedTokens(BaseStreamer):
             self.printed = text
 
     def end(self) -> None:
-        """Print the last step and end the line."""
         self.end_step()
         self.console.print()

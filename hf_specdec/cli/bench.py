@@ -19,9 +19,8 @@ examples:
       --speculative-config '{"method": "ngram"}' --speculative-config '{"method": "suffix"}'
 
 Two baselines are measured with your configurations: transformers' own generate(), and the loop of this package without drafts (none).
-"× none" is what drafting brings; ▼ marks a configuration that is slower than none. Each batch is decoded in every way before the next
-one begins, so that other load on the machine affects all alike; on a CPU the clock counts the CPU time of the decoding thread. tokens/s
-is the median over the repeats. Methods that learn from outputs (suffix) start each repeat empty.
+Each batch is decoded in every way before the next one begins, so that other load on the machine affects all alike; on a CPU the clock
+counts the CPU time of the decoding thread. tokens/s is the median over the repeats. Methods that learn from outputs start each empty.
 """
 
 
@@ -29,26 +28,15 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("bench", help="measure tokens/s", description=__doc__, epilog=EPILOG)
     options.add_model_options(parser)
     options.add_ranks_option(parser)
-    parser.add_argument(
-        "--speculative-config",
-        action="append",
-        required=True,
-        metavar="JSON",
-        help=f"{CONFIG_HELP}; repeat it to compare several",
-    )
+    options.add_config_option(parser, f"{CONFIG_HELP}; repeat it to compare several", action="append", required=True)
     group = parser.add_argument_group("measurement")
     options.add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument("--repeats", type=positive_int, default=3, metavar="R", help="default: %(default)s")
-    group.add_argument(
-        "--trace",
-        action="store_true",
-        help="decode the first batch once more with each configuration, and show what every step drafted, accepted and rejected, and "
-        "its milliseconds",
-    )
-    group.add_argument(
-        "--json", metavar="OUT", help="write everything to this file as JSON; - prints it instead of the table"
-    )
+    steps = "decode the first batch once more with each configuration, and show what every step drafted, accepted and rejected, and "
+    group.add_argument("--trace", action="store_true", help=f"{steps}its milliseconds")
+    everything = "write everything to this file as JSON; - prints it instead of the table"
+    group.add_argument("--json", metavar="OUT", help=everything)
     options.add_decoding_options(parser, max_new_tokens=128)
     return parser
 
@@ -64,20 +52,15 @@ def run(args: argparse.Namespace) -> int:
     batches = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
     variants = measure.with_baselines([Variant(text, text) for text in args.speculative_config])
 
-    results = measure.with_progress("measuring", model, batches, variants, arguments, args.repeats, args.seed)
+    results = measure.measure(model, batches, variants, arguments, args.repeats, args.seed)
 
     shown = args.speculative_config if args.trace else []
     traces = {text: measure.traced(model, batches[0], Variant(text, text), arguments, args.seed) for text in shown}
+    settings = {"batch_size": args.batch_size, "prompts": len(prompts), "repeats": args.repeats, "seed": args.seed}
     report = {
         "model": args.model,
         "environment": measure.environment(model),
-        "settings": {
-            **arguments,
-            "batch_size": args.batch_size,
-            "prompts": len(prompts),
-            "repeats": args.repeats,
-            "seed": args.seed,
-        },
+        "settings": {**arguments, **settings},
         "results": [describe(result, results) for result in results],
     }
     if args.trace:
@@ -91,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(result: Measurement, results: list[Measurement]) -> dict[str, Any]:
-    """One result as a dictionary for JSON."""
     plain = results[0]
     return {
         "speculative_config": result.variant.speculative_config,
@@ -110,7 +92,6 @@ def describe(result: Measurement, results: list[Measurement]) -> dict[str, Any]:
 
 
 def print_report(report: dict[str, Any], results: list[Measurement], compare: bool) -> None:
-    """Print the setup and the table."""
     settings = report["settings"]
     console = Output()
     console.say(

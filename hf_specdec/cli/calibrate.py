@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 import hf_specdec
 
 from ..config import SpeculativeConfig
 from . import options
 from .measure import end_tokens
-from .options import CONFIG_HELP, Output, positive_int
-
-if TYPE_CHECKING:
-    import numpy as np
+from .options import Output, positive_int
 
 EPILOG = """\
 examples:
@@ -41,7 +38,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         "calibrate", help="measure a drafter and fit a draft tree to it", description=__doc__, epilog=EPILOG
     )
     options.add_model_options(parser)
-    parser.add_argument("--speculative-config", required=True, metavar="JSON", help=CONFIG_HELP)
+    options.add_config_option(parser, required=True)
     group = parser.add_argument_group("measurement")
     options.add_prompts_option(group)
     options.add_chat_option(group)
@@ -82,7 +79,11 @@ def run(args: argparse.Namespace) -> int:
 
     console = Output()
     console.say(f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens")
-    console.print(accuracies_table(accuracies))
+    ranks = (Column(str(rank + 1), justify="right") for rank in range(accuracies.shape[1]))
+    table = Table("depth", *ranks, title="how often the drafter's n-th token is the right one (%)")
+    for depth, rates in enumerate(accuracies, 1):
+        table.add_row(str(depth), *(f"{100 * rate:.1f}" for rate in rates))
+    console.print(table)
     console.print(
         f"expected τ: {expected['tree']:.2f} with {len(tree)} nodes; {expected['chain']:.2f} with a chain of {len(chain)}",
         soft_wrap=True,
@@ -97,14 +98,3 @@ def with_tree(config: SpeculativeConfig, tree: list[list[int]]) -> dict[str, Any
     """The configuration with this tree as the shape of its drafts."""
     kept = {key: value for key, value in config.to_dict().items() if key not in _SHAPE_KEYS}
     return kept | {"speculative_token_tree": tree}
-
-
-def accuracies_table(accuracies: np.ndarray) -> Table:
-    """The table of accuracies: a row per depth, a column per rank (best token first)."""
-    table = Table(title="how often the drafter's n-th token is the right one (%)")
-    table.add_column("depth")
-    for rank in range(accuracies.shape[1]):
-        table.add_column(str(rank + 1), justify="right")
-    for depth, rates in enumerate(accuracies, 1):
-        table.add_row(str(depth), *(f"{100 * rate:.1f}" for rate in rates))
-    return table

@@ -30,13 +30,11 @@ examples:
   hf-specdec demo --all --limit 12 --max-new-tokens 64 --batch-size 4
 
 The bundled model has 6 million parameters, too few for any drafter to make it faster. So the demo first makes it bigger: the added zeros
-and idle layers change no logit, but cost as much time as the weights of a real model. Green text was drafted and accepted; the other
-tokens come from the model itself, one per forward pass. --all runs every method on the small model in float32 and compares its text
-with that of plain generate(); the exit code is 1 if one differs.
+and idle layers change no logit, but cost as much time as the weights of a real model. --all runs every method on the small model in
+float32 and compares its text with that of plain generate(); the exit code is 1 if one differs.
 """
 
 SIZES = ("tiny", "100m", "300m", "1b")
-_HUNDRED = (768, 14, 2048, 12, 4, 64)  # the size "100m"; inflation.PRESETS has the larger ones
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "tiny-draft"}
 TREE = {"depth": 5, "top_k": 4, "total_tokens": 24}
 SHOWN = Variant("draft_model, chain", {**DRAFT, "num_speculative_tokens": 5})
@@ -46,19 +44,15 @@ SECONDS = {1: 34.0, BATCH: 16.0}  # time limit by batch size; a slow machine mea
 
 def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser(
-        "demo", help="show text and speed on the bundled models", description=__doc__, epilog=EPILOG
+        "demo", help="text and speed of the bundled models", description=__doc__, epilog=EPILOG
     )
     parser.add_argument("--all", action="store_true", help="run every method on the small model and compare the texts")
     parser.add_argument("--limit", type=positive_int, metavar="N", help="use only N prompts (default: 8; with --all 6)")
     parser.add_argument("--prompts", dest="limit", type=positive_int, help=argparse.SUPPRESS)  # its earlier name
     parser.add_argument("--max-new-tokens", type=positive_int, metavar="N", help="default: 48; with --all 96")
     parser.add_argument("--size", choices=["auto", *SIZES], default="auto", help="of the model (default: %(default)s)")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="default: bfloat16 if the device has it",
-    )
+    precisions = ("auto", "float32", "bfloat16")
+    parser.add_argument("--dtype", choices=precisions, default="auto", help="default: bfloat16 if the device has it")
     parser.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="with --all (default: 1)")
     parser.set_defaults(model="tiny", device="auto", trust_remote_code=False)
     return parser
@@ -78,19 +72,10 @@ def run(args: argparse.Namespace) -> int:
         return show(console, demo, args)
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class DemoModel:
-    """The models of the demo.
-
-    Attributes:
-        model: the target, which generates the same text as `tiny`.
-        eagle3: folder of the bundled EAGLE-3 head, inflated in the same way; None if it is not installed. The bundled draft model
-            is used as it is.
-        cheap_rows: True if a step spends its time on reading weights, so that verifying a few more tokens costs little.
-    """
+    """The target, which generates the same text as `tiny`, and the folder of an EAGLE-3 head for it, None if that is not installed.
+    `cheap_rows`: a step spends its time on reading weights, so that verifying a few more tokens costs little."""
 
     model: Any
     tokenizer: Any
@@ -121,8 +106,7 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
     # Steps must be long enough to gain from drafts, and short enough for the demo's time limit.
     affordable = "1b" if source.device.type == "cuda" else "300m" if cheap_rows else "100m"
     name = affordable if args.size == "auto" else args.size
-    size = {"tiny": None, "100m": _HUNDRED, **PRESETS}[name]
-    sizes = {} if size is None else dict(zip(DIMENSIONS, size, strict=True))
+    sizes = {} if name == "tiny" else dict(zip(DIMENSIONS, PRESETS[name], strict=True))
     model = inflate(source, **sizes, dtype=dtype)
     with tempfile.TemporaryDirectory(prefix="hf-specdec-demo-") as folder:
         has_head = "tiny-eagle3" in hf_specdec.bundled_names()
@@ -135,13 +119,13 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
             hf_specdec.release(model)
 
 
-# ---- text and speed -------------------------------------------------------------------------------------------------
+def bundled_prompts(count: int) -> list[str]:
+    return [row["prompt"] for row in options.spread(options.read_prompts(str(options.BUNDLED_PROMPTS)), count)]
 
 
 def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
     """Show one text, then the table. Returns 1 if a text differs in float32."""
-    rows = options.spread(options.read_prompts(str(options.BUNDLED_PROMPTS)), max(args.limit, 2 * BATCH))
-    prompts = [row["prompt"] for row in rows]
+    prompts = bundled_prompts(max(args.limit, 2 * BATCH))
     show_text(console, demo, prompts[0], args.max_new_tokens)
     # Half as many tokens in a batch, so that its runs take about as long as those of single prompts.
     tables = {
@@ -166,16 +150,13 @@ def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int
 
 
 def stream(console: Output, model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, variant: Variant) -> None:
-    """Print a prompt, and its answer as the variant generates it."""
     from .accepted_tokens import AcceptedTokens
 
     console.print(Text(f"\n▌ {prompt}", style="bold"))
     inputs = options.encode_prompts(tokenizer, [prompt], None, model.device)
-    config = variant.speculative_config
+    arguments = {**inputs, "max_new_tokens": max_new_tokens, "speculative_config": variant.speculative_config}
     with AcceptedTokens(console, model, tokenizer) as streamer:
-        model.generate(
-            **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, speculative_config=config
-        )
+        model.generate(**arguments, do_sample=False, streamer=streamer)
 
 
 def single_variants(demo: DemoModel) -> list[Variant]:
@@ -203,11 +184,10 @@ def batch_variants(demo: DemoModel) -> list[Variant]:
 def compare(
     demo: DemoModel, prompts: list[str], variants: list[Variant], max_new_tokens: int, batch_size: int
 ) -> list[Measurement]:
-    """Decode the prompts greedily with all variants in turn."""
     batches = options.encode_batches(demo.tokenizer, prompts, batch_size, None, demo.model.device)
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    title = f"batch size {batch_size}"
-    return measure.with_progress(title, demo.model, batches, variants, arguments, 1, 0, SECONDS[batch_size])
+    limit, title = SECONDS[batch_size], f"batch size {batch_size}"
+    return measure.measure(demo.model, batches, variants, arguments, repeats=1, seed=0, seconds=limit, title=title)
 
 
 def remark(demo: DemoModel, float32: bool) -> str:
@@ -229,11 +209,7 @@ def remark(demo: DemoModel, float32: bool) -> str:
     return "\n".join(lines)
 
 
-# ---- every method, with --all ---------------------------------------------------------------------------------------
-
-
 def all_variants() -> list[Variant]:
-    """The variants; the first two are the baselines."""
     return [
         measure.PLAIN,
         measure.without_drafts({"method": "none"}),
@@ -264,7 +240,7 @@ def run_all(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     args.dtype = "float32"
     model, tokenizer = options.load_model_and_tokenizer(args)
-    prompts = [row["prompt"] for row in options.spread(options.read_prompts(str(options.BUNDLED_PROMPTS)), args.limit)]
+    prompts = bundled_prompts(args.limit)
     for prompt in prompts:
         stream(console, model, tokenizer, prompt, args.max_new_tokens, SHOWN)
     console.print("\n[green]Green[/green]: drafted by tiny-draft, accepted by tiny. The rest: tiny's own tokens.\n")
@@ -278,7 +254,7 @@ def run_all(args: argparse.Namespace) -> int:
             usable.append(variant)
         except ImportError as error:
             console.print(f"{variant.name}: skipped, {' '.join(str(error).split())}", markup=False)
-    results = measure.with_progress("comparing the methods", model, batches, usable, arguments, repeats=2, seed=0)
+    results = measure.measure(model, batches, usable, arguments, repeats=2, seed=0, title="comparing the methods")
     console.say(
         f"tiny: {measure.setup_line(measure.environment(model))}; {len(prompts)} prompts, batch size {args.batch_size}, "
         f"up to {args.max_new_tokens} new tokens, greedy"

@@ -23,7 +23,6 @@ examples:
 It prints no access tokens, keys or prompts. Of variables that may hold a secret, it says only whether they are set.
 """
 
-# Packages that are always installed.
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate", "numpy")
 # The modules that each extra installs.
 EXTRAS = {
@@ -48,9 +47,7 @@ SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "env", help="print versions and devices for a bug report", description=__doc__, epilog=EPILOG
-    )
+    parser = commands.add_parser("env", help="print what a bug report needs", description=__doc__, epilog=EPILOG)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -110,38 +107,27 @@ def cpu() -> dict[str, Any]:
 
     flags = cpuinfo("flags", "Features").split()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "name": device_name(torch.device("cpu")),
-        "features": [name for name in CPU_FEATURES if name in flags],
-        "torch uses": torch.backends.cpu.get_cpu_capability(),
-        "cores": cores,
-        "threads": torch.get_num_threads(),
-    }
+    found = {"name": device_name(torch.device("cpu")), "features": [name for name in CPU_FEATURES if name in flags]}
+    uses = torch.backends.cpu.get_cpu_capability()
+    return found | {"torch uses": uses, "cores": cores, "threads": torch.get_num_threads()}
 
 
 def gpus() -> list[dict[str, Any]]:
     import torch
 
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [
-        {
-            "name": gpu.name,
-            "capability": f"{gpu.major}.{gpu.minor}",
-            "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
-            "cuda": torch.version.cuda or torch.version.hip,
-        }
-        for gpu in properties
-    ]
+    found = []
+    for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
+        size = {"capability": f"{gpu.major}.{gpu.minor}", "memory": f"{gpu.total_memory / 2**30:.0f} GiB"}
+        found.append({"name": gpu.name, **size, "cuda": torch.version.cuda or torch.version.hip})
+    return found
 
 
 def text(found: dict[str, Any]) -> str:
-    """The result of `environment` as lines of text."""
     lines = []
     for name, value in found.items():
         if isinstance(value, dict):
-            value = ", ".join(
-                f"{key} {' '.join(item) if isinstance(item, list) else item}" for key, item in value.items()
-            )
+            items = ((key, " ".join(item) if isinstance(item, list) else item) for key, item in value.items())
+            value = ", ".join(f"{key} {item}" for key, item in items)
         elif isinstance(value, list):
             value = "; ".join(" ".join(map(str, item.values())) if isinstance(item, dict) else item for item in value)
         lines.append(f"{name + ':':<16}{value or 'none'}")

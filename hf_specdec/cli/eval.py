@@ -5,20 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 import hf_specdec
 
 from ..jsonl import json_object
 from . import measure, options
-from .measure import Variant
+from .measure import Measurement, Variant
 from .options import Output, positive_int
 
 EPILOG = """\
@@ -28,9 +22,8 @@ examples:
   hf-specdec eval ./my-eagle3 --target ./my-model --speculative-config '{"top_k": 8, "total_tokens": 60, "depth": 5}'
 
 Prompts with a "task" are counted by task, and --limit is of each task. τ is the number of tokens per row and forward pass of the target.
-Acceptance per position is the share of steps in which the draft's 1st, 2nd, .. token was accepted. "× none" compares with the same loop
-without drafts, "× plain" with transformers' own generate(), on this machine; ▼ marks a task in which the head makes decoding slower. They
-are estimates from one pass over the prompts; `hf-specdec bench` repeats the measurement.
+Acceptance per position is the share of steps in which the draft's 1st, 2nd, .. token was accepted. Speed-ups are estimates from one pass
+over the prompts on this machine; `hf-specdec bench` repeats the measurement.
 """
 
 
@@ -42,81 +35,16 @@ def add_command(commands) -> argparse.ArgumentParser:
     group = parser.add_argument_group("measurement")
     options.add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
-    group.add_argument(
-        "--speculative-config",
-        default="{}",
-        metavar="JSON",
-        help="further keys, for example the draft length or a tree",
-    )
-    group.add_argument(
-        "--no-baseline", action="store_true", help="do not time decoding without drafts; the speed-ups are left out"
-    )
-    group.add_argument(
-        "--json", metavar="OUT", help="write the figures to this file; - prints them instead of the table"
-    )
+    options.add_config_option(group, "further keys, for example the draft length or a tree", default="{}")
+    untimed = "do not time decoding without drafts; the speed-ups are left out"
+    group.add_argument("--no-baseline", action="store_true", help=untimed)
+    figures = "write the figures to this file; - prints them instead of the table"
+    group.add_argument("--json", metavar="OUT", help=figures)
     group.add_argument("--plot", metavar="OUT", help="write a bar plot to this PNG file")
-    group.add_argument(
-        "--update-card", action="store_true", help="put the table into the head's model card (README.md)"
-    )
+    card = "put the table into the head's model card (README.md)"
+    group.add_argument("--update-card", action="store_true", help=card)
     options.add_decoding_options(parser, max_new_tokens=128)
     return parser
-
-
-@dataclass
-class TaskFigures:
-    """Sums over the prompts of a task.
-
-    Attributes:
-        steps: forward passes of the target, counted once for each row.
-        new_tokens, seconds: with the head; `none_`: in the same loop without drafts; `plain_`: in transformers' own.
-        drafted, accepted: draft tokens.
-        accepted_at: for each position of a draft, the number of steps in which its token was accepted.
-    """
-
-    prompts: int = 0
-    steps: int = 0
-    new_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    seconds: float = 0.0
-    none_tokens: int = 0
-    none_seconds: float = 0.0
-    plain_tokens: int = 0
-    plain_seconds: float = 0.0
-    accepted_at: Counter[int] = field(default_factory=Counter)
-
-    def count(self, speculation: Any, seconds: float, tokens: int) -> None:
-        """Add the statistics of one call of `generate()`."""
-        self.steps += speculation["num_steps"]
-        self.drafted += speculation["num_draft_tokens"]
-        self.accepted += speculation["num_accepted_tokens"]
-        self.seconds, self.new_tokens = self.seconds + seconds, self.new_tokens + tokens
-        for position, rate in enumerate(speculation["acceptance_per_position"]):
-            self.accepted_at[position] += rate * speculation["num_steps"]
-
-    def add(self, other: TaskFigures) -> None:
-        """Add another task's sums."""
-        for name in vars(other):
-            if name != "accepted_at":
-                setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.accepted_at.update(other.accepted_at)
-
-    def summary(self) -> dict[str, Any]:
-        """The figures, as values for JSON."""
-        speed = self.new_tokens / self.seconds if self.seconds else None
-        none = self.none_tokens / self.none_seconds if self.none_seconds else None
-        plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else None
-        return {
-            "prompts": self.prompts,
-            "tau": self.new_tokens / self.steps if self.steps else None,
-            "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
-            "acceptance_per_position": [value / self.steps for _, value in sorted(self.accepted_at.items())],
-            "tokens_per_second": speed,
-            "none_tokens_per_second": none,
-            "plain_tokens_per_second": plain,
-            "speed_up_over_none": speed / none if speed and none else None,
-            "speed_up": speed / plain if speed and plain else None,
-        }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,12 +61,10 @@ def run(args: argparse.Namespace) -> int:
     tasks = {task: prompts[: args.limit] for task, prompts in tasks.items()}
     args.model = args.target
     model, tokenizer = options.load_model_and_tokenizer(args)
-    with options.progress_bar() as progress:
-        bar = progress.add_task("measuring", total=sum(map(len, tasks.values())))
-        figures = evaluate(model, tokenizer, tasks, config, arguments, args, lambda n: progress.advance(bar, n))
-    whole = TaskFigures()
-    for of_task in figures.values():
-        whole.add(of_task)
+    variants = [Variant("head", config)]
+    if not args.no_baseline:
+        variants += [measure.without_drafts(config), measure.PLAIN]
+    measured, whole = evaluate(model, tokenizer, tasks, variants, arguments, args)
     report = {
         "head": args.head,
         "target": args.target,
@@ -146,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
         "speculative_config": config,
         "environment": measure.environment(model),
         "settings": {**arguments, "batch_size": args.batch_size, "seed": args.seed, "prompts": args.prompts},
-        "tasks": {task: of_task.summary() for task, of_task in figures.items()},
-        "all": whole.summary(),
+        "tasks": {task: summary(results) for task, results in measured.items()},
+        "all": summary(whole),
     }
     present(report, args)
     return 0
@@ -171,38 +97,48 @@ def evaluate(
     model: Any,
     tokenizer: Any,
     tasks: dict[str, list[str]],
-    config: dict[str, Any],
+    variants: list[Variant],
     arguments: dict[str, Any],
     args: argparse.Namespace,
-    advance: Callable[[int], None],
-) -> dict[str, TaskFigures]:
-    """Decode each batch with and without the head. Returns the figures by task. Calls `advance` with the number of prompts done."""
-    drafted, loop = Variant("head", config), measure.without_drafts(config)
-    variants = [drafted] if args.no_baseline else [drafted, loop, measure.PLAIN]
-    first = options.encode_prompts(tokenizer, next(iter(tasks.values()))[:1], args.chat, model.device)
+) -> tuple[dict[str, list[Measurement]], list[Measurement]]:
+    """Decode the prompts of each task with all variants in turn. Returns the results by task, and those of all tasks together."""
+    batches = [
+        (task, inputs)
+        for task, prompts in tasks.items()
+        for inputs in options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
+    ]
+    measured = {task: [Measurement(variant) for variant in variants] for task in [*tasks, None]}
+    for result in (result for results in measured.values() for result in results):
+        result.repeat()
     for variant in variants:
-        measure.warm_up(model, first, variant, arguments)
-    out = {}
-    for task, prompts in tasks.items():
-        out[task] = figures = TaskFigures(prompts=len(prompts))
-        for i in range(0, len(prompts), args.batch_size):
-            group = prompts[i : i + args.batch_size]
-            inputs = options.encode_prompts(tokenizer, group, args.chat, model.device)
-            for variant in variants if i // args.batch_size % 2 == 0 else reversed(variants):
-                rows, seconds, speculation = measure.timed_generate(model, inputs, variant, arguments, args.seed)
-                tokens = sum(map(len, rows))
-                if variant is drafted:
-                    figures.count(speculation, seconds, tokens)
-                else:
-                    name = "none" if variant is loop else "plain"
-                    vars(figures)[f"{name}_tokens"] += tokens
-                    vars(figures)[f"{name}_seconds"] += seconds
-            advance(len(group))
+        measure.warm_up(model, {key: tensor[:1] for key, tensor in batches[0][1].items()}, variant, arguments)
+    with options.progress_bar() as progress:
+        bar = progress.add_task("measuring", total=sum(map(len, tasks.values())))
+        for number, (task, inputs) in enumerate(batches):
+            for i in range(len(variants)) if number % 2 == 0 else reversed(range(len(variants))):
+                called = measure.timed_generate(model, inputs, variants[i], arguments, args.seed)
+                measured[task][i].add(*called)
+                measured[None][i].add(*called)
+            progress.advance(bar, len(inputs["input_ids"]))
     hf_specdec.release(model)
-    return out
+    return measured, measured.pop(None)
 
 
-# ---- reports --------------------------------------------------------------------------------------------------------
+def summary(results: list[Measurement]) -> dict[str, Any]:
+    """The figures of a head as values for JSON, from its results and, if they were measured, those without drafts and of plain decoding."""
+    head, *others = results
+    speed, (none, plain) = head.tokens_per_second, [other.tokens_per_second for other in others] or [None, None]
+    return {
+        "prompts": len(head.outputs),
+        "tau": head.accepted_length,
+        "acceptance_rate": head.acceptance_rate,
+        "acceptance_per_position": [value / head.steps for _, value in sorted(head.accepted_at.items())],
+        "tokens_per_second": speed,
+        "none_tokens_per_second": none,
+        "plain_tokens_per_second": plain,
+        "speed_up_over_none": speed / none if none else None,
+        "speed_up": speed / plain if plain else None,
+    }
 
 
 def present(report: dict[str, Any], args: argparse.Namespace) -> None:
@@ -211,7 +147,7 @@ def present(report: dict[str, Any], args: argparse.Namespace) -> None:
         console = Output()
         setup = measure.setup_line(report["environment"])
         console.say(f"{args.head} ({report['method']}) for {args.target}: {setup}")
-        console.print(table(report))
+        console.print(measure.figures_table(TITLES, all_cells(report), wrapped=(0, 3)))
         if not args.no_baseline:
             marked = any(measure.LOSES in cell for row in all_cells(report) for cell in row)
             whole = report["all"]
@@ -226,37 +162,24 @@ def present(report: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def cells(task: str, figures: dict[str, Any]) -> list[str]:
-    """A task's row of the table."""
-    shown = [task, str(figures["prompts"]), "–" if figures["tau"] is None else f"{figures['tau']:.2f}"]
-    shown.append(" ".join(f"{rate:.0%}" for rate in figures["acceptance_per_position"]))
-    over_none, over_plain = figures["speed_up_over_none"], figures["speed_up"]
+    def shown(name: str, form: str) -> str:
+        return "–" if figures[name] is None else form.format(figures[name])
+
+    over_none = figures["speed_up_over_none"]
     mark = "" if over_none is None or round(over_none, 2) >= 1 else f" {measure.LOSES}"
-    shown.append("–" if over_none is None else f"{over_none:.2f} ×{mark}")
-    shown.append("–" if over_plain is None else f"{over_plain:.2f} ×")
-    shown.append("–" if figures["tokens_per_second"] is None else f"{figures['tokens_per_second']:.1f}")
-    return shown
+    rates = " ".join(f"{rate:.0%}" for rate in figures["acceptance_per_position"])
+    speeds = shown("speed_up_over_none", "{:.2f} ×") + mark, shown("speed_up", "{:.2f} ×")
+    return [task, str(figures["prompts"]), shown("tau", "{:.2f}"), rates, *speeds, shown("tokens_per_second", "{:.1f}")]
 
 
 TITLES = ("task", "prompts", "τ", "accepted at 1, 2, ..", "× none", "× plain", "tokens/s")
 
 
 def all_cells(report: dict[str, Any]) -> list[list[str]]:
-    """The rows of all tasks, and of all together."""
     return [cells(task, figures) for task, figures in {**report["tasks"], "all": report["all"]}.items()]
 
 
-def table(report: dict[str, Any]) -> Table:
-    """The table for a terminal."""
-    out = Table(box=SIMPLE_HEAD, padding=0)
-    for i, title in enumerate(TITLES):
-        out.add_column(title, justify="left" if i in (0, 3) else "right", no_wrap=i != 3)
-    for row in all_cells(report):
-        out.add_row(*row)
-    return out
-
-
 def markdown(report: dict[str, Any]) -> str:
-    """The table for a model card."""
     settings, shown = report["settings"], {k: v for k, v in report["speculative_config"].items() if k != "model"}
     lines = [
         f"Measured ({'sampled' if settings['do_sample'] else 'greedy'}, {settings['max_new_tokens']} new tokens, batch size "
@@ -269,15 +192,12 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Plot τ per task and acceptance per position as bars."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     from ..training.state import write_whole
 
     tasks = {**report["tasks"], "all": report["all"]}
     figure = Figure(figsize=(11, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     bars = left.bar(list(tasks), [figures["tau"] or 0.0 for figures in tasks.values()])
     left.bar_label(bars, fmt="%.2f")

@@ -31,12 +31,7 @@ without drafts (none), and transformers' own generate().
 def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("explain", help='show what "auto" would do', description=__doc__, epilog=EPILOG)
     options.add_model_options(parser)
-    parser.add_argument(
-        "--speculative-config",
-        default="auto",
-        metavar="JSON",
-        help='a configuration of method "auto" (default: %(default)s)',
-    )
+    options.add_config_option(parser, 'a configuration of method "auto" (default: %(default)s)', default="auto")
     group = parser.add_argument_group("measurement")
     group.add_argument("--no-measurement", action="store_true", help="only list what was found")
     options.add_prompts_option(group, limit=8)
@@ -102,14 +97,12 @@ def _measure(
     batches = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
     arguments = options.decoding_arguments(args)
     decoded = measure.with_baselines(variants)
-    results = measure.with_progress("measuring", model, batches, decoded, arguments, repeats=1, seed=args.seed)
+    results = measure.measure(model, batches, decoded, arguments, repeats=1, seed=args.seed)
     generator = get_decoder(model, hf_specdec.parse_config(args.speculative_config)).generator
     assert isinstance(generator, AutoGenerator)
     learnt = generator.policy.report(args.batch_size)
-    report |= {
-        "plain_ms": learnt["plain_ms"], "token_ms": learnt["token_ms"], "mean_accepted_length": results[-1].accepted_length,
-        "measured": {},
-    }  # fmt: skip
+    report |= {key: learnt[key] for key in ("plain_ms", "token_ms")}
+    report |= {"mean_accepted_length": results[-1].accepted_length, "measured": {}}
     for variant, result in zip(variants, results[-len(variants) :], strict=True):
         steps = [step for step in measure.traced(model, batches[0], variant, arguments, args.seed) if step["drafted"]]
         drafting = [step["propose_ms"] + step["observe_ms"] for step in steps]
@@ -126,10 +119,8 @@ def _measure(
 def _times(report: dict[str, Any]) -> str:
     """What steps cost, and what "auto" drafted with. A drafter that found nothing to draft has no time."""
     measured = {name: figures for name, figures in report["measured"].items() if name != "auto"}
-    drafting = (
-        f"{name} {'–' if figures['milliseconds'] is None else format(figures['milliseconds'], '.2f')}"
-        for name, figures in measured.items()
-    )
+    times = ((name, figures["milliseconds"]) for name, figures in measured.items())
+    drafting = (f"{name} {'–' if time is None else format(time, '.2f')}" for name, time in times)
     taken = (f"{name} {figures['steps']}" for name, figures in measured.items() if figures["steps"])
     return (
         f"A step without drafts: {report['plain_ms']:.2f} ms; each drafted token adds {report['token_ms']:.2f} ms. Drafting, in ms: "

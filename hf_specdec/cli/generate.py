@@ -41,20 +41,12 @@ def add_command(commands) -> argparse.ArgumentParser:
     source.add_argument("--prompt", action="append", metavar="TEXT", help="the prompt; repeat it for a batch")
     source.add_argument("--prompts", metavar="FILE", help=options.PROMPTS_HELP)
     source.add_argument("--prompt-file", dest="prompts", metavar="FILE", help=argparse.SUPPRESS)  # its earlier name
-    parser.add_argument(
-        "--speculative-config",
-        default='{"method": "none"}',
-        metavar="JSON",
-        help=f"{CONFIG_HELP} (default: %(default)s, plain decoding)",
-    )
+    plain = f"{CONFIG_HELP} (default: %(default)s, plain decoding)"
+    options.add_config_option(parser, plain, default='{"method": "none"}')
     options.add_decoding_options(parser, max_new_tokens=128)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end when this text appears; repeatable")
-    parser.add_argument(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="print tokens as they are accepted (default: for one prompt on a terminal)",
-    )
+    streaming = "print tokens as they are accepted (default: for one prompt on a terminal)"
+    parser.add_argument("--stream", action=argparse.BooleanOptionalAction, help=streaming)
     return parser
 
 
@@ -99,22 +91,16 @@ def run(args: argparse.Namespace) -> int:
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         else:
             streamer = TokenBar(progress, total=len(prompts) * args.max_new_tokens)
-        output = model.generate(
-            **inputs,
-            **arguments,
-            streamer=streamer,
-            speculative_config=args.speculative_config,
-            return_dict_in_generate=True,
-        )
+        arguments |= {"speculative_config": args.speculative_config, "return_dict_in_generate": True}
+        output = model.generate(**inputs, **arguments, streamer=streamer)
     seconds = time.perf_counter() - start
 
     rows = cut_at_end(output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), end_tokens(model))
     texts = [] if stream else tokenizer.batch_decode(rows, skip_special_tokens=True)
     for number, text in enumerate(texts, 1):
         print(f"--- {number} ---\n{text}" if len(texts) > 1 else text)
-    Console(stderr=True).print(
-        summary(sum(map(len, rows)), seconds, output.speculation), highlight=False, soft_wrap=True
-    )
+    line = summary(sum(map(len, rows)), seconds, output.speculation)
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -122,8 +108,7 @@ def summary(new_tokens: int, seconds: float, speculation: Any) -> str:
     parts = [f"{new_tokens} tokens in {seconds:.2f} s", f"{new_tokens / seconds:.1f} tokens/s"]
     if speculation["num_draft_tokens"]:
         parts.append(f"τ {speculation['mean_accepted_length']:.2f} tokens per forward")
-        parts.append(
-            f"{speculation['acceptance_rate']:.0%} of {speculation['num_draft_tokens']} drafted tokens accepted"
-        )
+        rate, count = speculation["acceptance_rate"], speculation["num_draft_tokens"]
+        parts.append(f"{rate:.0%} of {count} drafted tokens accepted")
     parts.append(f"KV cache {speculation['kv_cache_bytes'] / 2**20:.1f} MiB")
     return " · ".join(parts)

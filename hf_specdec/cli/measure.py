@@ -9,6 +9,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -82,17 +83,19 @@ class Measurement:
     Attributes:
         seconds, new_tokens: one entry for each repeat.
         outputs: the new tokens of each prompt, in the last repeat.
-        row_steps, row_tokens, drafted, accepted: steps, new tokens, draft tokens and accepted draft tokens of all rows, over all repeats.
+        steps, step_tokens, drafted, accepted: steps, new tokens, draft tokens and accepted draft tokens of all rows, over all repeats.
+        accepted_at: for each position of a draft, the number of steps in which its token was accepted.
     """
 
     variant: Variant
     seconds: list[float] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
-    row_steps: int = 0
-    row_tokens: int = 0
+    steps: int = 0
+    step_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    accepted_at: Counter[int] = field(default_factory=Counter)
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,20 +105,30 @@ class Measurement:
     @property
     def accepted_length(self) -> float | None:
         """τ: new tokens per row and forward pass of the target; None for transformers' own loop, which has no statistics."""
-        return self.row_tokens / self.row_steps if self.row_steps else None
+        return self.step_tokens / self.steps if self.steps else None
 
     @property
     def acceptance_rate(self) -> float | None:
         """Accepted over drafted tokens; None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
-    def count(self, speculation: Any) -> None:
-        """Add the statistics of one `generate()` call."""
-        for row in speculation["rows"]:
-            self.row_steps += row["num_steps"]
-            self.row_tokens += row["mean_accepted_length"] * row["num_steps"]
-            self.drafted += row["num_draft_tokens"]
-            self.accepted += row["num_accepted_tokens"]
+    def repeat(self) -> None:
+        self.seconds.append(0.0)
+        self.new_tokens.append(0)
+        self.outputs.clear()
+
+    def add(self, rows: list[list[int]], seconds: float, speculation: Any) -> None:
+        """Add what one call of `timed_generate` has returned."""
+        self.seconds[-1] += seconds
+        self.new_tokens[-1] += sum(map(len, rows))
+        self.outputs += rows
+        if speculation is not None:
+            self.steps += speculation["num_steps"]
+            self.step_tokens += speculation["num_new_tokens"]
+            self.drafted += speculation["num_draft_tokens"]
+            self.accepted += speculation["num_accepted_tokens"]
+            for position, rate in enumerate(speculation["acceptance_per_position"]):
+                self.accepted_at[position] += rate * speculation["num_steps"]
 
 
 def end_tokens(model: Any) -> set[int]:
@@ -173,49 +186,33 @@ def measure(
     arguments: dict[str, Any],
     repeats: int,
     seed: int,
-    advance: Callable[[], None] = lambda: None,
     seconds: float | None = None,
+    title: str = "measuring",
 ) -> list[Measurement]:
-    """Decode every batch with every variant in turn, `repeats` times.
+    """Decode every batch with every variant in turn, `repeats` times, and show the progress on stderr under a title.
 
     The order of the variants is reversed for every other batch, so that none is always first. Each repeat starts without what methods have
     learnt in earlier ones, because those that learn from outputs would know the answers.
 
     Args:
         arguments: for `generate()`.
-        advance: called after each call of `generate()`.
         seconds: time limit of a repeat: further batches are skipped if they would exceed it. None: no limit.
     """
     results = [Measurement(variant) for variant in variants]
-    for _ in range(repeats):
-        hf_specdec.release(model)
-        for variant in variants:
-            warm_up(model, batches[0], variant, arguments)
-        for result in results:
-            result.seconds.append(0.0)
-            result.new_tokens.append(0)
-            result.outputs.clear()
-        began = time.perf_counter()
-        for done, inputs in enumerate(batches):
-            if seconds is not None and done and (time.perf_counter() - began) * (done + 1) > seconds * done:
-                break
-            for result in results if done % 2 == 0 else reversed(results):
-                rows, taken, speculation = timed_generate(model, inputs, result.variant, arguments, seed)
-                result.seconds[-1] += taken
-                result.new_tokens[-1] += sum(map(len, rows))
-                result.outputs += rows
-                if speculation is not None:
-                    result.count(speculation)
-                advance()
-    return results
-
-
-def with_progress(
-    title: str, model, batches, variants, arguments, repeats: int, seed: int, seconds: float | None = None
-) -> list[Measurement]:
-    """Call `measure`, and show its progress on stderr."""
     with progress(title, total=repeats * len(batches) * len(variants)) as advance:
-        return measure(model, batches, variants, arguments, repeats, seed, advance, seconds)
+        for _ in range(repeats):
+            hf_specdec.release(model)
+            for result in results:
+                warm_up(model, batches[0], result.variant, arguments)
+                result.repeat()
+            began = time.perf_counter()
+            for done, inputs in enumerate(batches):
+                if seconds is not None and done and (time.perf_counter() - began) * (done + 1) > seconds * done:
+                    break
+                for result in results if done % 2 == 0 else reversed(results):
+                    result.add(*timed_generate(model, inputs, result.variant, arguments, seed))
+                    advance()
+    return results
 
 
 @contextmanager
@@ -242,7 +239,6 @@ def equal_rows(result: Measurement, baseline: Measurement) -> int:
 
 
 def speed_up(result: Measurement, baseline: Measurement) -> float:
-    """How many times as fast as the baseline."""
     return result.tokens_per_second / baseline.tokens_per_second
 
 
@@ -261,10 +257,7 @@ def times_none(result: Measurement, results: list[Measurement]) -> str:
 
 def results_table(results: list[Measurement], compare: bool) -> Table:
     """A table of results, of which the first is `PLAIN`. `compare`: add the number of outputs that equal its outputs."""
-    table = Table(box=SIMPLE_HEAD, padding=0)  # it fits 80 columns
-    table.add_column("decoding", overflow="fold")
-    for title in ("× none", "× plain", "tokens/s", "τ", "accepted", *(["same text"] if compare else [])):
-        table.add_column(title, justify="right", no_wrap=True)
+    rows = []
     for result in results:
         cells = [
             result.variant.name,
@@ -277,12 +270,23 @@ def results_table(results: list[Measurement], compare: bool) -> Table:
         if compare:
             same = f"{equal_rows(result, results[0])}/{len(results[0].outputs)}"
             cells.append("–" if result is results[0] else same)
-        table.add_row(*cells)
+        rows.append(cells)
+    titles = ("decoding", "× none", "× plain", "tokens/s", "τ", "accepted", *(["same text"] if compare else []))
+    return figures_table(titles, rows, wrapped=(0,))
+
+
+def figures_table(titles: Sequence[str], rows: list[list[str]], wrapped: tuple[int, ...]) -> Table:
+    """A table of figures that fits 80 columns. `wrapped`: the columns of text."""
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    for i, title in enumerate(titles):
+        is_text = i in wrapped
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def remarks(*tables: list[Measurement]) -> str:
-    """How to read tables of results."""
     marked = any(LOSES in times_none(result, results) for results in tables for result in results)
     plain, none = tables[0][:2]
     return reading(speed_up(none, plain), marked)
@@ -308,7 +312,6 @@ def environment(model: Any) -> dict[str, Any]:
 
 
 def versions_of(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of the packages that are installed."""
     versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -323,7 +326,6 @@ def setup_line(where: dict[str, Any]) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor."""
     if device.type == "cuda":
         import torch
 

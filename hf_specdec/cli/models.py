@@ -9,12 +9,11 @@ import json
 from pathlib import Path
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import hf_specdec
-from hf_specdec import SpeculativeConfig, SpeculativeConfigError
 from hf_specdec.bundled import APART, HOW_TO_INSTALL
-from hf_specdec.config import nearest_hint
+from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
 
 from .options import Output
 
@@ -60,18 +59,14 @@ def run(args: argparse.Namespace) -> int:
     for name, config in methods.items():
         console.print(f"[bold]{name}[/bold] – {escape(description(config))}")
         console.print(f"  needs {escape(', '.join(config.requires) or 'nothing more')}", soft_wrap=True)
-        own = own_fields(config)
-        if own:
+        if own := own_fields(config):
             console.print(keys_table(own, config))
-        groups = groups_of(config)
-        if groups:
+        if groups := groups_of(config):
             console.print(f"  and the keys of {' and '.join(groups)}")
         console.print()
     for group, base in key_groups().items():
         if any(issubclass(config, base) for config in methods.values()):
-            console.print(f"[bold]keys of {group}[/bold]")
-            console.print(keys_table(group_fields(base), base))
-            console.print()
+            console.print(f"[bold]keys of {group}[/bold]", keys_table(group_fields(base), base), "", sep="\n")
     console.print("[bold]keys of every method[/bold]")
     console.print(keys_table(shared_fields(), SpeculativeConfig))
     return 0
@@ -87,7 +82,6 @@ def key_groups() -> dict[str, type[SpeculativeConfig]]:
 
 
 def groups_of(config: type[SpeculativeConfig]) -> list[str]:
-    """The groups whose keys a configuration takes."""
     return [group for group, base in key_groups().items() if issubclass(config, base)]
 
 
@@ -164,10 +158,8 @@ def description(config: type[SpeculativeConfig]) -> str:
 
 
 def keys_table(fields, config: type[SpeculativeConfig]) -> Table:
-    table = Table(box=None, padding=(0, 2), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    whole = Column(no_wrap=True), Column(no_wrap=True)
+    table = Table(*whole, Column(overflow="fold"), box=None, padding=(0, 2), show_header=False)
     for field in fields:
         table.add_row(field.name, default_text(field, config), field.metadata.get("help", ""))
     return table

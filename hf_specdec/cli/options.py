@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,31 +30,21 @@ CONFIG_HELP = "a method's name, JSON text, or the path of a JSON file"
 BUNDLED_PROMPTS = Path(__file__).parents[1] / "bundled_models" / "prompts.jsonl"
 
 
-def positive_int(text: str) -> int:
-    """argparse type: an integer of at least 1."""
-    return _positive(text, int, "an integer of at least 1")
+def _number(kind: type, what: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """An argparse type: numbers of one kind that fit."""
 
-
-def positive_float(text: str) -> float:
-    """argparse type: a finite number above 0."""
-    return _positive(text, float, "a number above 0")
-
-
-def _positive(text: str, kind: type, what: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
         raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
-    return value
+
+    return read
 
 
-def port_number(text: str) -> int:
-    """argparse type: a TCP port; 0 is any that is free."""
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, not {text!r}")
-    return int(text)
+positive_int = _number(int, "an integer of at least 1", lambda value: value >= 1)
+positive_float = _number(float, "a number above 0", lambda value: 0 < value < float("inf"))
+port_number = _number(int, "a port from 0 to 65535", lambda value: 0 <= value <= 65535)
 
 
 class Output(Console):
@@ -101,9 +92,7 @@ def check_output_file(path: str | None, option: str) -> None:
             raise ValueError(f"{option} {path}: not writable.")
         return
     # Permissions are not all that can be in the way: the file system may be read-only, or one like /proc.
-    is_new = not file.exists()
-    if is_new and file.is_symlink():
-        file = file.resolve()  # what it points to is made
+    is_new, file = not file.exists(), file.resolve()  # what a link points to is made
     try:
         os.close(os.open(file, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o666))
         if is_new:
@@ -114,9 +103,7 @@ def check_output_file(path: str | None, option: str) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="a bundled name (see `hf-specdec models`), a folder, or a Hub id"
-    )
+    parser.add_argument("model", metavar="MODEL", help="a bundled name (`hf-specdec models`), a folder, or a Hub id")
     add_loading_options(parser.add_argument_group("loading"), "the", "cpu, cuda, cuda:1, ...")
 
 
@@ -129,7 +116,6 @@ def add_loading_options(group: argparse._ArgumentGroup, whose: str, devices: str
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the options for length, sampling and chat template."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help="default: %(default)s"
@@ -138,43 +124,28 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     group.add_argument("--temperature", type=float, metavar="T", help="divides the logits (with --do-sample)")
     group.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling (with --do-sample)")
     group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens (with --do-sample)")
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="seed of torch's generator (default: %(default)s)"
-    )
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="torch's seed (default: %(default)s)")
     add_chat_option(group)
 
 
 def add_chat_option(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="wrap each prompt in the tokenizer's chat template (default: if it has one)",
-    )
+    template = "wrap each prompt in the tokenizer's chat template (default: if it has one)"
+    group.add_argument("--chat", action=argparse.BooleanOptionalAction, help=template)
 
 
 def add_prompts_option(group: argparse._ArgumentGroup, limit: int | None = None) -> None:
-    group.add_argument(
-        "--prompts",
-        default=str(BUNDLED_PROMPTS),
-        metavar="FILE",
-        help=f"{PROMPTS_HELP} (default: the bundled prompts)",
-    )
-    group.add_argument(
-        "--limit",
-        type=positive_int,
-        default=limit,
-        metavar="N",
-        help="use only N of the prompts" + (" (default: %(default)s)" if limit else ""),
-    )
+    prompts = f"{PROMPTS_HELP} (default: the bundled prompts)"
+    group.add_argument("--prompts", default=str(BUNDLED_PROMPTS), metavar="FILE", help=prompts)
+    few = "use only N of the prompts" + (" (default: %(default)s)" if limit else "")
+    group.add_argument("--limit", type=positive_int, default=limit, metavar="N", help=few)
+
+
+def add_config_option(group: Any, help: str = CONFIG_HELP, **more: Any) -> None:
+    group.add_argument("--speculative-config", metavar="JSON", help=help, **more)
 
 
 def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `generate()` from the options of `add_decoding_options`.
-
-    Raises:
-        ValueError: a sampling option is given without --do-sample.
-    """
+    """Arguments of `generate()` from the options of `add_decoding_options`. Raises ValueError: a sampling option without --do-sample."""
     sampling = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k") if getattr(args, key) is not None}
     if sampling and not args.do_sample:
         names = ", ".join("--" + key.replace("_", "-") for key in sampling)
@@ -183,11 +154,7 @@ def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Load the model, in eval mode on its device, and its tokenizer, which pads on the left.
-
-    Raises:
-        ValueError: the folder does not exist.
-    """
+    """Load the model, in eval mode on its device, and its tokenizer, which pads on the left. Raises ValueError: there is no such folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -224,23 +191,16 @@ def sharding(size: int) -> dict:
 def encode_prompts(
     tokenizer: Any, prompts: list[str], chat: bool | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Encode prompts as `input_ids` and `attention_mask`, each [B, S], padded on the left.
-
-    Args:
-        chat: wrap each prompt in the chat template; None: if the tokenizer has one.
-
-    Raises:
-        ValueError: `chat` is True and there is no template.
+    """Encode prompts as `input_ids` and `attention_mask`, each [B, S], padded on the left. `chat`: wrap each in the chat template; None:
+    if the tokenizer has one. Raises ValueError: `chat` is True and there is no template.
     """
     if chat is None:
         chat = tokenizer.chat_template is not None
     elif chat and tokenizer.chat_template is None:
         raise ValueError("--chat: this tokenizer has no chat template.")
     if chat:
-        prompts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
-            for p in prompts
-        ]
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     batch = tokenizer(prompts, padding=True, add_special_tokens=not chat, return_tensors="pt")
     return {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
 
@@ -254,23 +214,16 @@ def encode_batches(
 
 
 def read_prompts(path: str) -> list[dict[str, str]]:
-    """Read prompts: for each row of a .jsonl file a dictionary with "prompt" and "task" ("" if the row has none).
-
-    A .txt file has a prompt a line. Any other file is one prompt; "-" reads stdin. What files without rows were read as is said on stderr.
-
-    Raises:
-        ValueError: the file has no prompts, or a row has no prompt.
+    """Read prompts: for each row of a .jsonl file a dictionary with "prompt" and "task" ("" if the row has none). A .txt file has a
+    prompt a line. Any other file is one prompt; "-" reads stdin. Raises ValueError: the file has no prompts, or a row has no prompt.
     """
-    if path == "-":
-        rows = rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt")
-    else:
-        rows = read_rows(path, "prompt")
-    if rows and rows[0].get("_plain") and path != "-":
+    piped = path == "-"
+    rows = rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt") if piped else read_rows(path, "prompt")
+    if rows and rows[0].get("_plain") and not piped:
+        form = "the whole file (.txt: a prompt a line; .jsonl: rows)"
         if Path(path).suffix == ".txt":
             rows = [{"prompt": line} for line in rows[0]["prompt"].splitlines() if line.strip()]
-        form = (
-            "a prompt a line" if Path(path).suffix == ".txt" else "the whole file (.txt: a prompt a line; .jsonl: rows)"
-        )
+            form = "a prompt a line"
         print(f"{path}: {len(rows)} prompt{'s' * (len(rows) > 1)}, {form}", file=sys.stderr)
     if not rows:
         raise ValueError(f"{path}: no prompt in it.")
@@ -284,41 +237,25 @@ def spread(rows: list[Any], count: int) -> list[Any]:
 
 
 def prompt_of(row: dict[str, Any]) -> str:
-    """The prompt of a row: its "prompt", or "question" or the first of "turns", as some data sets have it.
-
-    Raises:
-        ValueError: the row has none of them.
-    """
+    """The prompt of a row: its "prompt", or "question" or the first of "turns". Raises ValueError: it has none of them."""
     prompt = row.get("prompt") or row.get("question") or next(iter(row.get("turns") or ()), None)
     if not isinstance(prompt, str):
         raise ValueError(f'{row["_where"]}: no text under "prompt" (or "question", "turns").')
     return prompt
 
 
-# ---- ranks ----------------------------------------------------------------------------------------------------------
-
-
 def add_ranks_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="shard the model over N ranks; the command starts them on this machine (default: %(default)s)",
-    )
+    sharded = "shard the model over N ranks; the command starts them on this machine (default: %(default)s)"
+    parser.add_argument("--tensor-parallel-size", type=positive_int, default=1, metavar="N", help=sharded)
 
 
 def start_ranks(size: int, argv: Sequence[str]) -> None:
-    """Replace this process by torchrun with `size` ranks of the same command. Returns only in a rank, or if `size` is 1.
-
-    Raises:
-        ValueError: torchrun has started another number of ranks.
+    """Replace this process by torchrun with `size` ranks of the same command. Returns only in a rank, or if `size` is 1. Raises ValueError:
+    torchrun has started another number of ranks.
     """
     world = os.environ.get("WORLD_SIZE")
     if world is not None and int(world) != size:
-        raise ValueError(
-            f"--tensor-parallel-size is {size}, and torchrun has started {world} ranks: they must be equal."
-        )
+        raise ValueError(f"--tensor-parallel-size is {size}, but torchrun has started {world} ranks: make them equal.")
     if world is not None or size == 1:
         if int(os.environ.get("RANK", "0")) > 0:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (only rank 0 prints)
@@ -327,10 +264,8 @@ def start_ranks(size: int, argv: Sequence[str]) -> None:
     sys.stdout.flush()
     # Without this variable torchrun sets it to 1, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), "-m", "hf_specdec",
-    ]  # fmt: skip
-    os.execv(sys.executable, [*command, *argv])
+    ranks = ["--standalone", "--nproc_per_node", str(size)]
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "hf_specdec", *argv])
 
 
 def leave_ranks() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:
-    """Add options for the model, its tokenizer and its templates."""
     group.add_argument("--tokenizer", metavar="NAME", help="default: the model's")
     group.add_argument("--revision", help="branch, tag or commit on the Hub")
     group.add_argument(
@@ -61,83 +60,50 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
-    """Add options for memory, batching and seeds, and for engines in several processes."""
-    group.add_argument(
-        "--max-model-len", type=positive_int, metavar="N",
-        help="most tokens of a prompt and its answer together (default: the model's positions)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-num-seqs", type=positive_int, default=256, metavar="N",
-        help="most rows that run at once (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-num-batched-tokens", type=positive_int, metavar="N",
+    count = partial(group.add_argument, type=positive_int, metavar="N")
+    count("--max-model-len", help="most tokens of a prompt and its answer together (default: the model's positions)")
+    count("--max-num-seqs", default=256, help="most rows that run at once (default: %(default)s)")
+    count(
+        "--max-num-batched-tokens",
         help="most tokens of a step, prompt chunks and drafts included (default: 2048; on a CPU 256, while few rows decode)",
-    )  # fmt: skip
-    group.add_argument(
-        "--kv-cache-memory-bytes", type=positive_int, metavar="N",
-        help="memory of the KV cache (default: a share of the free memory)",
-    )  # fmt: skip
+    )
+    count("--kv-cache-memory-bytes", help="memory of the KV cache (default: a share of the free memory)")
     group.add_argument(
         "--kv-transfer-config", metavar="JSON",
         help='disaggregated prefill: {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_consumer" or "kv_both"}',
     )  # fmt: skip
-    group.add_argument(
-        "--seed", type=int, metavar="N", help="seed for requests that have no seed of their own (default: random)"
-    )
-    group.add_argument(
-        "--replicas", type=positive_int, default=1, metavar="N",
-        help="number of engines at one address, by Ray Serve (default: %(default)s; needs hf-specdec[ray])",
-    )  # fmt: skip
+    group.add_argument("--seed", type=int, metavar="N", help="seed for requests without one (default: random)")
+    engines = "number of engines at one address, by Ray Serve (default: %(default)s; needs hf-specdec[ray])"
+    count("--replicas", default=1, help=engines)
 
 
 def _add_http_options(group: argparse._ArgumentGroup) -> None:
-    """Add options for the address, access and limits."""
-    group.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all interfaces")
-    group.add_argument("--port", type=port_number, default=8000, help="default: %(default)s")
-    group.add_argument(
-        "--api-key", action="append", metavar="KEY",
-        help="needed for every path but /health; repeatable (default: HF_SPECDEC_API_KEY)",
-    )  # fmt: skip
-    group.add_argument(
+    add, count = group.add_argument, partial(group.add_argument, type=positive_int, metavar="N")
+    add("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all interfaces")
+    add("--port", type=port_number, default=8000, help="default: %(default)s")
+    keys = "needed for every path but /health; repeatable (default: HF_SPECDEC_API_KEY)"
+    add("--api-key", action="append", metavar="KEY", help=keys)
+    add(
         "--share-across-api-keys", action="store_true",
         help="let look-ups draft for one API key's requests from another's texts (default: each key has its own tables)",
     )  # fmt: skip
-    group.add_argument(
+    add(
         "--private-requests", action="store_true",
         help="learn from no request, as if each set speculative_config.private (default: requests that set it are left out)",
     )  # fmt: skip
-    group.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="names by which clients call it (default: MODEL)"
-    )
-    group.add_argument(
-        "--allowed-origins", nargs="+", metavar="URL",
-        help="origins of web pages that may call the server (CORS; default: none)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-num-queued-reqs", type=positive_int, metavar="N",
-        help="most requests that wait; a further one is answered with 429 (default: no limit)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-body-bytes", type=positive_int, default=16 << 20, metavar="N",
-        help="largest body of a request (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--sse-keep-alive-interval", type=float, default=15.0, metavar="S",
-        help="seconds of silence after which a stream sends a comment (default: %(default)s; 0: never)",
-    )  # fmt: skip
-    group.add_argument(
-        "--request-read-timeout", type=float, metavar="S",
-        help=f"seconds for the headers of a request to arrive, and for its body (default: {_READ_SECONDS})",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-request-seconds", type=positive_float, metavar="S",
-        help="seconds for an answer, which then ends with what has been generated (default: no limit)",
-    )  # fmt: skip
-    group.add_argument(
-        "--shutdown-timeout", type=float, metavar="S",
-        help=f"seconds that running requests get to end after SIGTERM (default: {_SHUTDOWN_SECONDS})",
-    )  # fmt: skip
+    add("--served-model-name", nargs="+", metavar="NAME", help="names by which clients call it (default: MODEL)")
+    origins = "origins of web pages that may call the server (CORS; default: none)"
+    add("--allowed-origins", nargs="+", metavar="URL", help=origins)
+    count("--max-num-queued-reqs", help="most requests that wait; the next is answered with 429 (default: no limit)")
+    count("--max-body-bytes", default=16 << 20, help="largest body of a request (default: %(default)s)")
+    silence = "seconds of silence after which a stream sends a comment (default: %(default)s; 0: never)"
+    add("--sse-keep-alive-interval", type=float, default=15.0, metavar="S", help=silence)
+    reading = f"seconds for the headers of a request to arrive, and for its body (default: {_READ_SECONDS})"
+    add("--request-read-timeout", type=float, metavar="S", help=reading)
+    answering = "seconds for an answer, which then ends with what has been generated (default: no limit)"
+    add("--max-request-seconds", type=positive_float, metavar="S", help=answering)
+    ending = f"seconds that running requests get to end after SIGTERM (default: {_SHUTDOWN_SECONDS})"
+    add("--shutdown-timeout", type=float, metavar="S", help=ending)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     transfer = _transfer_config(args.kv_transfer_config)
     if args.replicas > 1:
         return _run_replicas(args, transfer)
+    template = _text_of("--response-template", args.response_template)
     limits = Limits(
         max_body_bytes=args.max_body_bytes, max_queued_requests=args.max_num_queued_reqs,
         keep_alive_seconds=args.sse_keep_alive_interval, answer_seconds=args.max_request_seconds,
@@ -161,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         allowed_origins=args.allowed_origins, tokenizer=args.tokenizer,
         shutdown_timeout=_SHUTDOWN_SECONDS if args.shutdown_timeout is None else args.shutdown_timeout,
         chat_template=_text_of("--chat-template", args.chat_template),
-        response_template=_json_of("--response-template", args.response_template),
+        response_template=None if template is None else json_object(template, f"--response-template {args.response_template}"),
         privacy=Privacy(args.private_requests, args.share_across_api_keys),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
@@ -170,49 +137,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _transfer_config(text: str | None) -> dict | None:
-    """The value of --kv-transfer-config; None without it.
-
-    Raises:
-        ValueError: it is not a JSON object, or has a wrong key or value.
-    """
+    """The value of --kv-transfer-config; None without it. Raises ValueError: it is not a JSON object, or has a wrong key or value."""
     from ..serve.hidden_states import KVTransferConfig
 
     if text is None:
         return None
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--kv-transfer-config is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(
-            '--kv-transfer-config must be an object: {"kv_connector": "NixlConnector", "kv_role": "kv_both"}.'
-        )
+    found = json_object(text, "--kv-transfer-config")
     KVTransferConfig.of(found)
     return found
 
 
 def _text_of(option: str, file: str | None) -> str | None:
-    """The text of an option's file; None if no file is given.
-
-    Raises:
-        ValueError: the file is not text.
-    """
-    if file is None:
-        return None
+    """The text of an option's file; None if no file is given. Raises ValueError: the file is not text."""
     try:
-        return Path(file).read_text(encoding="utf-8-sig")
+        return None if file is None else Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {file}: not UTF-8 text ({error}).") from None
-
-
-def _json_of(option: str, file: str | None) -> dict | None:
-    """The JSON object in an option's file; None if no file is given.
-
-    Raises:
-        ValueError: the file is not JSON, or not an object.
-    """
-    text = _text_of(option, file)
-    return None if text is None else json_object(text, f"{option} {file}")
 
 
 def _api_keys(args: argparse.Namespace) -> list[str] | None:
@@ -231,11 +171,8 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
-    """Serve several engines, in processes of Ray. Returns the exit code.
-
-    Raises:
-        OSError: another process serves at the address.
-        ValueError: an option is given that replicas do not support.
+    """Serve several engines, in processes of Ray. Raises OSError: the address is in use; ValueError: an option that replicas do not
+    support.
     """
     unsupported = {
         "--chat-template": args.chat_template, "--response-template": args.response_template, "--tokenizer": args.tokenizer,
@@ -253,11 +190,9 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
     from ..serve.http.address import listen
     from ..serve.ray import Arguments, run
 
-    if (
-        "RAY_ADDRESS" not in os.environ
-    ):  # Ray's proxy will run here, and reports an address in use after models are loaded
-        for each in listen(args.host, args.port):
-            each.close()
+    # Without a cluster, Ray's proxy will run here; it reports an address in use only after models are loaded.
+    for taken in listen(args.host, args.port) if "RAY_ADDRESS" not in os.environ else ():
+        taken.close()
     config = args.speculative_config
     llm = _engine_arguments(args)
     llm["speculative_config"] = None if config is None else hf_specdec.parse_config(config).to_dict()

@@ -14,7 +14,7 @@ from rich.console import Console
 import hf_specdec
 
 from ..training.options import options_by_method
-from .options import DTYPES, add_loading_options, load_model_and_tokenizer, positive_int
+from .options import DTYPES, add_config_option, add_loading_options, load_model_and_tokenizer, positive_int
 
 if TYPE_CHECKING:
     from ..training.pipeline import Trained
@@ -38,13 +38,9 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("train", help="train a draft head for a target", description=__doc__, epilog=EPILOG)
     methods = parser.add_subparsers(title="methods", metavar="METHOD", dest="method", required=True)
     for name, options_class in options_by_method().items():
-        method = methods.add_parser(
-            name,
-            help=options_class.__doc__,
-            description=options_class.__doc__,
-            epilog="See `hf-specdec train --help` for examples.\n",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        about, epilog = options_class.__doc__, "See `hf-specdec train --help` for examples.\n"
+        method = methods.add_parser(name, help=about, description=about, epilog=epilog)
+        method.formatter_class = argparse.RawDescriptionHelpFormatter
         add_arguments(method)
         group = method.add_argument_group("training")
         for field in dataclasses.fields(options_class):
@@ -55,44 +51,24 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that all methods share."""
     needed = parser.add_argument_group("what and where")
     needed.add_argument("--target", required=True, metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     needed.add_argument("--data", required=True, metavar="FILE", help="training text; .jsonl, or plain text")
-    needed.add_argument(
-        "--output", required=True, metavar="DIR", help="the head's folder; an unfinished run in it is continued"
-    )
-    needed.add_argument(
-        "--cache-dir", metavar="DIR", help="keep the target's hidden states here (default: compute them each time)"
-    )
+    folder = "the head's folder; an unfinished run in it is continued"
+    needed.add_argument("--output", required=True, metavar="DIR", help=folder)
+    states = "keep the target's hidden states here (default: compute them each time)"
+    needed.add_argument("--cache-dir", metavar="DIR", help=states)
     needed.add_argument("--quiet", action="store_true", help="no progress bar")
     add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
     answers = parser.add_argument_group("answers by the target")
-    answers.add_argument(
-        "--regenerate",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="let the target write the answers first, into this file (default: OUTPUT/training/regenerated.jsonl); an unfinished "
-        "file is continued",
-    )
-    answers.add_argument(
-        "--max-new-tokens",
-        type=positive_int,
-        default=512,
-        metavar="N",
-        help="most tokens of an answer (default: %(default)s)",
-    )
+    file = "let the target write the answers first, into this file (default: OUTPUT/training/regenerated.jsonl); an unfinished "
+    answers.add_argument("--regenerate", nargs="?", const="", metavar="FILE", help=f"{file}file is continued")
+    most = "most tokens of an answer (default: %(default)s)"
+    answers.add_argument("--max-new-tokens", type=positive_int, default=512, metavar="N", help=most)
     answers.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default: %(default)s)")
-    answers.add_argument(
-        "--generation-batch-size", type=positive_int, default=16, metavar="B", help="default: %(default)s"
-    )
-    answers.add_argument(
-        "--speculative-config",
-        default='{"method": "ngram"}',
-        metavar="JSON",
-        help="drafter for the answers (default: %(default)s)",
-    )
+    usual = "default: %(default)s"
+    answers.add_argument("--generation-batch-size", type=positive_int, default=16, metavar="B", help=usual)
+    add_config_option(answers, "drafter for the answers (default: %(default)s)", default='{"method": "ngram"}')
     export = parser.add_argument_group("the exported head")
     export.add_argument("--format", metavar="NAME", help="layout of the files (default: the method's original one)")
     export.add_argument("--export-dtype", choices=DTYPES[1:], help="precision of the weights (default: the target's)")
@@ -122,14 +98,10 @@ def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
         return None
     from ..training.regenerate import Regeneration
 
-    return Regeneration(
-        path=args.regenerate or None,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        batch_size=args.generation_batch_size,
-        speculative_config=hf_specdec.parse_config(args.speculative_config).to_dict(),
-        seed=args.seed,
-    )
+    config = hf_specdec.parse_config(args.speculative_config).to_dict()
+    length, seed = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}, args.seed
+    batch_size = args.generation_batch_size
+    return Regeneration(args.regenerate or None, **length, batch_size=batch_size, speculative_config=config, seed=seed)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -66,9 +66,7 @@ def check_sizes(folder: Path, old: dict[str, int], new: dict[str, int], source: 
         raise ValueError(f"The target's head_dim={new['head_dim']} is not a multiple of the head's {old['head_dim']}.")
     needed = old["num_key_value_heads"] * copies_of_a_head(old, new)
     if new["num_key_value_heads"] < needed:
-        raise ValueError(
-            f"The target's {new['num_key_value_heads']} key-value heads cannot hold the head's: {needed} needed."
-        )
+        raise ValueError(f"The target has {new['num_key_value_heads']} key-value heads; the head's need {needed}.")
 
 
 def tapped(layers: list[int], old: int, new: int) -> dict[str, Any]:
@@ -101,53 +99,39 @@ class HeadInflation(Inflation):
 
     def tensors(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
         """All tensors by name. New inner units are random and do not affect the output."""
-        inner = torch.arange(self.old["intermediate_size"])
-        inner_new = self.new["intermediate_size"]
-        head_rows = {"q_proj": self.new["num_attention_heads"], "k_proj": self.new["num_key_value_heads"]}
-        head_rows["v_proj"] = head_rows["k_proj"]
+        old_sizes, new = self.old, self.new
+        h, width, inner_new = old_sizes["hidden_size"], new["hidden_size"], new["intermediate_size"]
+        channels, inner = torch.arange(h), torch.arange(old_sizes["intermediate_size"])
+        projections = {  # new rows of the old ones, old rows, new heads that have them, number of new heads
+            "q_proj": (self.q_rows, slice(None), self.q_heads, new["num_attention_heads"]),
+            "k_proj": (self.kv_rows, self.kv_sources, self.kv_heads, new["num_key_value_heads"]),
+        }
+        projections["v_proj"] = projections["k_proj"]
         grown = {}
         for name, weight in old.items():
-            kind = name.split(".")[-2] if "." in name else name
-            if kind in head_rows:
-                rows, sources, heads = self.kv_rows, self.kv_sources, self.kv_heads
-                if kind == "q_proj":
-                    rows, sources, heads = self.q_rows, torch.arange(weight.shape[0]), self.q_heads
-                    weight = weight.float() * (self.new["head_dim"] / self.old["head_dim"]) ** 0.5
-                count = head_rows[kind] * self.new["head_dim"]
-                grown[name] = self.input(weight[sources], rows, self.rows_of_heads(heads), count)
+            kind, states = name.split(".")[-2] if "." in name else name, weight.shape[-1] // h
+            columns = torch.cat([channels + i * width for i in range(max(states, 1))])  # of concatenated states
+            if kind in projections:
+                rows, sources, heads, count = projections[kind]
+                scale = (new["head_dim"] / old_sizes["head_dim"]) ** 0.5 if kind == "q_proj" else 1.0
+                out, block = self.random(count * new["head_dim"], states * width), (weight.float() * scale)[sources]
+                grown[name] = self.placed(out, block, rows, columns, self.rows_of_heads(heads))
             elif kind in ("gate_proj", "up_proj"):
-                grown[name] = self.input(weight, inner, inner, inner_new)
-            elif kind in ("o_proj", "down_proj"):
-                columns, count = (self.q_rows, head_rows["q_proj"] * self.new["head_dim"])
-                if kind == "down_proj":
-                    columns, count = inner, inner_new
-                grown[name] = torch.zeros(self.new["hidden_size"], count, dtype=self.dtype)
-                grown[name][: weight.shape[0], columns] = weight.to(self.dtype)
+                grown[name] = self.placed(self.random(inner_new, states * width), weight, inner, columns, inner)
+            elif kind == "o_proj":
+                grown[name] = self.zeros(width, new["num_attention_heads"] * new["head_dim"])
+                self.placed(grown[name], weight, channels, self.q_rows)
+            elif kind == "down_proj":
+                grown[name] = self.placed(self.zeros(width, inner_new), weight, channels, inner)
             elif kind == "fc":
-                grown[name] = torch.zeros(self.new["hidden_size"], self.widened(weight).shape[1], dtype=self.dtype)
-                grown[name][: weight.shape[0]] = self.widened(weight)
+                grown[name] = self.placed(self.zeros(width, states * width), weight, channels, columns)
             elif kind == "lm_head":
-                grown[name] = self.random(weight.shape[0], self.new["hidden_size"])
-                grown[name][:, : weight.shape[1]] = weight.to(self.dtype)
-            elif weight.shape == (self.old["hidden_size"],):  # norms, including those of the states
+                tokens = torch.arange(len(weight))
+                grown[name] = self.placed(self.random(len(weight), width), weight, tokens, channels)
+            elif weight.shape == (h,):  # norms, including those of the states
                 grown[name] = self.residual_norm(weight).data
             elif kind in ("d2t", "t2d"):
                 grown[name] = weight
             else:
                 raise ValueError(f"{name} {tuple(weight.shape)}: this tensor is not part of a known EAGLE-3 head.")
         return grown
-
-    def widened(self, weight: Tensor) -> Tensor:
-        """Columns [.., s h] of s states as [.., s H], zero where new."""
-        h, width = self.old["hidden_size"], self.new["hidden_size"]
-        out = torch.zeros(weight.shape[0], weight.shape[1] // h, width, dtype=self.dtype)
-        out[:, :, :h] = weight.unflatten(1, (-1, h)).to(self.dtype)
-        return out.flatten(1)
-
-    def input(self, weight: Tensor, rows: Tensor, cleared: Tensor, count: int) -> Tensor:
-        """An input projection of `count` rows: random; `cleared` rows are zero except for the old weights, placed at `rows`."""
-        block = self.widened(weight)
-        out = self.random(count, block.shape[1])
-        out[cleared] = 0
-        out[rows] = block
-        return out

@@ -7,6 +7,8 @@ small random numbers wherever they do not affect the output, so that the work is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,7 +28,10 @@ from .tensors import (
 HYBRID = "Qwen3_5ForCausalLM"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", HYBRID)
 ROPE_TYPES_THAT_GROW = ("default", "linear", "llama3")
-PRESETS = {"300m": (1024, 20, 4096, 16, 8, 64), "1b": (2048, 16, 8192, 32, 8, 64), "8b": (4096, 32, 14336, 32, 8, 128)}
+PRESETS = {
+    "100m": (768, 14, 2048, 12, 4, 64), "300m": (1024, 20, 4096, 16, 8, 64), "1b": (2048, 16, 8192, 32, 8, 64),
+    "8b": (4096, 32, 14336, 32, 8, 128),
+}  # fmt: skip
 
 
 def inflate(
@@ -87,7 +92,7 @@ def check_vocabulary(model: PreTrainedModel, old: dict[str, int], new: dict[str,
 
 
 @torch.no_grad()
-def widen_vocabulary(model: PreTrainedModel, width: int, vocab_size: int, norm_offset: float = 0.0) -> None:
+def widen_vocabulary(model: Any, width: int, vocab_size: int, norm_offset: float = 0.0) -> None:
     """Give an inflated model tokens that it never chooses, in place.
 
     Embeddings carry a small constant at `width`, the first of the new dimensions, which no layer changes: too small to
@@ -118,7 +123,7 @@ def sizes_of(model: PreTrainedModel) -> dict[str, int]:
     """The sizes of a source model; `ValueError` for unknown architectures."""
     if type(model).__name__ not in ARCHITECTURES:
         raise ValueError(f"inflate() knows {', '.join(ARCHITECTURES)}, not {type(model).__name__}: give one of these.")
-    sizes = {name: getattr(model.config, name, None) for name in DIMENSIONS}
+    sizes: dict[str, Any] = {name: getattr(model.config, name, None) for name in DIMENSIONS}
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
     if type(model).__name__ == HYBRID:
         sizes |= {name: getattr(model.config, name) for name in STATE_DIMENSIONS}

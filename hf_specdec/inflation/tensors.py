@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class Inflation:
 
     norm_offset = 0.0
 
-    def __init__(self, model: PreTrainedModel, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
+    def __init__(self, model: Any, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
         self.model, self.old, self.new, self.dtype = model, old, new, dtype
         self.generator = torch.Generator(model.device).manual_seed(seed)
         self.eps_scale, self.residual_scale = old["hidden_size"] / new["hidden_size"], 1.0
@@ -119,13 +120,22 @@ class Inflation:
         """Small normal numbers of `shape`, for weights that do not affect the logits."""
         return torch.empty(shape, dtype=self.dtype).normal_(std=FILL_STD, generator=self.generator)
 
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype)
+
     def parameter(self, tensor: Tensor) -> nn.Parameter:
         """The tensor in the new dtype, as a parameter of the same shape."""
         return nn.Parameter(tensor.to(self.dtype))
 
+    def placed(self, out: Tensor, old: Tensor, rows: Tensor, columns: Tensor, cleared: Any = ()) -> Tensor:
+        """`out` with the old weights at these rows and columns; the `cleared` rows are zero elsewhere."""
+        out[torch.as_tensor(cleared, dtype=torch.long)] = 0
+        out[rows[:, None], columns] = old.to(self.dtype)
+        return out
+
     def padded(self, weight: Tensor) -> Tensor:
         """[V, H] -> [V, H'], zero where new."""
-        out = torch.zeros(weight.shape[0], self.new["hidden_size"], dtype=self.dtype)
+        out = self.zeros(len(weight), self.new["hidden_size"])
         out[:, : weight.shape[1]] = weight.detach().float() * self.residual_scale
         return out
 
@@ -144,25 +154,20 @@ class Inflation:
             out[self.inside] = (weight.detach().float() + self.norm_offset) * scale
         return self.parameter(out - self.norm_offset)
 
-    def fill_layer(self, layer: nn.Module, source: nn.Module | None) -> None:
+    def fill_layer(self, layer: Any, source: Any) -> None:
         """Set a layer's tensors: those of `source`, inflated, or an identity layer if `source` is None."""
         self.fill_mixer(layer, source)
-        self.fill_mlp(layer.mlp, source and source.mlp)
+        inner, mlp = torch.arange(self.old["intermediate_size"]), source and source.mlp
+        for name in ("gate_proj", "up_proj"):
+            self.fill_rows(getattr(layer.mlp, name), mlp and getattr(mlp, name), inner, slice(None), inner, 1.0)
+        self.fill_output(layer.mlp.down_proj, mlp and mlp.down_proj, inner)
         for name in ("input_layernorm", "post_attention_layernorm"):
             getattr(layer, name).weight = self.residual_norm(source and getattr(source, name).weight)
 
-    def fill_mixer(self, layer: nn.Module, source: nn.Module | None) -> None:
+    def fill_mixer(self, layer: Any, source: Any) -> None:
         self.fill_attention(layer.self_attn, source and source.self_attn)
 
-    def fill_mlp(self, mlp: nn.Module, source: nn.Module | None) -> None:
-        """Set the tensors of an MLP, inflated from `source`."""
-        inner = torch.arange(self.old["intermediate_size"])
-        for name in ("gate_proj", "up_proj"):
-            self.fill_rows(getattr(mlp, name), source and getattr(source, name), inner, slice(None), inner, 1.0)
-        self.fill_output(mlp.down_proj, source and source.down_proj, inner)
-
-    def fill_attention(self, attention: nn.Module, source: nn.Module | None) -> None:
-        """Set the tensors of attention, inflated from `source`."""
+    def fill_attention(self, attention: Any, source: Any) -> None:
         scale = {"q_proj": math.sqrt(self.new["head_dim"] / self.old["head_dim"]), "k_proj": 1.0, "v_proj": 1.0}
         if hasattr(attention, "q_norm"):
             # Scaled because the shared eps was changed for the wider residual; see `head_norm`.
@@ -177,7 +182,7 @@ class Inflation:
             self.fill_rows(getattr(attention, name), old, self.kv_rows, self.kv_sources, cleared, scale[name])
         self.fill_output(attention.o_proj, source and source.o_proj, self.q_rows)
 
-    def fill_query(self, linear: nn.Module, source: nn.Module | None, scale: float) -> None:
+    def fill_query(self, linear: Any, source: Any, scale: float) -> None:
         """Set the projection of queries, inflated from `source` and times `scale`."""
         self.fill_rows(linear, source, self.q_rows, slice(None), self.rows_of_heads(self.q_heads), scale)
 
@@ -186,18 +191,12 @@ class Inflation:
         return torch.cat([torch.arange(self.new["head_dim"]) + head * self.new["head_dim"] for head in heads])
 
     def fill_rows(self, linear, old, rows: Tensor, sources, cleared: Tensor, scale: float | Tensor) -> None:
-        """Fill an input projection: random; `cleared` rows are zero except for the old rows `sources`, placed at `rows`.
-
-        Args:
-            scale: factor of all old rows, or of each [R, 1].
-        """
+        """Fill an input projection: random; `cleared` rows are zero except for the old rows `sources`, times `scale`, placed at `rows`."""
         weight = self.random(*linear.weight.shape)
         bias = None if linear.bias is None else self.random(*linear.bias.shape)
         if old is not None:
-            weight[cleared] = 0
-            block = weight.new_zeros(len(rows), weight.shape[1])
-            block[:, : old.weight.shape[1]] = (old.weight.detach().float() * scale)[sources].to(self.dtype)
-            weight[rows] = block
+            block = (old.weight.detach().float() * scale)[sources]
+            self.placed(weight, block, rows, torch.arange(block.shape[1]), cleared)
             if bias is not None:
                 bias[cleared] = 0
                 bias[rows] = (old.bias.detach().float() * _flat(scale))[sources].to(self.dtype)
@@ -207,10 +206,11 @@ class Inflation:
 
     def fill_output(self, linear, old, columns: Tensor) -> None:
         """Fill an output projection: zero except for the old weights, which read `columns` and write to the first H rows."""
-        weight = torch.zeros(linear.weight.shape, dtype=self.dtype)
-        bias = None if linear.bias is None else torch.zeros(linear.bias.shape, dtype=self.dtype)
+        weight = self.zeros(*linear.weight.shape)
+        bias = None if linear.bias is None else self.zeros(*linear.bias.shape)
         if old is not None:
-            weight[: old.weight.shape[0], columns] = (old.weight.detach().float() * self.residual_scale).to(self.dtype)
+            block = old.weight.detach().float() * self.residual_scale
+            self.placed(weight, block, torch.arange(len(block)), columns)
             if bias is not None:
                 bias[: len(old.bias)] = (old.bias.detach().float() * self.residual_scale).to(self.dtype)
         linear.weight = self.parameter(weight)
@@ -245,14 +245,13 @@ class HybridInflation(Inflation):
     def rotary_share(self) -> float:
         return self.model.config.rope_parameters.get("partial_rotary_factor", 1.0)
 
-    def fill_mixer(self, layer: nn.Module, source: nn.Module | None) -> None:
-        """Set the tensors of the layer's delta rule or attention."""
+    def fill_mixer(self, layer: Any, source: Any) -> None:
         if hasattr(layer, "linear_attn"):
             self.fill_delta_rule(layer.linear_attn, source and source.linear_attn)
         else:
             super().fill_mixer(layer, source)
 
-    def fill_query(self, linear: nn.Module, source: nn.Module | None, scale: float) -> None:
+    def fill_query(self, linear: Any, source: Any, scale: float) -> None:
         """Set `q_proj`: a head's rows are its query, times `scale`, and then its gate."""
         d, d_new = self.old["head_dim"], self.new["head_dim"]
         scales = torch.ones(self.old["num_attention_heads"], 2, d)
@@ -261,7 +260,7 @@ class HybridInflation(Inflation):
         cleared = torch.cat([torch.arange(2 * d_new) + 2 * head * d_new for head in self.q_heads])
         self.fill_rows(linear, source, rows, slice(None), cleared, scales.flatten().unsqueeze(1))
 
-    def fill_delta_rule(self, rule: nn.Module, source: nn.Module | None) -> None:
+    def fill_delta_rule(self, rule: Any, source: Any) -> None:
         """Set the tensors of a gated delta rule. New channels of old heads are zero, and nothing reads the new heads."""
         old, new = self.old, self.new
         keys, values = ("linear_key_head_dim", STATE_KEY_HEADS), ("linear_value_head_dim", STATE_VALUE_HEADS)
@@ -284,9 +283,7 @@ class HybridInflation(Inflation):
         self.fill_output(rule.out_proj, source and source.out_proj, value_rows)
         self.fill_vectors(rule, source, heads, rows, sources)
 
-    def fill_vectors(
-        self, rule: nn.Module, source: nn.Module | None, heads: Tensor, rows: Tensor, sources: Tensor
-    ) -> None:
+    def fill_vectors(self, rule: Any, source: Any, heads: Tensor, rows: Tensor, sources: Tensor) -> None:
         """Set the convolution, the decays and the norm of a gated delta rule."""
         convolution = self.random(*rule.conv1d.weight.shape)
         decay, bias = torch.zeros(self.new[STATE_VALUE_HEADS]), torch.ones(self.new[STATE_VALUE_HEADS])

@@ -30,11 +30,7 @@ WORK = "learning"  # folder of the learner's own files, in the head's
 
 
 def located(config: SpeculativeConfig, model: PreTrainedModel) -> HeadConfig:
-    """The configuration, with the learning head's folder as its `model`.
-
-    Raises:
-        SpeculativeConfigError: heads of this method do not learn while they serve.
-    """
+    """The configuration with the learning head's folder as its `model`. Raises SpeculativeConfigError: it does not learn."""
     if not isinstance(config, HeadConfig) or config.method not in LEARNERS:
         raise config.fail("learn", f"is for {' and '.join(LEARNERS)} heads, not for {config.method!r}.")
     folder = str(folder_of(config, model))
@@ -56,10 +52,7 @@ def folder_of(config: HeadConfig, model: PreTrainedModel) -> Path:
 
 def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None) -> HeadTrainer:
     """A trainer that holds the head in a located configuration's folder. If the folder has no head yet, it gets a copy of the head
-    `begin`; if that is None, a new head, which has learnt nothing.
-
-    Raises:
-        SpeculativeConfigError: the head has a shape that the trainer does not make.
+    `begin`; if that is None, a new head. Raises SpeculativeConfigError: the head has a shape that the trainer does not make.
     """
     folder = folder_of(config, model)
     has_head = (folder / "config.json").is_file()
@@ -82,32 +75,26 @@ def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None
 
 def export(trainer: HeadTrainer, folder: Path, facts: dict[str, Any]) -> None:
     """Write the trainer's head to the folder in the first of its formats. Each file is written whole or not at all."""
-    told = {
-        "method": trainer.method,
-        "license": None,
-        "data": "texts that the target wrote while it served",
-        "target": trainer.target.name,
-        "options": trainer.options.to_dict(),
-    }
+    told = {"method": trainer.method, "license": None, "data": "texts that the target wrote while it served"}
+    told |= {"target": trainer.target.name, "options": trainer.options.to_dict()}
     export_head(trainer, folder, folder / WORK, None, torch.float32, {**told, **facts})
 
 
 def _trainer(config: HeadConfig, target: TargetModel, source: str | None) -> tuple[HeadTrainer, torch.Tensor]:
     """A trainer of heads shaped as the source's (None: of the default shape), and token counts that give its draft vocabulary."""
     counts = torch.zeros(target.vocab_size, dtype=torch.long)
-    if config.method == "mlp_speculator":
-        if source is None:
+    if source is None:
+        if config.method == "mlp_speculator":
             return MLPSpeculatorTrainer(MLPSpeculatorOptions(), target), counts
-        shape = open_checkpoint(source).config
+        return Eagle3Trainer(Eagle3TrainingOptions(), target), counts
+    checkpoint = open_checkpoint(source)
+    shape = checkpoint.config
+    if config.method == "mlp_speculator":
         options = MLPSpeculatorOptions(
             num_heads=shape["n_predict"], inner_dim=shape["inner_dim"], tie_weights=bool(shape.get("tie_weights")),
             scale_input=bool(shape.get("scale_input")), from_target=False,
         )  # fmt: skip
         return MLPSpeculatorTrainer(options, target), counts
-    if source is None:
-        return Eagle3Trainer(Eagle3TrainingOptions(), target), counts
-    checkpoint = open_checkpoint(source)
-    shape = checkpoint.config
     layers, size = shape.get("eagle_aux_hidden_state_layer_ids"), shape.get("draft_vocab_size")
     if "d2t" in checkpoint.names():
         ids = checkpoint.tensor("d2t").long() + torch.arange(len(checkpoint.tensor("d2t")))

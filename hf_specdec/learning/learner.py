@@ -15,8 +15,7 @@ from torch import nn
 from ..core.outcome import StepOutcome
 from ..core.output import Taps
 from ..core.sequence import Sequence
-from ..training.base import HeadTrainer
-from ..training.estimate import Estimate, judge
+from ..training.base import Estimate, HeadTrainer, judge
 from ..training.state import load_state, save_state
 from .folder import WORK, export, unchanged_flags
 from .texts import LearntTexts, Recorder, batch_of
@@ -75,8 +74,6 @@ class Learner:
         self._new_optimizer()
         self._resume()
 
-    # ---- what the decoder calls -------------------------------------------------------------------------------------
-
     def observe(self, outcome: StepOutcome) -> None:
         self.recorder.observe(outcome)
 
@@ -120,13 +117,10 @@ class Learner:
         return True
 
     def report(self) -> dict[str, Any]:
-        """What was learnt, for statistics."""
         return {
             "texts": self.texts.count, "tokens": self.texts.num_tokens, "steps": self.steps, "swaps": self.swaps,
             "rollbacks": self.rollbacks, "seconds": round(self.seconds, 3), "held_out_tau": self.tau,
         }  # fmt: skip
-
-    # ---- training ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
         batch = self.texts.drawn(self.TOKENS, self._rng).to(self.trainer.target.device)
@@ -151,12 +145,9 @@ class Learner:
         self.tau = self._tau(batch)
         self._put(trained)
         taken = new > self.tau + self.BETTER
-        self.history.append(
-            {
-                "texts": self.texts.count, "steps": self.steps, "tau": round(new, 4), "served_tau": round(self.tau, 4), "taken": taken,
-                "seconds": round(self.seconds, 3),
-            }
-        )  # fmt: skip
+        figures = {"tau": round(new, 4), "served_tau": round(self.tau, 4), "taken": taken}
+        counts = {"texts": self.texts.count, "steps": self.steps}
+        self.history.append({**counts, **figures, "seconds": round(self.seconds, 3)})
         if taken:
             self.best, self._ready, self.tau = trained, trained, new
             facts = {"num_samples": self.texts.count, "num_tokens": self.texts.num_tokens, "step": self.steps}
@@ -183,10 +174,8 @@ class Learner:
         logger.info("learn: back to the weights in use; the learning rate is now %.2g.", self.rate)
 
     def _new_optimizer(self) -> None:
-        groups = [
-            {"params": [parameter], "lr": self.rate * self.trainer.rate_share(name)}
-            for name, parameter in self.parameters.items()
-        ]
+        share = self.trainer.rate_share
+        groups = [{"params": [p], "lr": self.rate * share(name)} for name, p in self.parameters.items()]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
     @torch.no_grad()
@@ -197,8 +186,6 @@ class Learner:
     def _put(self, weights: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.parameters.items():
             parameter.copy_(weights[name])
-
-    # ---- from process to process ------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         state = {

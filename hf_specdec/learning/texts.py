@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..core.outcome import StepOutcome
 from ..core.output import PackedOutput, Taps
@@ -58,11 +59,7 @@ class _Record:
 
 
 class Recorder:
-    """Keeps the hidden states that steps compute anyway.
-
-    Args:
-        taps: which hidden states.
-    """
+    """Keeps the hidden states in `taps`, which steps compute anyway."""
 
     LONGEST = 1024  # newest tokens of a text that are kept: they bound the memory, and the time of a step of training
 
@@ -107,11 +104,7 @@ class Recorder:
 
 
 class LearntTexts:
-    """The newest texts, some of them held out.
-
-    Args:
-        most_bytes: limit for the hidden states of texts to train on; above it the oldest texts are dropped.
-    """
+    """The newest texts, some of them held out. The oldest are dropped when the hidden states to train on take more than `most_bytes`."""
 
     HELD_OUT = 6  # every sixth text is held out
     MOST_HELD_OUT = 12
@@ -145,13 +138,10 @@ class LearntTexts:
 def batch_of(texts: SequenceOf[Text]) -> Batch:
     """Texts padded on the right, float32."""
     lengths = torch.tensor([len(text.token_ids) for text in texts])
-    longest = int(lengths.max())
-    ids, answers = (torch.zeros(len(texts), longest, dtype=dtype) for dtype in (torch.long, torch.bool))
-    states = {name: torch.zeros(len(texts), longest, kept.shape[1]) for name, kept in texts[0].states.items()}
-    for row, text in enumerate(texts):
-        count = len(text.token_ids)
-        ids[row, :count], answers[row, :count] = torch.from_numpy(text.token_ids), torch.from_numpy(text.is_answer)
-        for name, kept in text.states.items():
-            states[name][row, :count] = kept
+    ids = pad_sequence([torch.from_numpy(text.token_ids) for text in texts], batch_first=True)
+    answers = pad_sequence([torch.from_numpy(text.is_answer) for text in texts], batch_first=True)
+    states = {
+        name: pad_sequence([text.states[name].float() for text in texts], batch_first=True) for name in texts[0].states
+    }
     layers = {name: padded for name, padded in states.items() if isinstance(name, int)}
     return Batch(ids, lengths, answers, states.get("last"), layers)

@@ -48,11 +48,7 @@ class KVTransferConfig:
 
     @classmethod
     def of(cls, given: KVTransferConfig | dict[str, Any] | None) -> KVTransferConfig | None:
-        """The configuration itself, or made from a dictionary; None for None.
-
-        Raises:
-            ValueError: a key or a value of the dictionary is wrong.
-        """
+        """The configuration itself, or made from a dictionary; None for None. Raises ValueError: a key or a value is wrong."""
         if not isinstance(given, dict):
             return given
         try:
@@ -61,13 +57,10 @@ class KVTransferConfig:
             raise ValueError(f"kv_transfer_config: {error}") from None
 
 
-def with_storage(speculative_config: Any, transfer: KVTransferConfig | dict[str, Any] | None) -> Any:
-    """The speculative configuration with the folder that `transfer` names, if it names one.
-
-    Raises:
-        ValueError: the method saves no hidden states, or both arguments name a folder.
+def with_storage(speculative_config: Any, transfer: KVTransferConfig | None) -> Any:
+    """The speculative configuration with the folder that `transfer` names, if it names one. Raises ValueError: the method saves no hidden
+    states, or both arguments name a folder.
     """
-    transfer = KVTransferConfig.of(transfer)
     if transfer is None or transfer.kv_connector == NIXL:
         return speculative_config
     if not isinstance(speculative_config, dict) or speculative_config.get("method") != "extract_hidden_states":
@@ -78,10 +71,7 @@ def with_storage(speculative_config: Any, transfer: KVTransferConfig | dict[str,
 
 
 def load_hidden_states(path: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """Read the file of one request: `hidden_states` [tokens, layers, hidden] and `token_ids` [tokens].
-
-    A file gets its name only after all of it has been written.
-    """
+    """Read the complete file of one request: `hidden_states` [tokens, layers, hidden] and `token_ids` [tokens]."""
     return load_file(path)
 
 

@@ -11,6 +11,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
 from ..candidate_generators.base import DrafterContext
-from ..config import unknown_argument
+from ..config import nearest_hint
 from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
 from ..decoding.decoder import SpeculativeDecoder
@@ -56,20 +57,6 @@ _IGNORED_ARGUMENTS = (
     "async_scheduling", "compilation_config", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
     "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "swap_space",
     "use_v2_block_manager",
-)  # fmt: skip
-# vLLM's arguments that cannot be ignored, because they change what is computed or loaded.
-_REFUSED_ARGUMENTS = (
-    "additional_config", "allowed_local_media_path", "allowed_media_domains", "attention_config", "block_size", "calculate_kv_scales",
-    "config_format", "convert", "cpu_offload_gb", "data_parallel_size", "decode_context_parallel_size", "default_mm_loras",
-    "disable_custom_all_reduce", "disable_sliding_window", "enable_eplb", "enable_lora", "enable_prompt_embeds", "eplb_config",
-    "generation_config", "hf_config_path", "hf_overrides", "hf_token", "ignore_patterns", "kv_cache_dtype", "kv_events_config",
-    "kv_offloading_backend", "kv_offloading_size", "limit_mm_per_prompt", "load_format", "logits_processors", "logprobs_mode",
-    "long_prefill_token_threshold", "lora_dtype", "max_cpu_loras", "max_logprobs", "max_lora_rank", "max_loras", "max_num_partial_prefills",
-    "max_seq_len_to_capture", "mm_processor_cache_gb", "mm_processor_kwargs", "model_impl", "model_loader_extra_config",
-    "num_gpu_blocks_override", "optimization_level", "override_generation_config", "override_pooler_config", "pipeline_parallel_size",
-    "pooler_config", "prefill_context_parallel_size", "profiler_config", "quantization", "reasoning_parser", "rope_scaling", "rope_theta",
-    "runner", "scheduling_policy", "seed_everything", "skip_tokenizer_init", "structured_outputs_config", "task", "tokenizer_mode",
-    "tokenizer_revision", "worker_cls", "worker_extension_cls",
 )  # fmt: skip
 
 
@@ -135,7 +122,8 @@ class LLM:
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size must be an integer of at least 1, not {tensor_parallel_size!r}.")
         given = {key: value for key, value in locals().items() if key not in ("self", "others")} | others
-        speculative_config = with_storage(_from_older_arguments(speculative_config, others), kv_transfer_config)
+        transfer = KVTransferConfig.of(kv_transfer_config)
+        speculative_config = with_storage(_from_older_arguments(speculative_config, others), transfer)
         _check_others(others)
         config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
         self.processes = _rank_processes(given)
@@ -146,12 +134,10 @@ class LLM:
             name = str(getattr(getattr(model, "config", None), "_name_or_path", model))
             self._metrics = Metrics(name, lambda: load_of(self.engine))
         try:
-            self.model, self.tokenizer = _loaded(
-                model, tokenizer, dtype, device, tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code
-            )  # fmt: skip
+            self.model, self.tokenizer = _loaded(given)
             self._make_engine(
                 config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
-                _make_transfers(KVTransferConfig.of(kv_transfer_config)),
+                None if transfer is None or transfer.kv_connector != NIXL else partial(_transfers, transfer),
             )  # fmt: skip
         except BaseException:
             if self.processes is not None:
@@ -198,7 +184,8 @@ class LLM:
         Raises:
             ValueError: a prompt cannot be served. Nothing is generated then.
         """
-        texts = [prompts] if _is_single(prompts) else list(prompts)
+        is_ids = isinstance(prompts, (list, tuple)) and prompts and all(isinstance(token, int) for token in prompts)
+        texts = [prompts] if is_ids or isinstance(prompts, (str, dict)) else list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(texts)
         if len(params) != len(texts):
@@ -270,14 +257,10 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         if chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError("The tokenizer has no chat template: pass chat_template=, or use generate().")
-        prompts = [
-            self.tokenizer.apply_chat_template(
-                conversation, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message, tokenize=True, return_dict=False,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]  # fmt: skip
+        prompts = self.tokenizer.apply_chat_template(
+            conversations, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, tokenize=True, return_dict=False, **(chat_template_kwargs or {}),
+        )  # fmt: skip
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -357,36 +340,30 @@ class LLM:
         raise ValueError(f"A prompt is {kinds}, not {type(prompt).__name__}.")
 
 
-def _loaded(
-    model, tokenizer, dtype, device, tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code
-) -> tuple[PreTrainedModel, Any]:
-    """The model and its tokenizer. Arguments: see `LLM`."""
+def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
+    """The model and its tokenizer, by the arguments of `LLM`."""
+    model, tokenizer, dtype, size = (given[key] for key in ("model", "tokenizer", "dtype", "tensor_parallel_size"))
+    origin = {key: given[key] for key in ("revision", "trust_remote_code")}
     if not isinstance(model, PreTrainedModel):
-        name = resolve_model(os.fspath(model))
-        loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        name, sharding = resolve_model(os.fspath(model)), {}
         tokenizer = name if tokenizer is None else tokenizer
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if tensor_parallel_size > 1:
+        if size > 1:
             from transformers.distributed.configuration_utils import DistributedConfig
 
-            experts = tensor_parallel_size if enable_expert_parallel else 1
-            loading["distributed_config"] = DistributedConfig(tp_size=tensor_parallel_size, ep_size=experts)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading).eval()
-        on_one = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = loaded.to(on_one) if tensor_parallel_size == 1 else loaded
+            experts = size if given["enable_expert_parallel"] else 1
+            sharding = {"distributed_config": DistributedConfig(tp_size=size, ep_size=experts)}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
+        on_one = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = loaded.to(on_one) if size == 1 else loaded
     if isinstance(tokenizer, (str, Path)):
-        tokenizer = AutoTokenizer.from_pretrained(
-            resolve_model(os.fspath(tokenizer)), revision=revision, trust_remote_code=trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(os.fspath(tokenizer)), **origin)
     return model, tokenizer
 
 
-def _make_transfers(config: KVTransferConfig | None) -> Callable[[SpeculativeDecoder], Transfers] | None:
-    """Makes what moves prompts' KV between this engine and others; None if the configuration does not ask for that."""
-    if config is None or config.kv_connector != NIXL:
-        return None
+def _transfers(config: KVTransferConfig, decoder: SpeculativeDecoder) -> Transfers:
     seconds = {key: value for key, value in config.kv_connector_extra_config.items() if key.endswith("_seconds")}
-    return lambda decoder: Transfers(decoder, NixlLink(), **seconds)
+    return Transfers(decoder, NixlLink(), **seconds)
 
 
 def _rank_processes(given: dict[str, Any]) -> RankProcesses | None:
@@ -402,12 +379,6 @@ def _rank_processes(given: dict[str, Any]) -> RankProcesses | None:
     if dist.is_initialized() or "WORLD_SIZE" in os.environ:
         return None
     return RankProcesses(size, {**given, "model": os.fspath(given["model"])})
-
-
-def _is_single(prompts: Any) -> bool:
-    return isinstance(prompts, (str, dict)) or (
-        isinstance(prompts, (list, tuple)) and bool(prompts) and all(isinstance(token, int) for token in prompts)
-    )
 
 
 def _from_older_arguments(config: Any, others: dict[str, Any]) -> Any:
@@ -426,14 +397,10 @@ def _check_others(others: dict[str, Any]) -> None:
     ignored = [key for key in others if key in _IGNORED_ARGUMENTS]
     if ignored:
         logger.warning("LLM(%s): ignored, because it has no effect here.", ", ".join(ignored))
-    unknown = [key for key in others if key not in _IGNORED_ARGUMENTS]
-    if theirs := [key for key in unknown if key in _REFUSED_ARGUMENTS]:
-        are, them = ("is an argument", "it") if len(theirs) == 1 else ("are arguments", "them")
-        names = ", ".join(theirs)
-        raise TypeError(f"LLM() has no {names}, which {are} of vLLM's: leave {them} out (docs/coming-from/vllm.md).")
-    if unknown:
-        known = [*inspect.signature(LLM).parameters, *_IGNORED_ARGUMENTS, *_OLDER_NAMES]
-        raise unknown_argument("LLM", unknown[0], known)
+    if unknown := [key for key in others if key not in _IGNORED_ARGUMENTS]:
+        hint = nearest_hint(unknown[0], [*inspect.signature(LLM).parameters, *_IGNORED_ARGUMENTS, *_OLDER_NAMES])
+        names = ", ".join(map(repr, unknown))
+        raise TypeError(f"LLM() has no argument {names}{hint}; docs/coming-from/vllm.md says which of vLLM's it takes.")
 
 
 def _num_blocks(

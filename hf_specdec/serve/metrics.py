@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,6 @@ _LEARNT = {
     "rollbacks": "Times that worse weights were dropped.",
     "seconds": "Seconds spent on learning.",
     "held_out_tau": "Tokens per step on held-out texts with the weights in use.",
-}
-_BY_DRAFTER = {
-    "drafter_steps": "Steps of rows whose drafts came from this drafter.",
-    "drafter_draft_tokens": "Tokens drafted, by drafter.",
-    "drafter_accepted_tokens": "Drafted tokens accepted, by drafter.",
 }
 
 
@@ -59,39 +54,47 @@ class Vector(Metric):
 
 
 class Metrics:
-    """All metrics of `/metrics`. Counts are updated in the event loop's thread; gauges are read when Prometheus asks.
-
-    Args:
-        model: value of the label `model_name`.
-
-    Attributes:
-        first_token, whole, per_token: histograms in seconds, which the server observes: time to the first token, of the whole request,
-            and per token after the first.
+    """All metrics of `/metrics`. Counts are updated in the event loop's thread; gauges are read when Prometheus asks. The server observes
+    the histograms `first_token`, `whole` and `per_token`: seconds to the first token, of the request, and per token after the first.
     """
 
     def __init__(self, model: str, load: Callable[[], Load]):
         self.registry = CollectorRegistry()
         self._model, self._load = model, load
 
-        def counter(name: str, text: str, labels: Iterable[str] = ()) -> PrometheusCounter:
-            return PrometheusCounter(f"hf_specdec_{name}", text, ["model_name", *labels], registry=self.registry)
+        def counter(name: str, text: str, *labels: str) -> PrometheusCounter:
+            return PrometheusCounter(name, text, ["model_name", *labels], registry=self.registry)
 
         def seconds(name: str, text: str) -> Any:
             name = f"hf_specdec_{name}_seconds"
             return Histogram(name, text, ["model_name"], buckets=_SECONDS, registry=self.registry).labels(model)
 
-        self._requests = counter("requests", "Requests that ended.", ["finish_reason"])
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens read.").labels(model)
-        self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens whose KV was cached.").labels(model)
-        self._new_tokens = counter("generation_tokens", "Tokens written.").labels(model)
-        self._steps = counter("verification_steps", "Steps of all rows.").labels(model)
+        self._requests = counter("hf_specdec_requests", "Requests that ended.", "finish_reason")
+        self._prompt_tokens = counter("hf_specdec_prompt_tokens", "Prompt tokens read.").labels(model)
+        cached = "Prompt tokens whose KV was cached."
+        self._cached_tokens = counter("hf_specdec_cached_prompt_tokens", cached).labels(model)
+        self._new_tokens = counter("hf_specdec_generation_tokens", "Tokens written.").labels(model)
+        self._steps = counter("hf_specdec_verification_steps", "Steps of all rows.").labels(model)
         self.first_token = seconds("time_to_first_token", "From the request to its first token.")
         self.whole = seconds("request_latency", "From the request to its end.")
         self.per_token = seconds("time_per_output_token", "Between tokens, per request.")
-        self._drafts = self._drafted = self._accepted = 0
-        self._accepted_at: list[float] = []
-        # By drafter, if there are several: [steps, drafted tokens, accepted tokens].
-        self._by_drafter: dict[str, list[int]] = {}
+        self._speculation = {  # by key of `Request.figures`
+            "num_drafts": counter("vllm:spec_decode_num_drafts", "Drafts verified.").labels(model),
+            "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.").labels(model),
+            "num_accepted_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.").labels(
+                model
+            ),
+        }
+        by_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        self._accepted_at = counter(by_position, "Accepted by position.", "position")
+        by_drafter = {
+            "num_steps": ("steps", "Steps of rows whose drafts came from this drafter."),
+            "num_draft_tokens": ("draft_tokens", "Tokens drafted, by drafter."),
+            "num_accepted_tokens": ("accepted_tokens", "Drafted tokens accepted, by drafter."),
+        }
+        self._by_drafter = {
+            key: counter(f"hf_specdec_drafter_{name}", text, "drafter") for key, (name, text) in by_drafter.items()
+        }
         self.registry.register(self)  # type: ignore[arg-type]
 
     def tokens_written(self, count: int, num_rows: int) -> None:
@@ -99,65 +102,39 @@ class Metrics:
         self._steps.inc(num_rows)
 
     def request_ended(self, reason: str, num_prompt: int, num_cached: int, statistics: dict[str, Any] | None) -> None:
-        """Count a request that has ended.
-
-        Args:
-            reason: its finish_reason, or "error".
-            num_prompt, num_cached: prompt tokens, and those of them whose KV was cached.
-            statistics: see `Request.figures`; None if it was cancelled.
-        """
+        """Count a request that has ended with this finish_reason or "error". `statistics`: `Request.figures`; None if it was cancelled."""
         self._requests.labels(self._model, reason).inc()
         self._prompt_tokens.inc(num_prompt)
         self._cached_tokens.inc(num_cached)
         if statistics is None:
             return
-        self._drafts += statistics["num_drafts"]
-        self._drafted += statistics["num_draft_tokens"]
-        self._accepted += statistics["num_accepted_tokens"]
+        for key, counter in self._speculation.items():
+            counter.inc(statistics[key])
         for drafter, counts in statistics.get("drafters", {}).items():
-            before, names = (
-                self._by_drafter.get(drafter, [0, 0, 0]),
-                ("num_steps", "num_draft_tokens", "num_accepted_tokens"),
-            )
-            self._by_drafter[drafter] = [count + counts[name] for count, name in zip(before, names, strict=True)]
-        per_position = statistics["num_accepted_per_position"]
-        self._accepted_at += [0] * (len(per_position) - len(self._accepted_at))
-        for position, count in enumerate(per_position):
-            self._accepted_at[position] += count
+            for key, counter in self._by_drafter.items():
+                counter.labels(self._model, drafter).inc(counts[key])
+        for position, count in enumerate(statistics["num_accepted_per_position"]):
+            self._accepted_at.labels(self._model, str(position)).inc(count)
 
     def collect(self) -> Iterable[Any]:
-        """The metrics that are read when Prometheus asks: the engine's load, and speculation. Called by prometheus-client."""
+        """The engine's load, which is read when Prometheus asks. Called by prometheus-client."""
         load = self._load()
-        learnt = {} if load.learning is None else load.learning
+        learnt = load.learning or {}
         gauges = [
             ("requests_running", "Rows in the batch.", load.running),
             ("requests_waiting", "Rows that wait to run.", load.waiting),
             ("kv_cache_usage_ratio", "Used share of the KV cache.", load.kv_usage),
             *((f"learning_{name}", text, learnt.get(name)) for name, text in _LEARNT.items()),
         ]
+        text = "Rows that lost their KV blocks for a while."
+        preemptions = CounterMetricFamily("hf_specdec_preemptions", text, labels=["model_name"])
+        preemptions.add_metric([self._model], load.preemptions)
+        yield preemptions
         for name, text, value in gauges:
             if value is not None:
-                yield self._family(GaugeMetricFamily, f"hf_specdec_{name}", text, {(): value})
-        for name, text, value in (
-            ("hf_specdec_preemptions", "Rows that lost their KV blocks for a while.", load.preemptions),
-            ("vllm:spec_decode_num_drafts", "Drafts verified.", self._drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", self._drafted),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", self._accepted),
-        ):
-            yield self._family(CounterMetricFamily, name, text, {(): value})
-        by_drafter = sorted(self._by_drafter.copy().items())
-        for i, (name, text) in enumerate(_BY_DRAFTER.items()):
-            counts = {(drafter,): numbers[i] for drafter, numbers in by_drafter}
-            yield self._family(CounterMetricFamily, f"hf_specdec_{name}", text, counts, "drafter")
-        accepted = {(str(position),): count for position, count in enumerate(self._accepted_at)}
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        yield self._family(CounterMetricFamily, name, "Accepted by position.", accepted, "position")
-
-    def _family(self, kind: Any, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Any:
-        family = kind(name, text, labels=["model_name", *labels])
-        for label_values, value in values.items():
-            family.add_metric([self._model, *label_values], value)
-        return family
+                family = GaugeMetricFamily(f"hf_specdec_{name}", text, labels=["model_name"])
+                family.add_metric([self._model], value)
+                yield family
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

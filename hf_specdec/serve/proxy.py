@@ -78,7 +78,6 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def make_app(prefill: list[str], decode: list[str]) -> Any:
-    """Make the proxy's ASGI application."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request

@@ -3,7 +3,7 @@
     serve run hf_specdec.serve.ray:app model=Qwen/Qwen3-0.6B num_replicas=4
 
 `hf-specdec serve MODEL --replicas 4` does the same on this machine. The application takes the arguments of `LLM` and those of
-`Arguments`. A request that is not streamed survives the death of its replica; a stream ends with an error.
+`Arguments`. A request survives the death of its replica; only a stream that has begun ends with an error.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 4  # how often a request is sent, each time to a replica that Ray chooses
 _PAUSE = 0.5  # seconds between two attempts
-_ERROR = ApiError(503, "The replica that had this request has died.", "server_error").body
-# status, headers and body of the error for a request whose replica has died
-_DIED = 503, [(b"content-type", b"application/json")], json.dumps(_ERROR).encode()
+_DIED = json.dumps(ApiError(503, "The replica that had this request has died.", "server_error").body).encode()
 
 
 @dataclass
@@ -84,10 +82,8 @@ class Arguments:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Arguments:
-        """Make them from one dictionary of these arguments and `LLM`'s, whose values may be text, as on a command line.
-
-        Raises:
-            ValueError: no model is named.
+        """Make them from one dictionary of these arguments and `LLM`'s, whose values may be text, as on a command line. Raises
+        ValueError: no model is named.
         """
         values = {key: _read(value) for key, value in given.items()}
         names = {field.name for field in dataclasses.fields(cls)} - {"llm"}
@@ -115,17 +111,6 @@ class Replica:
         self.server = Server(self.llm.tokenizer, names, arguments.limits, privacy=privacy)
         self.server.start(self.llm, asyncio.get_running_loop())
         self.app = make_app(self.server, arguments.api_keys)
-
-    async def respond(self, scope: dict[str, Any], body: bytes) -> tuple[int, list, bytes]:
-        """Run the application on a request. Returns (status, headers, body).
-
-        Args:
-            scope: ASGI's, which must be picklable.
-            body: the request's whole body.
-        """
-        pieces = [piece async for piece in self.stream(scope, body)]
-        status, headers = pieces[0]
-        return status, headers, b"".join(pieces[1:])
 
     async def stream(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Any]:
         """Run the application on a request. Yields (status, headers), then pieces of the body."""
@@ -167,11 +152,8 @@ class Replica:
 
 
 class Ingress:
-    """The ingress deployment: sends each request to a replica, and sends it again if that replica dies before it has answered.
-
-    Args:
-        replicas: Ray's handle of the replicas.
-        limits: of the body's size and its time; the other limits apply in the replicas.
+    """The ingress deployment: sends each request to a replica, and sends it again if that replica dies before it has answered. `limits`:
+    of the body's size and its time; the other limits apply in the replicas.
     """
 
     def __init__(self, replicas: Any, limits: Limits):
@@ -188,54 +170,40 @@ class Ingress:
             "type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server",
         )  # fmt: skip
         plain = {key: scope[key] for key in kept if key in scope} | {"root_path": "", "asgi": {"version": "3.0"}}
-        answer = self._stream if _wants_stream(body) else self._whole
         with contextlib.suppress(ApiError):  # the client has disconnected
-            await unless_disconnected(receive, answer(plain, body, send))
+            await unless_disconnected(receive, self._pass_on(plain, body, send))
 
-    async def _whole(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
-        """Answer in one piece. If the replica dies, another one gets the request."""
-        answer = _DIED
+    async def _pass_on(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
+        """Send a replica's answer: piece by piece if a stream is wanted, else all of it together. If the replica dies before anything
+        has been sent, another one gets the request; a stream that has begun ends with an error.
+        """
+        streams = _wants_stream(body)
         for attempt in range(1, _ATTEMPTS + 1):
-            called = self.replicas.respond.remote(scope, body)
+            held: list[dict[str, Any]] = []
+            begun, pieces = False, self.replicas.options(stream=True).stream.remote(scope, body)
             try:
-                answer = await called
-                break
+                async for piece in pieces:
+                    message = {"type": "http.response.body", "body": piece, "more_body": True}
+                    if not begun:
+                        message = {"type": "http.response.start", "status": piece[0], "headers": piece[1]}
+                    begun = True
+                    await send(message) if streams else held.append(message)
+                for message in [*held, {"type": "http.response.body", "body": b""}]:
+                    await send(message)
+                return
             except asyncio.CancelledError:  # the client has disconnected
-                called.cancel()
+                pieces.cancel()
                 raise
             except RayError as error:
                 kind = type(error).__name__
                 logger.warning("A replica has died with a request (attempt %d of %d): %s", attempt, _ATTEMPTS, kind)
+                if streams and begun:
+                    await send({"type": "http.response.body", "body": b"data: " + _DIED + b"\n\ndata: [DONE]\n\n"})
+                    return
                 if attempt < _ATTEMPTS:
                     await asyncio.sleep(_PAUSE)
-        await _send(send, answer)
-
-    async def _stream(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
-        """Answer with a stream. If the replica dies, the stream ends with an error; it is not sent again."""
-        begun, pieces = False, self.replicas.options(stream=True).stream.remote(scope, body)
-        try:
-            async for piece in pieces:
-                if begun:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                else:
-                    begun = True
-                    await send({"type": "http.response.start", "status": piece[0], "headers": piece[1]})
-            await send({"type": "http.response.body", "body": b""})
-        except asyncio.CancelledError:  # the client has disconnected
-            pieces.cancel()
-            raise
-        except RayError as error:
-            logger.warning("A replica has died with a stream: %s", type(error).__name__)
-            if begun:
-                await send({"type": "http.response.body", "body": b"data: " + _DIED[2] + b"\n\ndata: [DONE]\n\n"})
-            else:
-                await _send(send, _DIED)
-
-
-async def _send(send: Any, answer: tuple[int, list, bytes]) -> None:
-    status, headers, body = answer
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": _DIED})
 
 
 def _wants_stream(body: bytes) -> bool:
@@ -246,7 +214,7 @@ def _wants_stream(body: bytes) -> bool:
         return False
 
 
-async def _pass_on(scope: dict[str, Any], receive: Any, send: Any) -> None:
+async def _asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
     if scope["type"] == "lifespan":
         await receive()
         await send({"type": "lifespan.startup.complete"})
@@ -258,7 +226,7 @@ async def _pass_on(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 def _make_ingress() -> Any:
     """Ray calls this in each ingress process to get its application."""
-    return _pass_on
+    return _asgi
 
 
 def app(given: dict[str, Any]) -> Any:

@@ -44,14 +44,17 @@ resumed run gives the same result.
 
 **The loss and the estimate.** The framework divides the sum of the `StepLoss` of all micro-batches and devices by the sum of their
 weights; accuracies per head are called `accuracy_1`, `accuracy_2`, .. Recurrent heads make their `Guesses` from the text's own tokens.
-The framework compares them with the target's choices on held-out text (`estimate.py`).
+The framework compares them with the target's choices on held-out text.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .options import TrainingError, TrainingOptions, option
+
 if TYPE_CHECKING:
     from .base import (
+        Batch,
         Exported,
         Guesses,
         HeadTrainer,
@@ -61,24 +64,16 @@ if TYPE_CHECKING:
         register,
         trainer_class,
     )
-    from .batch import Batch
-    from .options import TrainingError, TrainingOptions, option
 
 __all__ = [
     "Batch", "Exported", "Guesses", "HeadTrainer", "StepLoss", "TrainingError", "TrainingOptions", "available_trainers",
     "every_anchor", "option", "register", "trainer_class",
 ]  # fmt: skip
 
-# Imported when they are first asked for: options.py, which the command line reads, needs no torch.
-_MODULE_OF = {
-    **dict.fromkeys(__all__, "base"),
-    **dict.fromkeys(("TrainingError", "TrainingOptions", "option"), "options"),
-    "Batch": "batch",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    """Imported when it is first asked for: options.py, which the command line reads, needs no torch."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(".base", __name__), name)
     return value

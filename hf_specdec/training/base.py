@@ -1,4 +1,4 @@
-"""HeadTrainer, the contract of a trainer; the data it exchanges with the framework; the registry of trainers."""
+"""HeadTrainer, the contract of a trainer; the data it exchanges with the framework, and its estimate; the registry of trainers."""
 
 from __future__ import annotations
 
@@ -59,14 +59,45 @@ def every_anchor(tokens: torch.Tensor) -> Guesses:
 
 
 @dataclass
-class Exported:
-    """A head in the form it is written to disk.
+class Estimate:
+    """Acceptance on held-out text.
 
     Attributes:
-        tensors: by the layout's names.
-        config: config.json.
-        file_name: name of the file with the weights.
-        write_others: called with the folder to write further files (a tokenizer).
+        acceptance: per position, the share of guesses equal to the target's greedy choice, given that all earlier ones were.
+        tau: tokens per target forward: 1 + the sum over positions of the product of acceptances up to there.
+        anchors: number of drafts compared.
+    """
+
+    acceptance: list[float]
+    tau: float
+    anchors: int
+
+    @classmethod
+    def of(cls, accepted: torch.Tensor, offered: torch.Tensor) -> Estimate:
+        """From counts [K] of accepted guesses, and of guesses whose predecessors were all accepted."""
+        rates = (accepted.double() / offered.double().clamp(min=1)).cpu()
+        return cls(rates.tolist(), 1.0 + float(rates.cumprod(0).sum()), int(offered[0]))
+
+
+def judge(guesses: Guesses, choices: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(accepted, offered) int64 [K]: the numbers of right guesses, and of guesses whose predecessors were all right, among tokens that
+    count. `choices`: int64 [B, S], the target's greedy choice after each token.
+    """
+    num_guesses = guesses.tokens.shape[1]
+    steps = torch.arange(num_guesses, device=choices.device)
+    places = guesses.anchors[:, None] + steps  # position of the token before each guess
+    inside = places + 1 < batch.lengths[guesses.rows, None]
+    at, rows = places.clamp(max=choices.shape[1] - 2), guesses.rows[:, None]
+    counts = inside & batch.loss_mask[rows, at + 1]
+    right = counts & (guesses.tokens == choices[rows, at])
+    alive = torch.cat([torch.ones_like(right[:, :1]), right[:, :-1]], dim=1).long().cumprod(1).bool()
+    return (right & alive).sum(0), (counts & alive).sum(0)
+
+
+@dataclass
+class Exported:
+    """A head in the form it is written to disk: tensors by the layout's names, and config.json. `write_others` is called with the folder to
+    write further files (a tokenizer).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -123,10 +154,8 @@ class HeadTrainer(ABC):
 
     @torch.no_grad()
     def begin_as(self, name: str) -> None:
-        """Copy the weights of an exported head of the same shape into the head that `build` has made.
-
-        Args:
-            name: bundled name, folder or Hub id; in the first of `formats`.
+        """Copy the weights of an exported head of the same shape into the head that `build` has made. `name`: bundled name, folder or Hub
+        id.
 
         Raises:
             TrainingError: the checkpoint does not exist, or a tensor is missing in one of the heads or differs in shape. Callers add
@@ -151,10 +180,8 @@ class HeadTrainer(ABC):
         self.take_over(tensors)
 
     def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Initialise with the tensors of an exported head in the first of `formats`. Names and shapes have been checked.
-
-        Raises:
-            TrainingError: a tensor that is not trained (a draft vocabulary, a copy of the target's embeddings) differs.
+        """Initialise with the tensors of an exported head in the first of `formats`. Names and shapes have been checked. Raises
+        TrainingError: a tensor that is not trained (a draft vocabulary, a copy of the target's embeddings) differs.
         """
         trained = {parameter.untyped_storage().data_ptr() for parameter in self.head.parameters()}
         for name, tensor in self.exported(self.formats[0]).tensors.items():
@@ -162,29 +189,20 @@ class HeadTrainer(ABC):
             if tensor.untyped_storage().data_ptr() in trained:
                 tensor.copy_(given)
             elif not torch.equal(tensor.to(given.dtype), given):
-                raise TrainingError(
-                    f"{name} differs from this run's: the head is for another target or draft vocabulary."
-                )
+                raise TrainingError(f"{name} differs here: the head is for another target or draft vocabulary.")
 
     def speculators_config(self) -> dict[str, Any]:
         """The object `speculators_config` of a config.json in that format: the method, the length of a draft, the target."""
         model = self.target.model
-        proposal = {
-            "proposal_type": "greedy",
-            "speculative_tokens": self.num_guesses,
-            "verifier_accept_k": 1,
-            "accept_tolerance": 0.0,
-        }
+        proposal = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
         architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
         return {
             "algorithm": self.method,
             "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
+            "proposal_methods": [{**proposal, "speculative_tokens": self.num_guesses}],
             "verifier": {"name_or_path": self.target.name, "architectures": architectures},
         }
 
-
-# ---- the registry ---------------------------------------------------------------------------------------------------
 
 _TRAINERS: dict[str, type[HeadTrainer]] = {}
 
@@ -204,7 +222,6 @@ def register(options_class: type[TrainingOptions]):
 
 
 def available_trainers() -> dict[str, type[HeadTrainer]]:
-    """Every registered trainer, by method."""
     package = importlib.import_module(__name__.rpartition(".")[0])
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -212,11 +229,7 @@ def available_trainers() -> dict[str, type[HeadTrainer]]:
 
 
 def trainer_class(method: str) -> type[HeadTrainer]:
-    """The trainer of a method.
-
-    Raises:
-        TrainingError: the method has no trainer; the message lists those that have one.
-    """
+    """The trainer of a method. Raises TrainingError: the method has no trainer; the message lists those that have one."""
     trainers = available_trainers()
     if method not in trainers:
         raise TrainingError(

@@ -1,11 +1,19 @@
-"""A batch: texts padded on the right, the tokens that count, and the target's hidden states."""
+"""A batch: texts padded on the right, the tokens that count, and the target's hidden states; and the order of batches, a function of
+seed, epoch and lengths, so that a run can be resumed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from .data import Sample
+
+_POOL = 32  # batches whose samples are sorted by length together
 
 
 @dataclass
@@ -54,11 +62,66 @@ class Batch:
         return F.pad(moved, (0, 0) * (tensor.dim() - 2) + (0, missing))
 
     def to(self, device: torch.device) -> Batch:
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            lengths=self.lengths.to(device),
-            loss_mask=self.loss_mask.to(device),
-            last_hidden=None if self.last_hidden is None else self.last_hidden.to(device),
-            layers={index: states.to(device) for index, states in self.layers.items()},
-        )
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved, layers={index: states.to(device) for index, states in self.layers.items()})
+
+
+def batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
+    """Group consecutive samples into batches of at most `tokens_per_batch` padded tokens; a longer sample gets a batch of its own."""
+    out, first, widest = [], 0, 0
+    for i, length in enumerate(lengths.tolist()):
+        widest = max(widest, length)
+        if i > first and widest * (i + 1 - first) > tokens_per_batch:
+            out.append(np.arange(first, i))
+            first, widest = i, length
+    return [*out, np.arange(first, len(lengths))] if len(lengths) else []
+
+
+class BatchOrder:
+    """Batches of samples with similar lengths, shuffled every epoch. A step has `per_step` of them: those left over at the end of an
+    epoch are dropped; too few for one step are repeated.
+    """
+
+    def __init__(self, lengths: list[int], tokens_per_batch: int, per_step: int, seed: int):
+        self.lengths, self.seed = np.asarray(lengths), seed
+        self.tokens_per_batch, self.per_step = tokens_per_batch, per_step
+
+    def epoch(self, epoch: int) -> list[list[np.ndarray]]:
+        """The steps of an epoch: lists of `per_step` batches, each an array of sample indices."""
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(len(self.lengths))
+        mean = max(1.0, float(self.lengths.mean()))
+        pool = max(1, int(_POOL * self.tokens_per_batch / mean))
+        pools = (order[i : i + pool] for i in range(0, len(order), pool))
+        by_length = np.concatenate([part[np.argsort(self.lengths[part], kind="stable")] for part in pools])
+        parts = [by_length[part] for part in batches(self.lengths[by_length], self.tokens_per_batch)]
+        parts = [parts[i] for i in rng.permutation(len(parts))]
+        while len(parts) < self.per_step:  # less data than one step: repeat it
+            parts += parts
+        whole = len(parts) // self.per_step
+        return [parts[i * self.per_step : (i + 1) * self.per_step] for i in range(whole)]
+
+    def num_steps(self, epochs: int) -> int:
+        return sum(len(self.epoch(epoch)) for epoch in range(epochs))
+
+    def steps(self, first: int) -> Iterator[list[np.ndarray]]:
+        """An endless iterator over the steps' batches, from step `first` (from 0)."""
+        epoch, passed = 0, 0
+        while True:
+            steps = self.epoch(epoch)
+            yield from steps[max(0, first - passed) :]
+            passed += len(steps)
+            epoch += 1
+
+
+def collate(samples: list[Sample]) -> Batch:
+    """Samples padded on the right with token 0, on the CPU."""
+    input_ids = pad_sequence([torch.from_numpy(sample.token_ids).long() for sample in samples], batch_first=True)
+    loss_mask = pad_sequence([torch.from_numpy(sample.loss_mask) for sample in samples], batch_first=True)
+    return Batch(input_ids, torch.tensor([len(sample) for sample in samples]), loss_mask)
+
+
+def in_order(samples: list[Sample], tokens_per_batch: int) -> list[list[Sample]]:
+    """Batches of all samples once, longest first."""
+    ordered = sorted(samples, key=len, reverse=True)
+    return [[ordered[i] for i in part] for part in batches(np.array([len(s) for s in ordered]), tokens_per_batch)]

@@ -19,11 +19,9 @@ PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question"), ("completion", "answer", "res
 
 @dataclass
 class Sample:
-    """One text.
+    """One text: token ids, int32 [n], and which of them are tokens of answers, bool [n].
 
     Attributes:
-        token_ids: int32 [n].
-        loss_mask: bool [n], tokens of answers.
         group: samples of one group are either all trained on or all held out.
         task: the kind of text, "" if unknown.
     """
@@ -37,14 +35,9 @@ class Sample:
         return len(self.token_ids)
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file, each with its place under "_where"; any other file is one plain text.
-
-    Raises:
-        TrainingError: the file is missing, empty or not UTF-8, or a line is not a JSON object.
+    """The rows of a .jsonl file, each with its place under "_where"; any other file is one plain text. Raises TrainingError: the file is
+    missing, empty or not UTF-8, or a line is not a JSON object.
     """
     try:
         rows = jsonl.read_rows(path, plain_key="text")
@@ -65,16 +58,9 @@ def text_of(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
     return None
 
 
-# ---- conversations --------------------------------------------------------------------------------------------------
-
-
 def conversation_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The messages of a row, roles "system", "user", "assistant" (or "tool"); None if it has none.
-
-    Takes {"role", "content"} and ShareGPT's {"from", "value"}.
-
-    Raises:
-        TrainingError: the value is not a list of such messages.
+    """The messages of a row, roles "system", "user", "assistant" (or "tool"); None if it has none. Takes {"role", "content"} and ShareGPT's
+    {"from", "value"}. Raises TrainingError: the value is not a list of such messages.
     """
     messages = row.get("messages", row.get("conversations"))
     if messages is None:
@@ -96,10 +82,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], where: str, prompt: bool = False) -> str:
-    """The chat template's text; with `prompt`, up to the beginning of an answer.
-
-    Raises:
-        TrainingError: the tokenizer has no template, or the template refuses these messages.
+    """The chat template's text; with `prompt`, up to the beginning of an answer. Raises TrainingError: there is no template, or it refuses
+    these messages.
     """
     if tokenizer.chat_template is None:
         raise TrainingError(
@@ -115,10 +99,7 @@ def answer_spans(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
     """Rendered texts, each with the spans [first, last) of characters that the target would write.
 
     One text, if the whole conversation contains every answer as it was first rendered. Templates that later drop parts of
-    answers (reasoning) give one text per answer.
-
-    Raises:
-        TrainingError: the conversation has no answer, or an answer does not follow the template's generation prompt.
+    answers (reasoning) give one text per answer. Raises TrainingError: there is no answer, or one does not follow the generation prompt.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -138,9 +119,6 @@ def answer_spans(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
     if all(whole.startswith(after) for after, _ in texts):
         return [(whole, [span for _, span in texts])]
     return [(after, [span]) for after, span in texts]
-
-
-# ---- samples --------------------------------------------------------------------------------------------------------
 
 
 def encode(
@@ -173,25 +151,25 @@ def encode(
 
 def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: set[int], max_length: int) -> Iterator[Sample]:
     task = str(row.get("task") or "")
+
+    def begun(ids: np.ndarray, mask: np.ndarray, group: str) -> Sample:
+        return Sample(ids[:max_length], mask[:max_length], group, task)
+
     if "prompt_ids" in row:  # written by --regenerate
         prompt, answer = _ids(row, "prompt_ids"), _ids(row, "answer_ids")
         mask = np.repeat([False, True], [len(prompt), len(answer)])
-        group = str(row.get("group") or row["prompt_ids"])
-        yield Sample(np.concatenate([prompt, answer])[:max_length], mask[:max_length], group, task)
+        yield begun(np.concatenate([prompt, answer]), mask, str(row.get("group") or row["prompt_ids"]))
         return
     messages = conversation_of(row)
     prompt, answer = text_of(row, PROMPT_KEYS), text_of(row, ANSWER_KEYS)
     if messages is None and prompt is not None and answer is not None and tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     if messages is not None:
-        group = str(messages[0]["content"])
         for text, spans in answer_spans(messages, tokenizer, row["_where"]):
-            ids, mask = _tokenize(tokenizer, text, spans, False, end_tokens)
-            yield Sample(ids[:max_length], mask[:max_length], group, task)
+            yield begun(*_tokenize(tokenizer, text, spans, False, end_tokens), str(messages[0]["content"]))
     elif prompt is not None and answer is not None:
         text = prompt + answer
-        ids, mask = _tokenize(tokenizer, text, [(len(prompt), len(text))], True, set())
-        yield Sample(ids[:max_length], mask[:max_length], prompt, task)
+        yield begun(*_tokenize(tokenizer, text, [(len(prompt), len(text))], True, set()), prompt)
     elif prompt is not None:
         raise TrainingError(f"{row['_where']}: a prompt without an answer; --regenerate has the target write one.")
     elif (text := text_of(row, ("text",))) is not None:
@@ -201,10 +179,8 @@ def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: set[int], max_leng
             group = f"{start}:{text[:64]}" if row.get("_plain") else text
             yield Sample(ids[piece], mask[piece], group, task)
     else:
-        known = '"messages", "conversations", "prompt" with "completion", or "text"'
-        raise TrainingError(
-            f"{row['_where']} has none of {known}; it has {', '.join(k for k in row if k != '_where')}."
-        )
+        known, has = '"messages", "conversations", "prompt" with "completion", or "text"', row.keys() - {"_where"}
+        raise TrainingError(f"{row['_where']} has none of {known}; it has {', '.join(sorted(has))}.")
 
 
 def _ids(row: dict[str, Any], key: str) -> np.ndarray:
@@ -229,14 +205,9 @@ def _tokenize(
     return ids, mask
 
 
-# ---- held out -------------------------------------------------------------------------------------------------------
-
-
 def split(samples: list[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held out), divided by a hash of the group and the seed: equal prompts are on the same side, whatever the order.
-
-    Raises:
-        TrainingError: all samples are one group, which cannot be split.
+    """(training, held out), divided by a hash of the group and the seed: equal prompts are on the same side, whatever the order. Raises
+    TrainingError: all samples are one group, which cannot be split.
     """
     if share == 0:
         return samples, []

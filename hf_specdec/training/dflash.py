@@ -66,8 +66,6 @@ class DFlashTrainer(HeadTrainer):
         self.lm_head = self.target.lm_head_float32()
         return drafter.to(self.target.device)
 
-    # ---- blocks -----------------------------------------------------------------------------------------------------
-
     def block_hidden(self, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
         """Final hidden states [B, A, block_size, H] of blocks after anchors [B, A] (positions of the newest tokens)."""
         head, size = self.head, self.options.block_size
@@ -134,8 +132,6 @@ class DFlashTrainer(HeadTrainer):
         rows = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)
         return Guesses(tokens, rows[chosen], anchors[chosen])
 
-    # ---- export -----------------------------------------------------------------------------------------------------
-
     def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
         """As in the base. `fc` is scaled, because training divides the target's states by their sizes."""
         self.head.load_state_dict({**tensors, "fc.weight": tensors["fc.weight"].to(self.sizes) * self.sizes})
@@ -175,11 +171,8 @@ class DFlashTrainer(HeadTrainer):
 
 
 class BlocksCache:
-    """Used by attention layers as their cache: puts a text's context keys and values before those of its blocks.
-
-    Args:
-        context: per layer, keys and values [B, heads, S, D].
-        parts: rows that a text's blocks are spread over.
+    """Used by attention layers as their cache: puts a text's context keys and values [B, heads, S, D], per layer, before those of its
+    blocks. `parts`: rows that a text's blocks are spread over.
     """
 
     def __init__(self, context: list[tuple[torch.Tensor, torch.Tensor]], parts: int):
@@ -234,9 +227,6 @@ def _first_of(scores: torch.Tensor, valid: torch.Tensor, count: int) -> tuple[to
 def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
     """The target's layers (from 0) whose outputs are read: those given, or as many as the drafter has layers, spread from the second
     to the last but one. The last layer is excluded: transformers' hidden states hold its output only after the norm.
-
-    Raises:
-        TrainingError: not a list of different layers of the target.
     """
     last = target.num_layers - 2
     if options.target_layers is None:
@@ -272,10 +262,7 @@ def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
 
 def mask_token(options: DFlashOptions, target: TargetModel, token_counts: torch.Tensor) -> int:
     """The id in mask slots. The first available of: the given one; the tokenizer's mask token; an embedding row after the tokenizer's
-    last token; the padding token; another special token that the target does not write.
-
-    Raises:
-        TrainingError: the given id has no embedding, or none was found.
+    last token; the padding token; another special token that the target does not write. Raises TrainingError: there is none.
     """
     table: torch.Tensor = target.embed_tokens.weight  # pyright: ignore[reportAssignmentType]
     rows, tokenizer = len(table), target.tokenizer

@@ -55,20 +55,17 @@ def layer_shape(target: TargetModel, positions: int) -> dict[str, Any]:
 def layer_config_for(
     target: TargetModel, intermediate_size: int | None, num_layers: int, num_key_value_heads: int | None = None
 ) -> LlamaConfig:
-    """Configuration of Llama layers with the shape of the target's, and the attention of unrolled.py.
-
-    Raises:
-        TrainingError: the number of query heads is not a multiple of the number of key-value heads.
+    """Configuration of Llama layers with the shape of the target's, and the attention of unrolled.py. Raises TrainingError: the numbers of
+    query heads and key-value heads do not fit.
     """
     shape = layer_shape(target, 2048)
     heads, shared = shape["num_attention_heads"], num_key_value_heads or shape["num_key_value_heads"]
     if heads % shared:
         raise TrainingError(f"--num-key-value-heads must divide the target's {heads} attention heads, not be {shared}.")
+    theirs = getattr(target.config, "intermediate_size", None)
     layers = LlamaConfig(
         **{**shape, "num_key_value_heads": shared},
-        intermediate_size=intermediate_size
-        or getattr(target.config, "intermediate_size", None)
-        or 4 * target.hidden_size,
+        intermediate_size=intermediate_size or theirs or 4 * target.hidden_size,
         num_hidden_layers=num_layers,
         hidden_act="silu",
         rms_norm_eps=getattr(target.config, "rms_norm_eps", None) or 1e-6,
@@ -95,16 +92,8 @@ def layer_json(config: LlamaConfig) -> dict[str, Any]:
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "hidden_act", "max_position_embeddings", "rms_norm_eps", "vocab_size",
     )  # fmt: skip
-    values = {key: getattr(config, key) for key in keys}
-    return {
-        "model_type": "llama",
-        **values,
-        "rope_theta": (config.rope_parameters or {}).get("rope_theta"),
-        "attention_bias": False,
-    }
-
-
-# ---- initial weights ------------------------------------------------------------------------------------------------
+    values = {"model_type": "llama", **{key: getattr(config, key) for key in keys}}
+    return values | {"rope_theta": (config.rope_parameters or {}).get("rope_theta"), "attention_bias": False}
 
 
 @torch.no_grad()
@@ -123,12 +112,15 @@ def state_sizes(target: TargetModel, layers: tuple[int, ...], token_counts: torc
     """The root mean square [n H] of every dimension of n hidden states, concatenated.
 
     A few dimensions of raw states are many times larger than the others and would dominate a new layer's input, so states are
-    divided by these numbers, which are measured on random tokens with the frequencies of the data.
-
-    Args:
-        token_counts: int64 [V].
+    divided by these numbers, which are measured on random tokens with the frequencies of the data, `token_counts` [V].
     """
     ids = torch.multinomial(token_counts.float() + 1e-6, 1024, replacement=True).view(8, 128)
     batch = Batch(ids, torch.full((8,), 128), torch.ones_like(ids, dtype=torch.bool))
     states = target.capture(batch, Taps(layers=layers)).layers
     return torch.cat([states[i].square().mean((0, 1)).sqrt() for i in layers]).clamp(min=1e-6)
+
+
+@torch.no_grad()
+def main_directions(table: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` orthonormal directions [count, H] that keep most of a table [V, H], strongest first."""
+    return torch.linalg.eigh(table.float().T @ table.float()).eigenvectors.flip(1)[:, :count].T.contiguous()

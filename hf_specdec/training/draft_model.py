@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
-from .draft_layer import rotary_base
+from .draft_layer import layer_shape, main_directions
 from .losses import token_loss
 from .options import DraftModelOptions, TrainingError
 
@@ -32,7 +32,8 @@ class DraftModelTrainer(HeadTrainer):
         draft: Any = LlamaForCausalLM(draft_config(self.options, self.target)).float()
         table: torch.Tensor = self.target.embed_tokens.weight  # pyright: ignore[reportAssignmentType]
         with torch.no_grad():
-            draft.model.embed_tokens.weight.copy_(main_directions(table.float(), draft.config.hidden_size))
+            directions = main_directions(table, draft.config.hidden_size)
+            draft.model.embed_tokens.weight.copy_(table.float() @ directions.T)
         draft.config._attn_implementation = "sdpa"
         self.num_guesses = self.options.num_draft_tokens
         return draft.to(self.target.device)
@@ -46,9 +47,8 @@ class DraftModelTrainer(HeadTrainer):
         logits = self.head.lm_head(self._hidden(batch)[counts]).float()
         teacher = self.target.logits(batch.hidden()[counts]) if self.options.objective == "kl" else None
         total = token_loss(logits, labels[counts], teacher).sum()
-        return StepLoss(
-            total, counts.sum(), {"accuracy_1": ((logits.argmax(-1) == labels[counts]).sum(), counts.sum())}
-        )
+        right = (logits.argmax(-1) == labels[counts]).sum()
+        return StepLoss(total, counts.sum(), {"accuracy_1": (right, counts.sum())})
 
     def guesses(self, batch: Batch) -> Guesses:
         """Greedy guesses; guess k reads the k tokens of the text that follow the newest one."""
@@ -69,48 +69,35 @@ class DraftModelTrainer(HeadTrainer):
 
 
 def special_tokens(target) -> dict[str, Any]:
-    """Ids of the tokens that begin, end and pad the target's texts."""
     source = target.model.generation_config
     return {key: getattr(source, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
-    """The draft model's configuration, with the target's vocabulary and positions.
-
-    Raises:
-        TrainingError: an impossible shape, or a width above the target's.
+    """The draft model's configuration, with the target's vocabulary and positions. Raises TrainingError: the shape is impossible or too
+    wide.
     """
-    theirs = target.config
+    shape = layer_shape(target, 2048)
     width = options.width or max(2, target.hidden_size // 2)
     if width > target.hidden_size:
-        raise TrainingError(
-            f"--width {width} is more than the target's {target.hidden_size}: a draft should be smaller."
-        )
-    head_dim = getattr(theirs, "head_dim", None) or target.hidden_size // theirs.num_attention_heads
-    heads = options.num_heads or max(1, width // head_dim)
+        raise TrainingError(f"--width {width} is more than the target's {target.hidden_size}: drafts are smaller.")
+    heads = options.num_heads or max(1, width // shape["head_dim"])
     kv_heads = options.num_kv_heads or max(1, heads // 2)
     if width % heads or (width // heads) % 2 or heads % kv_heads:
         raise TrainingError(
             f"A width of {width} does not divide into {heads} heads of an even size with {kv_heads} for keys and values: "
             "give --width, --num-heads and --num-kv-heads that do."
         )
+    kept = {key: shape[key] for key in ("vocab_size", "max_position_embeddings", "rope_parameters")}
     return LlamaConfig(
-        vocab_size=target.vocab_size,
+        **kept,
         hidden_size=width,
         intermediate_size=options.intermediate_size or 3 * width,
         num_hidden_layers=options.num_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=getattr(theirs, "max_position_embeddings", None) or 2048,
         rms_norm_eps=1e-6,
         initializer_range=width**-0.5,
-        rope_parameters={"rope_type": "default", "rope_theta": rotary_base(theirs)},
         tie_word_embeddings=True,
         **special_tokens(target),
     )
-
-
-def main_directions(table: torch.Tensor, width: int) -> torch.Tensor:
-    """Embeddings [V, H] in their `width` directions of largest second moment, [V, width]."""
-    _, directions = torch.linalg.eigh(table.T @ table)  # in ascending order
-    return table @ directions[:, -width:].flip(1)

@@ -52,16 +52,13 @@ class EagleTrainer(HeadTrainer):
             hidden, count = places.guessed(output, step), places.counts[step]
             feature_loss = F.smooth_l1_loss(hidden.float(), wanted[:count], reduction="sum") / hidden.shape[1]
             token_loss, right = soft_cross_entropy(target.logits, hidden, probs[:count], best[:count])
-            total = total + options.step_decay**step * (
-                options.feature_weight * feature_loss + options.token_weight * token_loss
-            )
+            loss = options.feature_weight * feature_loss + options.token_weight * token_loss
+            total = total + options.step_decay**step * loss
             weight = places.weight(step)
             metrics[f"accuracy_{step + 1}"] = (right, weight)
             if step == 0:
-                metrics |= {
-                    "feature_loss": (feature_loss.detach(), weight),
-                    "token_loss": (token_loss.detach(), weight),
-                }
+                losses = {"feature_loss": feature_loss, "token_loss": token_loss}
+                metrics |= {name: (loss.detach(), weight) for name, loss in losses.items()}
         return StepLoss(total, places.weight(0), metrics)
 
     def guesses(self, batch: Batch) -> Guesses:

@@ -86,8 +86,6 @@ class Eagle3Trainer(HeadTrainer):
             )
         return tuple(layers)
 
-    # ---- initial weights --------------------------------------------------------------------------------------------
-
     def build(self, token_counts: torch.Tensor) -> nn.Module:
         """The language-model head is initialised with the target's rows of the draft vocabulary, its input with the deepest state
         read, and attention to each row's own token."""
@@ -129,8 +127,6 @@ class Eagle3Trainer(HeadTrainer):
 
     def rate_share(self, name: str) -> float:
         return self.options.lm_head_rate if name.startswith("lm_head.") else 1.0
-
-    # ---- forward ----------------------------------------------------------------------------------------------------
 
     def features(self, batch: Batch) -> torch.Tensor:
         """The head's features [B, S, H] from the target's hidden states."""
@@ -181,53 +177,43 @@ class Eagle3Trainer(HeadTrainer):
 
         return greedy_guesses(unroll(self.head, batch, self.features(batch), self.num_guesses), choose, batch)
 
-    # ---- export -----------------------------------------------------------------------------------------------------
-
     def exported(self, form: str) -> Exported:
         """yuhuili's and SpecForge's files (midlayer.*, d2t, t2d; embeddings are the target's), or speculators'."""
         state = dict(self.head.state_dict())
         if self.draft_ids is not None and self.draft_places is not None:
             state["d2t"] = self.draft_ids - torch.arange(len(self.draft_ids), device=self.draft_ids.device)
             state["t2d"] = self.draft_places >= 0
-        if form == "speculators":
-            return Exported({**state, "embed_tokens.weight": embedding_table(self.target)}, self._speculators_config())
-        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}
-        return Exported(tensors, self._original_config())
-
-    def _flags(self) -> dict[str, Any]:
-        return {
+        flags = {
             "draft_vocab_size": self.head.lm_head.out_features,
             "eagle_aux_hidden_state_layer_ids": list(self.taps.layers),  # inputs of these layers
             "fc_norm": self.options.fc_norm,
             "norm_before_fc": False,
             "norm_before_residual": False,
             "norm_output": self.options.norm_output,
+            "tie_word_embeddings": False,
         }
-
-    def _original_config(self) -> dict[str, Any]:
+        if form == "speculators":
+            config = {
+                "architectures": ["Eagle3Speculator"],
+                "speculators_model_type": "eagle3",
+                "speculators_version": "0.9.0",
+                "transformer_layer_config": layer_json(self.config),
+                **flags,
+                "target_hidden_size": None,
+                "embed_requires_grad": False,
+                "speculators_config": self.speculators_config(),
+            }
+            return Exported({**state, "embed_tokens.weight": embedding_table(self.target)}, config)
         # For SGLang, SpecForge and ModelOpt, which name layers by their outputs.
         outputs = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.taps.layers], "use_aux_hidden_state": True}
-        return {
+        config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             **layer_json(self.config),
-            **self._flags(),
+            **flags,
             "recycle_normed": self.options.norm_output,  # SpecForge's norm_output would mean something else
             "num_aux_hidden_states": len(self.taps.layers),
             "target_hidden_size": self.target.hidden_size,
             "eagle_config": outputs,
-            "tie_word_embeddings": False,
             "use_cache": True,
         }
-
-    def _speculators_config(self) -> dict[str, Any]:
-        return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.9.0",
-            "transformer_layer_config": layer_json(self.config),
-            **self._flags(),
-            "target_hidden_size": None,
-            "embed_requires_grad": False,
-            "tie_word_embeddings": False,
-            "speculators_config": self.speculators_config(),
-        }
+        return Exported({name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}, config)

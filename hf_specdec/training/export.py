@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from .base import HeadTrainer
 from .options import TrainingError
-from .state import check_room, write_whole
+from .state import check_room, write_text, write_whole
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # In the run's folder: the name of the weights' file, which an export in another format deletes.
@@ -22,18 +22,14 @@ _RECORD = "exported.json"
 def export_head(
     trainer: HeadTrainer, folder: Path, work: Path, form: str | None, dtype: torch.dtype | None, facts: dict[str, Any]
 ) -> Path:
-    """Write the head to `folder`.
+    """Write the head to `folder`. Raises TrainingError: the disk is full.
 
     Args:
         work: the run's own folder.
         form: layout, one of the trainer's formats; None: its first.
         dtype: of the weights; None: the target's.
         facts: for the model card (see `write_card`).
-
-    Raises:
-        TrainingError: the format is unknown, or the disk is full.
     """
-    check_format(trainer, form)
     head = trainer.head.eval()
     with torch.no_grad():
         exported = trainer.exported(form or trainer.formats[0])
@@ -65,10 +61,6 @@ def check_format(trainer: HeadTrainer | type[HeadTrainer], form: str | None) -> 
         raise TrainingError(f"--format {form}: {trainer.method} heads are written as {', '.join(trainer.formats)}.")
 
 
-def write_text(path: Path, text: str) -> None:
-    write_whole(path, lambda file: file.write(text.encode("utf-8")))
-
-
 def push_to_hub(folder: Path, repository: str, token: str | None = None, private: bool = False) -> str:
     """Upload an exported head (without the run's own files); returns its address."""
     from huggingface_hub import HfApi
@@ -78,8 +70,6 @@ def push_to_hub(folder: Path, repository: str, token: str | None = None, private
     info = api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=["training/*"])
     return str(info)
 
-
-# ---- the model card -------------------------------------------------------------------------------------------------
 
 _BEGIN, _END = "<!-- measured: written by hf-specdec eval -->", "<!-- end of measured -->"
 
@@ -91,8 +81,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         facts: method, target, license, data, num_samples, num_tokens, step, options, estimate (tau, acceptance), parameters, file,
             dtype.
     """
-    estimate, name = facts.get("estimate"), folder.resolve().name
-    target = facts["target"]
+    estimate, target, name = facts.get("estimate"), facts["target"], folder.resolve().name
     front = {
         "license": facts["license"] or "other",
         "library_name": "hf-specdec",
@@ -100,20 +89,12 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         "tags": ["speculative-decoding", facts["method"]],
     }
     lines = [
-        "---",
-        yaml.safe_dump(front, sort_keys=False).strip(),
-        "---",
-        f"# {name}",
-        "",
+        f"---\n{yaml.safe_dump(front, sort_keys=False).strip()}\n---\n# {name}\n",
         f"A draft head for speculative decoding with `{target}`, method `{facts['method']}`.",
         "It makes generation faster and does not change the output. It is of no use with any other model.",
         "",
-        "```python",
-        f'model.generate(**inputs, speculative_config={{"model": "{name}"}})',
-        "```",
-        "",
-        "| | |",
-        "|---|---|",
+        f'```python\nmodel.generate(**inputs, speculative_config={{"model": "{name}"}})\n```\n',
+        "| | |\n|---|---|",
         f"| target | `{target}` |",
         f"| parameters | {facts['parameters']:,} in {facts['dtype']} (`{facts['file']}`) |",
         f"| data | {facts['data']} |",
@@ -124,19 +105,9 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     if estimate is not None:
         rates = ", ".join(f"{rate:.0%}" for rate in estimate.acceptance)
         lines += [f"| τ on held-out text, estimated | {estimate.tau:.2f} (acceptance per position: {rates}) |"]
-    lines += [
-        "",
-        _BEGIN,
-        _END,
-        "",
-        "Options of the run:",
-        "",
-        "```json",
-        json.dumps(facts["options"], indent=1),
-        "```",
-        "",
-    ]
-    write_whole(folder / "README.md", lambda file: file.write("\n".join(lines).encode("utf-8")))
+    options = json.dumps(facts["options"], indent=1)
+    lines += ["", _BEGIN, _END, "", f"Options of the run:\n\n```json\n{options}\n```\n"]
+    write_text(folder / "README.md", "\n".join(lines))
 
 
 def has_measurements(folder: Path) -> bool:
@@ -150,5 +121,5 @@ def add_measurements(folder: Path, table: str) -> Path:
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8")
     new = f"{text[: text.find(_BEGIN) + len(_BEGIN)]}\n{table.strip()}\n{text[text.find(_END) :]}"
-    write_whole(path, lambda file: file.write(new.encode("utf-8")))
+    write_text(path, new)
     return path

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
+from torch.nn.utils.rnn import pad_sequence
 
 from ..core.output import Taps
 from ..model.options.fingerprints import fingerprints
-from .batch import Batch
+from .batch import Batch, collate
 from .data import Sample
-from .order import collate
 from .state import check_room, write_whole
 from .target import TargetModel
 
@@ -73,20 +74,16 @@ class FeatureFiles(FeatureSource):
         if missing:
             self._write(missing)
         batch = collate(samples).to(self.target.device)
-        shape = (*batch.input_ids.shape, len(self.layer_ids), self.target.hidden_size)
-        states = torch.zeros(shape, dtype=self.target.model.dtype)
-        for row, sample in enumerate(samples):
+        kept = []
+        for sample in samples:
             path = self._file(sample)
             assert path is not None
-            with safe_open(path, framework="pt") as file:
-                kept = file.get_tensor("hidden_states")
-            states[row, : len(kept)] = kept
-        states = states.to(self.target.device).float()
+            states = load_file(path)["hidden_states"]
+            kept.append(F.pad(states, (0, 0, 0, 0, 0, len(sample) - len(states))))  # the last token's may be missing
+        states = pad_sequence(kept, batch_first=True).to(self.target.device).float()
         batch.layers = {index: states[:, :, self.layer_ids.index(index)] for index in taps.layers}
         batch.last_hidden = states[:, :, -1] if taps.last_hidden else None
         return batch
-
-    # ---- files ------------------------------------------------------------------------------------------------------
 
     def _file(self, sample: Sample) -> Path | None:
         """The sample's file. It may lack the last token, whose states are not used."""
@@ -98,7 +95,10 @@ class FeatureFiles(FeatureSource):
 
     def _found(self) -> dict[str, Path]:
         """Files of this target with these layers, by key. Files named by their key need not be opened."""
-        found, num_old, changed = {}, 0, _changed(self.model_name)
+        patterns = ("config.json", "*.safetensors", "*.bin")
+        files = [path for pattern in patterns for path in Path(self.model_name).glob(pattern)]
+        changed = max((path.stat().st_mtime for path in files), default=0.0)  # 0 if the name is not that of a folder
+        found, num_old = {}, 0
         for path in self.folder.glob("*.safetensors"):
             if len(path.stem) == 32:
                 found[path.stem] = path
@@ -113,7 +113,7 @@ class FeatureFiles(FeatureSource):
                     found[self._key(file.get_tensor("token_ids").numpy())] = path
         if num_old:
             logger.warning(
-                "%s: %d files are older than the target in %s: not used.", self.folder, num_old, self.model_name
+                "%s: %d files are older than the target %s: not used.", self.folder, num_old, self.model_name
             )
         return found
 
@@ -123,12 +123,9 @@ class FeatureFiles(FeatureSource):
         stacked = torch.stack([*(batch.layers[i] for i in self.layer_ids[:-1]), batch.hidden()], dim=2)
         stacked = stacked.to(self.target.model.dtype).cpu()
         metadata = {"layer_ids": json.dumps(self.layer_ids), "prompt_length": "0", "model": self.model_name}
-        for row, sample in enumerate(samples):
-            tensors = {
-                "hidden_states": stacked[row, : len(sample)].contiguous(),
-                "token_ids": torch.from_numpy(sample.token_ids).long(),
-            }
-            content = save(tensors, metadata)
+        for states, sample in zip(stacked, samples, strict=True):
+            ids, states = torch.from_numpy(sample.token_ids).long(), states[: len(sample)].contiguous()
+            content = save({"hidden_states": states, "token_ids": ids}, metadata)
             key = self._key(sample.token_ids)
             self.known[key] = path = self.folder / f"{key}.safetensors"
             write_whole(path, lambda file, content=content: file.write(content))
@@ -137,12 +134,5 @@ class FeatureFiles(FeatureSource):
 def _identity(target: TargetModel) -> bytes:
     """Equal for targets with equal weights and configurations: weights may change while the target's name stays the same."""
     config = {key: value for key, value in target.config.to_dict().items() if key != "transformers_version"}
-    return json.dumps(config, sort_keys=True, default=str).encode() + b"".join(
-        fingerprints(list(target.model.parameters()))
-    )
-
-
-def _changed(name: str) -> float:
-    """When the weights or the configuration in the folder of a target were last written; 0 if its name is not that of a folder."""
-    files = [path for pattern in ("config.json", "*.safetensors", "*.bin") for path in Path(name).glob(pattern)]
-    return max((path.stat().st_mtime for path in files), default=0.0)
+    weights = b"".join(fingerprints(list(target.model.parameters())))
+    return json.dumps(config, sort_keys=True, default=str).encode() + weights

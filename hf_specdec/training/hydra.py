@@ -64,15 +64,12 @@ class HydraTrainer(HeadTrainer):
         """The prefix layer's configuration: one Llama layer with the target's settings, as loading assumes."""
         theirs = self.target.config
         if theirs.model_type not in _LLAMA_LIKE:
-            raise TrainingError(
-                f"--prefix-layer needs a target of type {', '.join(_LLAMA_LIKE)}; this one is {theirs.model_type!r}."
-            )
+            kinds = ", ".join(_LLAMA_LIKE)
+            raise TrainingError(f"--prefix-layer needs a target of type {kinds}; this one is {theirs.model_type!r}.")
         values = {key: getattr(theirs, key) for key in _LAYER_KEYS if getattr(theirs, key, None) is not None}
         config = LlamaConfig(**values, num_hidden_layers=1)
         config._attn_implementation = "sdpa"
         return config
-
-    # ---- forward ----------------------------------------------------------------------------------------------------
 
     def _states(self, batch: Batch) -> torch.Tensor:
         """The states [B, S, H] that heads read besides tokens: h_t, or the prefix layer's output."""
@@ -89,14 +86,11 @@ class HydraTrainer(HeadTrainer):
         return recurrent_loss(self, batch, lambda used: self._states(batch)[used], step, self.options.head_decay)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Greedy guesses of all heads at every hidden state."""
         state, tokens = self._states(batch), []
         for k in range(self.num_guesses):
             state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k))
             tokens.append(self.head.heads[k](state).argmax(-1))
         return every_anchor(torch.stack(tokens, dim=-1))
-
-    # ---- export -----------------------------------------------------------------------------------------------------
 
     def exported(self, form: str) -> Exported:
         """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`. In Hydra++ files, dropout modules count as places too."""

@@ -16,15 +16,12 @@ import torch
 from torch import nn
 
 from ..core.output import Taps
-from .base import HeadTrainer, StepLoss
-from .batch import Batch
+from .base import Estimate, HeadTrainer, StepLoss, judge
+from .batch import Batch, BatchOrder, in_order
 from .data import Sample
-from .estimate import Estimate, judge
 from .features import FeatureSource
-from .log import Bar, Log, plot
 from .options import TrainingError, TrainingOptions
-from .order import BatchOrder, in_order
-from .state import check_room, load_state, save_state
+from .state import Bar, Log, check_room, load_state, plot, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +78,8 @@ class Run:
         self.order = BatchOrder(lengths, options.tokens_per_batch, per_step, options.seed)
         self.num_steps = options.max_steps or self.order.num_steps(options.epochs)
         self.held_out = in_order(held_out[: options.max_held_out], options.tokens_per_batch)
-        self.settings = {
-            "method": trainer.method,
-            **identity,
-            "processes": world,
-            **{key: value for key, value in options.to_dict().items() if key not in _FREE},
-        }
+        kept = {key: value for key, value in options.to_dict().items() if key not in _FREE}
+        self.settings = {"method": trainer.method, **identity, "processes": world, **kept}
         seed_everything(options.seed)
         trainer.head = trainer.build(self._token_counts()).to(self.target.device).train()
         if options.init_from is not None:
@@ -95,6 +88,7 @@ class Run:
             except TrainingError as error:
                 raise TrainingError(f"--init-from {options.init_from}: {error}") from None
         self.parameters = {name: p for name, p in trainer.head.named_parameters() if p.requires_grad}
+        self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._check_parameters()
         self.optimizer = torch.optim.AdamW(self._groups(), lr=options.learning_rate, betas=(0.9, 0.95))
         self.step, self.tokens, self.seconds = 0, 0, 0.0
@@ -102,13 +96,8 @@ class Run:
         self._resume()
         check_room(folder, 5 * self.num_parameters * 4, "The checkpoint (and its successor) and the exported head")
         self.log = Log(folder / "log.jsonl", self.step, self.is_main)
+        self.autocast = torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=options.bf16)
         self.objective, self.optimizer = accelerator.prepare(_Objective(trainer), self.optimizer)
-
-    # ---- parts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters.values())
 
     def _token_counts(self) -> torch.Tensor:
         counts = torch.zeros(self.target.vocab_size, dtype=torch.long)
@@ -121,10 +110,8 @@ class Run:
         frozen = {p.data_ptr() for p in self.target.model.parameters()}
         wrong = [n for n, p in self.parameters.items() if p.dtype != torch.float32 or p.data_ptr() in frozen]
         if wrong or not self.parameters:
-            raise ValueError(
-                f"{type(self.trainer).__name__}.build must return float32 parameters that are not the target's own: "
-                f"{wrong or 'it returned none'}."
-            )
+            what = f"{type(self.trainer).__name__}.build must return float32 parameters that are not the target's own"
+            raise ValueError(f"{what}: {wrong or 'it returned none'}.")
 
     def _groups(self) -> list[dict[str, Any]]:
         """Parameter groups by weight decay (matrices only) and factor of the learning rate."""
@@ -132,11 +119,8 @@ class Run:
         for name, parameter in self.parameters.items():
             decay = self.options.weight_decay if parameter.dim() > 1 else 0.0
             groups.setdefault((decay, self.trainer.rate_share(name)), []).append(parameter)
-        return [
-            {"params": params, "weight_decay": decay, "rate_share": share} for (decay, share), params in groups.items()
-        ]
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
+        names = ("weight_decay", "rate_share")
+        return [{"params": params, **dict(zip(names, key, strict=True))} for key, params in groups.items()]
 
     def _resume(self) -> None:
         state = load_state(self.folder / "state.pt")
@@ -171,8 +155,6 @@ class Run:
         }
         save_state(self.folder / "state.pt", state)
 
-    # ---- training ---------------------------------------------------------------------------------------------------
-
     def train(self) -> Estimate | None:
         """Train to the end. Returns the last estimate, None without held-out text."""
         bar = Bar(f"{self.trainer.method}", self.num_steps, self.step, self.is_main and not self.quiet)
@@ -189,7 +171,7 @@ class Run:
                 if self.step % self.options.log_every == 0 or last:
                     self._log_step(bar)
                 if self.held_out and (self.step % self.options.eval_every == 0 or last):
-                    self._note({"step": self.step, **dataclasses.asdict(self.estimate())}, bar)
+                    self._note(dataclasses.asdict(self.estimate()), bar)
                 if self.step % self.options.save_every == 0 or last:
                     self.save()
                     if self.is_main:
@@ -213,7 +195,7 @@ class Run:
             seed_everything(self.options.seed, 1 + self.step, i, self.accelerator.process_index)
             last = i == len(indices_of_ours) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective):
-                with self._autocast():
+                with self.autocast:
                     out: StepLoss = self.objective(batch)
                 self.accelerator.backward(out.loss)
             for name, (total, weight) in {**out.metrics, "loss": (out.loss, out.weight)}.items():
@@ -222,22 +204,16 @@ class Run:
         names = sorted(sums)
         totals = self.accelerator.reduce(torch.stack([sums[name] for name in names]), "sum")
         weight = totals[names.index("loss"), 1]
-        norm = self._scale_gradients(weight)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._account({**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": [float(norm), 1.0]}, rate)
-
-    def _scale_gradients(self, weight: torch.Tensor) -> torch.Tensor:
-        """Divide the summed gradients by the summed weights and clip them. Returns their norm before clipping."""
         # With several processes, gradients are the mean of the processes' sums.
         scale = self.accelerator.num_processes / weight.clamp(min=1e-9)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-        return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.options.max_grad_norm or float("inf"))
-
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.options.bf16)
+        most = self.options.max_grad_norm or float("inf")
+        norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), most)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._account({**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": [float(norm), 1.0]}, rate)
 
     def _account(self, sums: dict[str, list[float]], rate: float) -> None:
         total, weight = sums["loss"]
@@ -254,16 +230,14 @@ class Run:
 
     def _log_step(self, bar: Bar) -> None:
         means = {name: value / count if count else None for name, (value, count) in self.pending.items()}
-        means = {name: means[name] for name in ("loss", *(k for k in means if k != "loss"))}
-        entry = {"step": self.step, **means, "tokens": self.tokens, "seconds": round(self.seconds, 2)}
+        means = {"loss": means.pop("loss"), **means}
+        self._note({**means, "tokens": self.tokens, "seconds": round(self.seconds, 2)}, bar)
         self.pending = {}
-        self._note(entry, bar)
 
-    def _note(self, entry: dict[str, Any], bar: Bar) -> None:
+    def _note(self, figures: dict[str, Any], bar: Bar) -> None:
+        entry = {"step": self.step, **figures}
         self.log.add(entry)
         bar.show(entry)
-
-    # ---- held-out text ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def estimate(self) -> Estimate:
@@ -273,15 +247,12 @@ class Run:
         counts = torch.zeros(2, self.trainer.num_guesses, dtype=torch.long, device=self.target.device)
         for samples in self.held_out[self.accelerator.process_index :: self.accelerator.num_processes]:
             batch = self.features(samples, self.trainer.taps | Taps(last_hidden=True))
-            with self._autocast():
+            with self.autocast:
                 guesses = self.trainer.guesses(batch)
             counts += torch.stack(judge(guesses, self.target.choices(batch), batch))
         head.train()
         accepted, offered = self.accelerator.reduce(counts, "sum")
         return Estimate.of(accepted, offered)
-
-
-# ---- the learning rate and the seed of a step -----------------------------------------------------------------------
 
 
 def learning_rate(options: TrainingOptions, step: int, num_steps: int) -> float:

@@ -9,37 +9,18 @@ import torch.nn.functional as F
 
 from .base import HeadTrainer, StepLoss
 from .batch import Batch
-from .target import TargetModel
 
 Step = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
-    """The loss of each of n tokens, in nats [n].
-
-    Args:
-        logits: float32 [n, V], the head's.
-        labels: int64 [n], the text's tokens.
-        teacher: float32 [n, V], the target's logits there, for KL(target || head); None: cross-entropy of the labels.
+    """The loss of each of n tokens, in nats [n]: cross-entropy of the labels [n], or with the target's logits there, KL(target || head).
+    All logits are float32 [n, V].
     """
     if teacher is None:
         return F.cross_entropy(logits, labels, reduction="none")
     wanted = teacher.log_softmax(-1)
     return F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
-
-
-class Teacher:
-    """The target's distributions of the tokens that count, computed once for all steps of a head."""
-
-    @torch.no_grad()
-    def __init__(self, target: TargetModel, batch: Batch):
-        before = batch.ahead(batch.loss_mask, 1)  # positions whose next token counts
-        self.probs = target.logits(batch.hidden()[before]).softmax(-1)  # [n, V]
-        self.rows = before.flatten().cumsum(0).view_as(before) - 1
-
-    def of(self, guess: int, counts: torch.Tensor) -> torch.Tensor:
-        """The distribution [n, V] of x_{t+2+guess} at each t where `counts` bool [B, S], as of `Batch.labels`."""
-        return self.probs[Batch.ahead(self.rows, 1 + guess)[counts]]
 
 
 def recurrent_loss(
@@ -58,13 +39,18 @@ def recurrent_loss(
     labels = [batch.labels(k) for k in range(trainer.num_guesses)]
     used = torch.stack([counts for _, counts in labels]).any(0)
     current = state(used)
-    teacher = Teacher(trainer.target, batch) if options.teacher_weight else None
+    # the target's distributions [n, V] of the tokens that count, computed once
+    probs, before = None, batch.ahead(batch.loss_mask, 1)
+    if options.teacher_weight:
+        with torch.no_grad():
+            probs = trainer.target.logits(batch.hidden()[before]).softmax(-1)
+    rows = before.flatten().cumsum(0).view_as(before) - 1
     total, metrics = current.new_zeros(()), {}
     for k, (ids, counts) in enumerate(labels):
         logits, current = step(k, current, batch.ahead(batch.input_ids, 1 + k)[used], counts[used])
         logits, wanted = logits.float(), ids[counts]
-        if teacher is not None:
-            entropy = F.cross_entropy(logits, teacher.of(k, counts), reduction="sum")
+        if probs is not None:
+            entropy = F.cross_entropy(logits, probs[batch.ahead(rows, 1 + k)[counts]], reduction="sum")
             total = total + decay**k * options.teacher_weight * entropy
         if options.label_weight:
             total = total + decay**k * options.label_weight * F.cross_entropy(logits, wanted, reduction="sum")

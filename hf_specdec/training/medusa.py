@@ -55,7 +55,6 @@ class MedusaTrainer(HeadTrainer):
         return StepLoss(total, batch.labels(0)[1].sum(), metrics)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Greedy guesses of all heads at every hidden state."""
         hidden = batch.hidden()
         tokens = [self.head(k, hidden).argmax(-1) for k in range(self.options.num_heads)]
         return every_anchor(torch.stack(tokens, dim=-1))

@@ -14,18 +14,13 @@ from torch import nn
 from ..candidate_generators.mlp_speculator.head import ScaledNorm, SumSpeculator
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
+from .draft_layer import embedding_table, main_directions
 from .losses import recurrent_loss
 from .options import MLPSpeculatorOptions
 
 logger = logging.getLogger(__name__)
 
 _CHILDREN = (4, 3, 2)  # children per depth of the tree proposed in config.json; 2 at further depths
-
-
-@torch.no_grad()
-def main_directions(table: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` orthonormal directions [count, H] that keep most of a table [V, H], strongest first."""
-    return torch.linalg.eigh(table.float().T @ table.float()).eigenvectors.flip(1)[:, :count].T.contiguous()
 
 
 @register(MLPSpeculatorOptions)
@@ -68,7 +63,7 @@ class MLPSpeculatorTrainer(HeadTrainer):
     def _begin_as_target(self, speculator: SumSpeculator, inner: int) -> None:
         """Initialise from the target: embeddings scaled like random ones, heads unchanged, the first projection onto main directions."""
         target = self.target
-        words = target.embed_tokens(torch.arange(target.vocab_size, device=target.device)).float()
+        words = embedding_table(target).float()
         embedded = words @ main_directions(words, inner).T
         head = target.lm_head.weight.float()
         directions = main_directions(head, inner)
@@ -90,7 +85,6 @@ class MLPSpeculatorTrainer(HeadTrainer):
         return recurrent_loss(self, batch, lambda used: batch.hidden()[used], step)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Greedy guesses of all steps at every hidden state."""
         state, tokens = batch.hidden().flatten(0, 1), []
         for k in range(self.num_guesses):
             logits, state = self.head.step(k, state, batch.ahead(batch.input_ids, 1 + k).flatten())

@@ -56,8 +56,6 @@ class MtpTrainer(HeadTrainer):
         self.num_guesses = options.num_draft_tokens
         return module.requires_grad_(True)
 
-    # ---- the unroll -------------------------------------------------------------------------------------------------
-
     def unrolled(self, batch: Batch, num_steps: int) -> list[torch.Tensor]:
         """The normed output [B, S, H] of each step, from which the logits of guess k at t are made, under teacher forcing.
 
@@ -68,9 +66,12 @@ class MtpTrainer(HeadTrainer):
             return list(unroll(self._step, batch, batch.hidden(), num_steps))  # pyright: ignore[reportArgumentType]
         states, state, cache = [], batch.hidden(), StepsCache()
         for k in range(num_steps):
-            seen = self._as_read(steps_mask(batch.input_ids.shape[1], k, self.window, state.device))
+            seen = steps_mask(batch.input_ids.shape[1], k, self.window, state.device)
+            if self.head.config._attn_implementation == "eager":  # it adds the mask
+                lowest = torch.finfo(torch.bfloat16).min
+                seen = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, lowest)
             tokens = batch.ahead(batch.input_ids, 1 + k)
-            state = self._step(tokens, state, batch.position_ids + k, attention_mask=seen, **{CACHE: cache})
+            state = self._step(tokens, state, batch.position_ids + k, attention_mask=seen[None, None], **{CACHE: cache})
             states.append(state)
         return states
 
@@ -92,13 +93,6 @@ class MtpTrainer(HeadTrainer):
         if self.is_plain:
             config._attn_implementation = ATTENTION_NAME
 
-    def _as_read(self, mask: torch.Tensor) -> torch.Tensor:
-        """The mask [1, 1, S, K] in the form the attention takes: bool for sdpa, 0 or bfloat16's lowest number for eager."""
-        if self.head.config._attn_implementation == "sdpa":
-            return mask[None, None]
-        lowest = torch.finfo(torch.bfloat16).min
-        return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, lowest)[None, None]
-
     def loss(self, batch: Batch) -> StepLoss:
         """Sum over places and steps of step_decay^k / sum times KL(target || module), or cross-entropy."""
         options = self.options
@@ -107,9 +101,8 @@ class MtpTrainer(HeadTrainer):
         for k, state in enumerate(self.unrolled(batch, options.num_steps)):
             labels, counts = batch.labels(k)
             logits = self.head.logits(state[counts]).float()
-            teacher = (
-                self.target.logits(batch.ahead(batch.hidden(), 1 + k)[counts]) if options.objective == "kl" else None
-            )
+            wanted = batch.ahead(batch.hidden(), 1 + k)[counts]
+            teacher = self.target.logits(wanted) if options.objective == "kl" else None
             total = total + weights[k] / sum(weights) * token_loss(logits, labels[counts], teacher).sum()
             metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == labels[counts]).sum(), counts.sum())
         return StepLoss(total, batch.labels(0)[1].sum(), metrics)
@@ -118,8 +111,6 @@ class MtpTrainer(HeadTrainer):
         """Greedy guesses of `num_draft_tokens` steps, at every position that an answer's token follows."""
         states = iter(self.unrolled(batch, self.num_guesses))
         return greedy_guesses(states, lambda state: argmax_of(self.head.logits, state, self.target.vocab_size), batch)
-
-    # ---- export -----------------------------------------------------------------------------------------------------
 
     def exported(self, form: str) -> Exported:
         """Tensors under DeepSeek-V3's names, as a layer after the target's last, or speculators'. The target's embeddings and
@@ -196,11 +187,7 @@ def steps_mask(length: int, step: int, window: int | None, device: torch.device)
 
 
 def family_of(target: TargetModel) -> TargetFamily:
-    """The parts of the target's layers.
-
-    Raises:
-        TrainingError: its decoder lacks the usual parts.
-    """
+    """The parts of the target's layers. Raises TrainingError: its decoder lacks the usual parts."""
     decoder = architectures.decoder_of(target.model)
     layers, norm, rotary = (getattr(decoder, name, None) for name in ("layers", "norm", "rotary_emb"))
     if layers is None or norm is None or rotary is None:

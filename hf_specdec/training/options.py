@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..config import nearest_hint
+from ..config import nearest_hint, number_error
 
 
 class TrainingError(ValueError):
@@ -57,9 +57,7 @@ class TrainingOptions:
     """
 
     method: ClassVar[str] = ""
-    init_from: str | None = option(
-        None, "a head of the same shape and layout (folder, Hub id, bundled name) whose weights the run begins with"
-    )
+    init_from: str | None = option(None, "a head of the same shape and layout whose weights the run begins with")
     epochs: int = count(3, "passes over the data")
     max_steps: int | None = count(None, "stop after this many steps, whatever epochs says")
     tokens_per_batch: int = count(4096, "padded tokens in one forward of the target, per device")
@@ -81,28 +79,15 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            self._check(field)
-
-    def _check(self, field: dataclasses.Field) -> None:
-        value, meta = getattr(self, field.name), field.metadata
-        name = "--" + field.name.replace("_", "-")
-        if value is None and field.default is None:
-            return
-        if meta.get("choices") and value not in meta["choices"]:
-            choices = ", ".join(meta["choices"])
-            raise TrainingError(
-                f"{name} must be one of {choices}, not {value!r}{nearest_hint(value, meta['choices'])}."
-            )
-        minimum, maximum = meta.get("minimum"), meta.get("maximum")
-        if minimum is None and maximum is None:
-            return
-        is_whole = "int" in str(field.type).split(" | ")
-        if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
-            raise TrainingError(f"{name} must be {'an integer' if is_whole else 'a number'}, not {value!r}.")
-        # Written so that NaN fails too.
-        if not (minimum is None or value >= minimum) or not (maximum is None or value <= maximum):
-            bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
-            raise TrainingError(f"{name} must be {bound}, not {value!r}.")
+            value, meta, name = getattr(self, field.name), field.metadata, "--" + field.name.replace("_", "-")
+            if value is None and field.default is None:
+                continue
+            choices, bounds = meta.get("choices"), (meta.get("minimum"), meta.get("maximum"))
+            if choices and value not in choices:
+                hint = nearest_hint(value, choices)
+                raise TrainingError(f"{name} must be one of {', '.join(choices)}, not {value!r}{hint}.")
+            if bounds != (None, None) and (wrong := number_error(value, "int" in str(field.type), *bounds)):
+                raise TrainingError(f"{name} {wrong}")
 
     def to_dict(self) -> dict[str, Any]:
         """All values, JSON-serialisable."""
@@ -156,9 +141,7 @@ class EagleOptions(TrainingOptions):
     )
     num_layers: int = count(1, "decoder layers")
     intermediate_size: int | None = count(None, "width of the layers' MLP (none: the target's)")
-    own_embeddings: bool = option(
-        True, "the file has a copy of the target's embeddings, as published heads do (off: readers take the target's)"
-    )
+    own_embeddings: bool = option(True, "copy the target's embeddings to the file, as published heads do")
     draft_length: int = count(5, "tokens of a draft in the estimate")
 
 
@@ -175,9 +158,7 @@ class Eagle3TrainingOptions(TrainingOptions):
         "loss, which learns faster from little data",
     )
     lm_head_rate: float = share(
-        0.05,
-        "factor on the learning rate of the language-model head: it begins as a copy of the target's, and large steps would undo "
-        "that",
+        0.05, "factor on the learning rate of the language-model head, which begins as a copy of the target's"
     )
     draft_vocab_size: int | None = count(
         None, "tokens the head can draft, the most frequent ones (none: all of up to 8192, else 32000)"
@@ -209,9 +190,7 @@ class HydraOptions(TrainingOptions):
     label_weight: float = amount(0.0, "of the cross-entropy against the text's own tokens")
     head_decay: float = share(1.0, "head k (from 0) has this weight to the power of k in the loss")
     lm_head_rate: float = share(
-        0.05,
-        "factor on the learning rate of the heads' language-model heads: they begin as copies of the target's, and large steps "
-        "would undo that",
+        0.05, "factor on the learning rate of the language-model heads, which begin as copies of the target's"
     )
     prefix_layer: bool = option(False, "Hydra++: a decoder layer of their own over the target's hidden states")
 
@@ -239,8 +218,7 @@ class MLPSpeculatorOptions(TrainingOptions):
     tie_weights: bool = option(False, "all steps share their weights (but the first projection): a third of the size")
     scale_input: bool = option(True, "normalise the target's hidden state first")
     from_target: bool = option(
-        True,
-        "embeddings and heads begin as the target's, along their main directions (off, or wider than the target: at random)",
+        True, "embeddings and heads begin as the target's, along their main directions (off, or wider: at random)"
     )
     teacher_weight: float = amount(0.0, "of the cross-entropy against the target's distribution")
     label_weight: float = amount(1.0, "of the cross-entropy against the text's own tokens")
@@ -255,9 +233,7 @@ class MtpOptions(TrainingOptions):
     num_steps: int = count(4, "steps of the unroll: tokens drafted from one place of the text in training")
     step_decay: float = share(0.6, "step k (from 0) has this weight to the power of k; weights sum to 1")
     objective: str = _objective()
-    copy_layer: bool = option(
-        True, "begin with the weights of the target's last layer of the same shape (off: at random)"
-    )
+    copy_layer: bool = option(True, "begin as the target's last layer of the same shape (off: at random)")
     num_draft_tokens: int = count(5, "tokens of a draft, in the estimate and in measurements")
 
 

@@ -14,9 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core.output import Taps
-from .base import trainer_class
+from .base import Estimate, trainer_class
 from .data import Sample, encode, read_rows, split
-from .estimate import Estimate
 from .export import check_format, export_head
 from .features import FeatureFiles, FeatureSource
 from .loop import Run
@@ -146,7 +145,6 @@ def train_head(
 
 
 def _advice(steps: int, samples: int, tokens: int, options: TrainingOptions) -> str:
-    """What to do about a run of few steps."""
     size = min(options.tokens_per_batch, max(512, tokens * options.epochs // FEW_STEPS))
     per_pass = max(1, min(samples, -(-tokens // size)) // options.gradient_accumulation)
     return (

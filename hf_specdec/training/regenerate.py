@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -12,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
-from ..plugin import generate
 from .data import PROMPT_KEYS, conversation_of, render, text_of
-from .export import write_text
-from .log import progress_bar
 from .options import TrainingError
-from .state import disk_full
+from .state import disk_full, progress_bar, write_text
 from .target import TargetModel
 
 _SHORTEST = 16  # fewest tokens of room for which an answer is generated
@@ -62,8 +62,7 @@ class _Source:
         copy: number of earlier sources that begin with the same prompt. Each copy is sampled with another seed.
         group, task: of its samples, see data.py.
         where: its place in the data, for errors.
-        turns: a conversation's messages before each answer; None: the prompt is `prompt_ids`.
-        prompt_ids: the prompt of a single answer, without template.
+        turns: a conversation's messages before each answer; None: the prompt is `prompt_ids`, without template.
         messages: a conversation's messages so far, answers included.
         rows: rows to write, one per answer.
     """
@@ -97,6 +96,8 @@ def regenerate(
     Raises:
         TrainingError: a row has no prompt, the file was written with other settings, or the disk is full.
     """
+    if not hasattr(GenerationConfig, "speculative_config"):
+        raise TrainingError("The target answers with speculation, which is uninstalled: call hf_specdec.install().")
     sources = [source for row in rows for source in _sources(row, target, settings)]
     copies = Counter[str]()
     for number, source in enumerate(sources):
@@ -123,9 +124,6 @@ def regenerate(
     return path
 
 
-# ---- prompts --------------------------------------------------------------------------------------------------------
-
-
 def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -> list[_Source]:
     tokenizer, where, task = target.tokenizer, row["_where"], str(row.get("task") or "")
     messages, prompt = conversation_of(row), text_of(row, PROMPT_KEYS)
@@ -145,9 +143,8 @@ def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -
     piece = settings.prompt_tokens + settings.max_new_tokens
     starts = range(0, max(1, len(ids) - settings.prompt_tokens), piece)
     pieces = [ids[start : start + settings.prompt_tokens] for start in starts]
-    return [
-        _Source(0, _digest(f"{i}:{text}"), task, where, prompt_ids=prompt) for i, prompt in enumerate(pieces) if prompt
-    ]
+    groups = (_digest(f"{i}:{text}") for i in itertools.count())
+    return [_Source(0, group, task, where, prompt_ids=ids) for group, ids in zip(groups, pieces, strict=False) if ids]
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -164,9 +161,6 @@ def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-# ---- answers --------------------------------------------------------------------------------------------------------
 
 
 def _answer(sources: list[_Source], turn: int, target: TargetModel, settings: Regeneration) -> None:
@@ -205,17 +199,14 @@ def _generate(
     prompts: list[list[int]], max_new_tokens: int, target: TargetModel, settings: Regeneration, seed: int
 ) -> list[list[int]]:
     """The new tokens of each prompt, with the end token if one was generated."""
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    attention_mask = torch.zeros(input_ids.shape, dtype=torch.long)
-    for row, ids in enumerate(prompts):
-        input_ids[row, width - len(ids) :] = torch.tensor(ids)
-        attention_mask[row, width - len(ids) :] = 1
-    sampling = (
-        {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0} if settings.temperature else {}
+    input_ids, attention_mask = (
+        pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
+        for rows in (prompts, [[1] * len(ids) for ids in prompts])
     )
-    output = generate(
-        target.model,
+    sampling = dict(temperature=settings.temperature, top_p=settings.top_p, top_k=0) if settings.temperature else {}
+    model: Any = target.model  # whose own `generate` may be a repository's
+    output = type(model).generate(
+        model,
         input_ids=input_ids.to(target.model.device),
         attention_mask=attention_mask.to(target.model.device),
         max_new_tokens=max_new_tokens,
@@ -225,12 +216,9 @@ def _generate(
         speculative_config={**settings.speculative_config, "seed": seed},
         **sampling,
     )
-    rows = output[:, width:].tolist()
+    rows = output[:, input_ids.shape[1] :].tolist()
     ends = target.end_tokens
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
-
-
-# ---- the file -------------------------------------------------------------------------------------------------------
 
 
 class _Answers:
@@ -251,8 +239,7 @@ class _Answers:
             self._note(0)
             return 0
         known = json.loads(self.record.read_text(encoding="utf-8"))
-        theirs = known["settings"]
-        if theirs != self.identity:
+        if (theirs := known["settings"]) != self.identity:
             changed = sorted(k for k in theirs.keys() | self.identity.keys() if theirs.get(k) != self.identity.get(k))
             raise TrainingError(
                 f"{self.path} was written with other settings ({', '.join(changed)}): name another file, or remove it and "
@@ -264,7 +251,6 @@ class _Answers:
         return known["done"]
 
     def append(self, rows: list[dict[str, Any]], done: int) -> None:
-        """Write rows, and record that `done` sources are finished."""
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

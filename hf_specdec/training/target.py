@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.output import Taps
-from ..model.architectures import check_supported, decoder_of, layer_list
+from ..model.architectures import check_supported, tapping
 from .batch import Batch
 from .options import TrainingError
 
@@ -22,16 +20,8 @@ _LOGITS_AT_ONCE = 2**27  # maximum number of logits held at once when only their
 
 
 class TargetModel:
-    """A frozen target.
-
-    Attributes:
-        model, tokenizer: as loaded.
-        config: the text model's configuration.
-        vocab_size: number of logits.
-        device: of its hidden states, and of heads.
-
-    Raises:
-        UnsupportedModel: speculative decoding does not support this model.
+    """A frozen target. `config` is the text model's; `vocab_size` the number of logits; `device` that of its hidden states, and of heads.
+    Raises UnsupportedModel: speculative decoding does not support this model.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str):
@@ -57,16 +47,14 @@ class TargetModel:
         out = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
         return out if self.tokenizer.eos_token_id is None else out | {self.tokenizer.eos_token_id}
 
-    # ---- computation ------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def capture(self, batch: Batch, taps: Taps) -> Batch:
-        """The batch with the hidden states in `taps`, float32, on the target's device; runs one forward.
-
-        Rows are padded on the right and attention is causal, so no mask is needed.
+        """The batch with the hidden states in `taps`, float32, on the target's device; runs one forward. Rows are padded on the right and
+        attention is causal, so no mask is needed.
         """
         batch = batch.to(self.device)
-        with torch.autocast(self.device.type, enabled=False), self._tapped(taps) as found:
+        found: dict[Any, torch.Tensor] = {}
+        with torch.autocast(self.device.type, enabled=False), tapping(self.model, taps, found.__setitem__):
             self._forward(batch.input_ids)
         last = found.pop("last_hidden", None)
         layers = {index: found[index].float() for index in taps.layers}
@@ -93,47 +81,17 @@ class TargetModel:
         parts = [self.logits(part).argmax(-1) for part in hidden.split(rows)]
         return torch.cat(parts).view(batch.input_ids.shape)
 
-    # ---- hooks ------------------------------------------------------------------------------------------------------
-
     def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits [B, 1, V] of the last position, or of all positions if the model has no `logits_to_keep`."""
         kept = {"logits_to_keep": 1} if self._keeps_logits else {}
         return self.model(input_ids=input_ids, use_cache=False, return_dict=True, **kept).logits
 
-    @contextlib.contextmanager
-    def _tapped(self, taps: Taps) -> Iterator[dict[Any, torch.Tensor]]:
-        """Yields a dict that holds `last_hidden` and the tapped layers [B, S, H] after a forward."""
-        found: dict[Any, torch.Tensor] = {}
-
-        def keep(key):
-            def hook(module, args, output):
-                found[key] = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
-
-            return hook
-
-        def keep_input(module, args, kwargs):
-            found[0] = args[0] if args else kwargs["hidden_states"]
-
-        with contextlib.ExitStack() as stack:
-            if taps.last_hidden:
-                handle = decoder_of(self.model).register_forward_hook(keep("last_hidden"))
-                stack.callback(handle.remove)
-            if taps.layers:
-                decoder, name = layer_list(self.model)
-                layers = getattr(decoder, name)
-                for index in taps.layers:
-                    if index == 0:
-                        handle = layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
-                    else:
-                        handle = layers[index - 1].register_forward_hook(keep(index))
-                    stack.callback(handle.remove)
-            yield found
-
     @torch.no_grad()
     def _check_logits(self) -> None:
         """Raise TrainingError if `logits` differs from the model's own logits: families process them in different ways."""
         input_ids = torch.arange(4, device=self.device)[None] % self.vocab_size
-        with self._tapped(Taps(last_hidden=True)) as found:
+        found: dict[Any, torch.Tensor] = {}
+        with tapping(self.model, Taps(last_hidden=True), found.__setitem__):
             theirs = self._forward(input_ids)[:, -1].float()
         ours = self.logits(found["last_hidden"][:, -1])
         worst = float((ours - theirs).abs().max())

@@ -24,17 +24,10 @@ ATTENTION_NAME = "hf_specdec_unrolled"  # registered with transformers under thi
 _LOGITS_KEPT = 2**26  # a step with more logits than this recomputes them in the backward pass, in parts of this size
 
 
-# ---- attention ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class LayerSteps:
-    """One layer's keys and values so far.
-
-    Attributes:
-        keys, values: [B, Hkv, S, D] of step 0.
-        own_keys, own_values: those of each later step.
-        widened: step 0's, in the form of `attend_merged`.
+    """One layer's keys and values so far: [B, Hkv, S, D] of step 0, `own_` those of each later step, `widened` in the form of
+    `attend_merged`.
     """
 
     keys: torch.Tensor
@@ -108,20 +101,15 @@ AttentionInterface.register(ATTENTION_NAME, unrolled_attention)
 
 
 def unroll(head: nn.Module, batch: Batch, features: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
-    """Yield the head's output [B, S, H] of every step, which is the next step's features.
+    """Yield the head's output [B, S, H] of every step, which is the next step's features; the first are from the target.
 
-    Args:
-        head: called with ids [B, S], features [B, S, H] and positions [1, S]; its layers use this attention.
-        features: the head's features from the target.
+    The head is called with ids [B, S], features [B, S, H] and positions [1, S]; its layers use this attention.
     """
     steps: dict[int, LayerSteps] = {}
     for step in range(num_steps):
         tokens = batch.ahead(batch.input_ids, 1 + step)
         features = head(tokens, features, batch.position_ids + step, attention_mask=None, unrolled=steps)
         yield features
-
-
-# ---- tokens that count ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -175,13 +163,9 @@ class Places:
 def soft_cross_entropy(
     logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, target: torch.Tensor, best: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of cross-entropies of logits from hidden states [n, H], and how many argmaxes equal the target's.
+    """The sum of cross-entropies of logits from hidden states [n, H], and how many argmaxes equal `best` [n], the target's.
 
-    Large logits are not kept for the backward pass but recomputed in parts.
-
-    Args:
-        target: [n, Vd], the target's probabilities.
-        best: int64 [n], their argmax.
+    Large logits are not kept for the backward pass but recomputed in parts. `target`: [n, Vd], the target's probabilities.
     """
 
     def part(hidden, target, best):
@@ -202,11 +186,8 @@ def soft_cross_entropy(
 def greedy_guesses(
     outputs: Iterator[torch.Tensor], choose: Callable[[torch.Tensor], torch.Tensor], batch: Batch
 ) -> Guesses:
-    """Guesses of all steps, at the columns whose first guess counts (others are never compared).
-
-    Args:
-        outputs: the result of `unroll`.
-        choose: tokens [N] from outputs [N, H].
+    """Guesses of all steps, at the columns whose first guess counts (others are never compared). `outputs`: the result of `unroll`;
+    `choose`: tokens [N] from outputs [N, H].
     """
     places = Places.of(batch, 1)
     tokens = [choose(places.guessed(output, 0)) for output in outputs]

@@ -311,8 +311,9 @@ def test_rows_end_at_their_end_token():
 
 def test_measurement_arithmetic():
     result = Measurement(Variant("x"), seconds=[1.0, 2.0, 4.0], new_tokens=[8, 8, 8], outputs=[[1], [2]])
-    result.count(
-        {"rows": [{"num_steps": 2, "mean_accepted_length": 3.0, "num_draft_tokens": 8, "num_accepted_tokens": 4}]}
-    )
-    assert (result.tokens_per_second, result.accepted_length, result.acceptance_rate) == (4.0, 3.0, 0.5)
+    counts = {"num_steps": 2, "num_new_tokens": 6, "num_draft_tokens": 8, "num_accepted_tokens": 4}
+    result.add([[5, 6]], 0.5, {**counts, "acceptance_per_position": [0.5]})
+    assert (result.accepted_length, result.acceptance_rate, result.accepted_at) == (3.0, 0.5, {0: 1.0})
+    assert (result.seconds, result.new_tokens, result.outputs.pop()) == ([1.0, 2.0, 4.5], [8, 8, 10], [5, 6])
+    assert result.tokens_per_second == 4.0
     assert equal_rows(result, Measurement(Variant("y"), outputs=[[1], [3]])) == 1

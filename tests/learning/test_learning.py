@@ -19,7 +19,7 @@ from hf_specdec.integration import get_decoder
 from hf_specdec.learning.folder import begin_learning, folder_of
 from hf_specdec.learning.learner import Learner
 from hf_specdec.learning.texts import Recorder
-from hf_specdec.training.target import TargetModel
+from hf_specdec.model.architectures import tapped
 
 HEADS = {"mlp_speculator": "tiny-mlp_speculator", "eagle3": "tiny-eagle3"}
 
@@ -114,7 +114,6 @@ def test_the_recorded_states_are_those_of_the_target(tiny_model, tmp_path, metho
     out = tiny_model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=[], speculative_config=config)
     texts = [*decoder.learner.texts.training, *decoder.learner.texts.held_out]
     assert len(texts) == 2
-    target = TargetModel(tiny_model, None, "tiny")
     for text in texts:
         row = next(
             row
@@ -123,12 +122,10 @@ def test_the_recorded_states_are_those_of_the_target(tiny_model, tmp_path, metho
         )
         assert len(text.token_ids) >= len([each for each in row if each]) - 12
         assert 20 <= text.is_answer.sum() <= 24
-        with target._tapped(decoder.learner.taps) as found, torch.no_grad():
+        with tapped(tiny_model, decoder.learner.taps) as found, torch.no_grad():
             tiny_model(torch.from_numpy(text.token_ids)[None])
         for name, states in text.states.items():
-            torch.testing.assert_close(
-                states, found["last_hidden" if name == "last" else name][0], atol=2e-4, rtol=2e-4
-            )
+            torch.testing.assert_close(states, found["last_hidden" if name == "last" else name], atol=2e-4, rtol=2e-4)
 
 
 def test_of_a_long_text_the_newest_states_are_kept(tiny_model, tmp_path, monkeypatch):
@@ -151,11 +148,11 @@ def test_of_a_long_text_the_newest_states_are_kept(tiny_model, tmp_path, monkeyp
     assert len(text.token_ids) == 12 and text.is_answer.all() and 12 < max(most) < 24
     row = out[0].tolist()
     (begin,) = [i for i in range(50, 60) if row[i : i + 12] == text.token_ids.tolist()]
-    with TargetModel(tiny_model, None, "tiny")._tapped(learner.taps) as found, torch.no_grad():
+    with tapped(tiny_model, learner.taps) as found, torch.no_grad():
         tiny_model(out)
     for name, states in text.states.items():
         torch.testing.assert_close(
-            states, found["last_hidden" if name == "last" else name][0, begin : begin + 12], atol=2e-4, rtol=2e-4
+            states, found["last_hidden" if name == "last" else name][begin : begin + 12], atol=2e-4, rtol=2e-4
         )
 
 

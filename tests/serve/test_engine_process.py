@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from hf_specdec.serve.ipc.channel import Channel, portable
+from hf_specdec.serve.ipc.engine_process import Channel, portable
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 NEVER_LOADED = (

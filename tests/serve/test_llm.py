@@ -334,7 +334,7 @@ def test_a_bias_allows_no_token_that_is_not_allowed():
 def test_arguments_that_do_not_exist():
     with pytest.raises(TypeError, match=r"LLM\(\) has no argument 'modle' \(did you mean 'model'\?\)"):
         LLM(model="tiny", modle=1)
-    with pytest.raises(TypeError, match="no kv_cache_dtype, pipeline_parallel_size, which are arguments of vLLM's"):
+    with pytest.raises(TypeError, match=r"no argument 'kv_cache_dtype', 'pipeline_parallel_size'.*vllm.md"):
         LLM(model="tiny", kv_cache_dtype="fp8", pipeline_parallel_size=2)
     with pytest.raises(TypeError, match=r"SamplingParams.* 'temprature' .did you mean 'temperature'"):
         SamplingParams(temprature=0.5)

@@ -77,9 +77,9 @@ def test_limits_reach_the_replicas(replicas, monkeypatch):
             "headers": [],
             "root_path": "",
         }
-        return replica.server.limits, await replica.respond(scope, b"x" * 1001)
+        return replica.server.limits, [piece async for piece in replica.stream(scope, b"x" * 1001)]
 
-    found, (status, _, _) = asyncio.run(answer())
+    found, ((status, _), *_) = asyncio.run(answer())
     assert status == 413
     assert found == Limits(max_body_bytes=1000, keep_alive_seconds=0, answer_seconds=5)
 
@@ -183,7 +183,7 @@ class Handle:
 
     def __init__(self, answers):
         self.answers, self.asked, self.cancelled = list(answers), [], 0
-        self.respond = self.stream = types.SimpleNamespace(remote=self._remote)
+        self.stream = types.SimpleNamespace(remote=self._remote)
 
     def options(self, stream):
         return self
@@ -202,19 +202,17 @@ class Response:
     def cancel(self):
         self.handle.cancelled += 1
 
-    def __await__(self):
-        return self._result().__await__()
-
-    async def _result(self):
-        if self.answer is None:
-            await asyncio.Event().wait()
+    async def __aiter__(self):
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer
-
-    async def __aiter__(self):
-        yield 200, []
-        await self._result()
+        status, headers, *pieces = self.answer or (200, [], None)
+        yield status, headers
+        for piece in pieces:
+            if piece is None:
+                await asyncio.Event().wait()
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
 
 
 def answered(replicas, handle, pieces, leaves_after=None):
@@ -272,3 +270,16 @@ def test_the_ingress_gives_up_at_once_after_its_last_attempt(replicas, monkeypat
     monkeypatch.setattr(replicas, "_PAUSE", 0.3)
     sent, seconds = answered(replicas, handle, [b"{}"])
     assert sent[0]["status"] == 503 and len(handle.asked) == 4 and seconds < 1.2
+
+
+def test_a_replica_that_dies_before_its_answer_has_begun_is_replaced(replicas, monkeypatch):
+    """A stream that has begun ends with an error: what has been sent cannot be taken back."""
+    monkeypatch.setattr(replicas, "_PAUSE", 0)
+    dies, answers = (200, [], b"half", replicas.RayError("dead")), (200, [], b"whole")
+    for body, first in ((b"{}", dies), (b'{"stream": true}', replicas.RayError("dead"))):
+        handle = Handle([first, answers])
+        sent, _ = answered(replicas, handle, [body])
+        assert len(handle.asked) == 2 and [each.get("body") for each in sent] == [None, b"whole", b""]
+    handle = Handle([dies])
+    sent, _ = answered(replicas, handle, [b'{"stream": true}'])
+    assert len(handle.asked) == 1 and sent[1]["body"] == b"half" and b"has died" in sent[2]["body"]

@@ -20,11 +20,11 @@ from hf_specdec.candidate_generators import parse_config
 from hf_specdec.cli import main
 from hf_specdec.core.output import Taps
 from hf_specdec.training import TrainingError, TrainingOptions, available_trainers, pipeline, trainer_class
+from hf_specdec.training.batch import BatchOrder
 from hf_specdec.training.data import encode, read_rows
 from hf_specdec.training.export import push_to_hub
 from hf_specdec.training.features import FeatureFiles, FeatureSource
 from hf_specdec.training.loop import learning_rate
-from hf_specdec.training.order import BatchOrder
 from hf_specdec.training.pipeline import check_installed, train_head
 from hf_specdec.training.regenerate import Regeneration, regenerate
 from hf_specdec.training.target import TargetModel
@@ -313,10 +313,10 @@ def test_learning_rates():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"epochs": 0}, "--epochs must be at least 1, not 0"),
-        ({"epochs": 1.5}, "--epochs must be an integer, not 1.5"),
-        ({"learning_rate": float("nan")}, "--learning-rate must be at least 0, not nan"),
-        ({"warmup": 1.5}, "--warmup must be at least 0 and at most 1, not 1.5"),
+        ({"epochs": 0}, "--epochs must be an integer of at least 1, not 0"),
+        ({"epochs": 1.5}, "--epochs must be an integer of at least 1, not 1.5"),
+        ({"learning_rate": float("nan")}, "--learning-rate must be a number of at least 0, not nan"),
+        ({"warmup": 1.5}, "--warmup must be a number of at least 0 and at most 1, not 1.5"),
         ({"schedule": "cosin"}, "one of cosine, linear, constant, not 'cosin' .did you mean 'cosine'"),
     ],
 )
@@ -425,7 +425,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     assert "no such file" in line("--data", str(tmp_path / "none.jsonl"), *output)
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": "a"}])
     assert "data.jsonl:1: a prompt without an answer; --regenerate" in line("--data", str(data), *output)
-    assert "--epochs must be at least 1" in line("--data", str(data), *output, "--epochs", "0")
+    assert "--epochs must be an integer of at least 1" in line("--data", str(data), *output, "--epochs", "0")
     assert "--format gguf: medusa heads are written as original, vllm" in line(
         "--data", str(data), *output, "--format", "gguf"
     )

@@ -8,9 +8,10 @@ import torch
 from helpers_training import qa_rows, random_text, target, word_tokenizer, words, write_rows
 from oracle import EOS, VOCAB
 
+import hf_specdec
 from hf_specdec.training import TrainingError
+from hf_specdec.training.batch import BatchOrder, collate, in_order
 from hf_specdec.training.data import encode, read_rows, split
-from hf_specdec.training.order import BatchOrder, collate, in_order
 from hf_specdec.training.regenerate import Regeneration, regenerate
 
 
@@ -305,3 +306,12 @@ def test_prompts_without_room_are_left_out(tmp_path):
     assert len(answers(path)[0]["prompt_ids"] + answers(path)[0]["answer_ids"]) <= 32
     with pytest.raises(TrainingError, match="room for an answer"):
         regenerate(model, read[1:], tmp_path / "none.jsonl", Regeneration(), quiet=True)
+
+
+def test_answers_need_the_plugin(tmp_path):
+    hf_specdec.uninstall()
+    try:
+        with pytest.raises(TrainingError, match="install"):
+            regenerate(None, [], tmp_path / "answers.jsonl", Regeneration())
+    finally:
+        hf_specdec.install()

@@ -63,7 +63,8 @@ def test_run_leaves_a_model_for_transformers(tmp_path):
 
 def test_embeddings_begin_with_most_of_the_targets():
     table = torch.randn(50, 12) * torch.tensor([9.0, 5, 3] + [0.01] * 9)
-    projected = main_directions(table @ torch.linalg.qr(torch.randn(12, 12)).Q, 3)
+    rotated = table @ torch.linalg.qr(torch.randn(12, 12)).Q
+    projected = rotated @ main_directions(rotated, 3).T
     torch.testing.assert_close(projected @ projected.T, table @ table.T, atol=0.05, rtol=0.01)
 
 

@@ -7,7 +7,7 @@ import torch
 from helpers_training import ragged_batch, target, trainer
 
 from hf_specdec.training import Batch, Guesses, every_anchor
-from hf_specdec.training.estimate import Estimate, judge
+from hf_specdec.training.base import Estimate, judge
 
 HEADS = 3
 

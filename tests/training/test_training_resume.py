@@ -15,9 +15,8 @@ from helpers_training import qa_rows, train, write_rows
 from paths import ROOT
 
 from hf_specdec.training import TrainingError
-from hf_specdec.training.log import read_log
 from hf_specdec.training.loop import Run
-from hf_specdec.training.state import load_state, save_state
+from hf_specdec.training.state import load_state, read_log, save_state
 
 OPTIONS = {
     "max_steps": 24, "gradient_accumulation": 2, "save_every": 5, "log_every": 2, "eval_every": 4, "held_out": 0.2, "seed": 3,

@@ -19,9 +19,8 @@ from ...decoding.decoder import SpeculativeDecoder, StepResult
 from ...decoding.outputs import RowStatistics
 from ...sampling.grammar import Reasoning
 from ..transfer import Transfers
-from .admission import Admission
 from .params import SamplingParams
-from .request import Logprob, Request, RequestChoice, logprobs_of
+from .request import Admission, Logprob, Request, RequestChoice, logprobs_of
 from .scheduler import Scheduler
 from .structured import GrammarCompiler
 from .text import Detokenizer, find_stop, token_text
@@ -59,14 +58,10 @@ class Engine:
         self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)
         self._choices: dict[int, RequestChoice] = {}  # choices that have not ended, by id of their sequence
         self.transfers = None if make_transfers is None else make_transfers(decoder)
-        self._isolated: list[
-            list[RequestChoice]
-        ] = []  # groups of rows that run in steps of their own, see `_after_failure`
+        self._isolated: list[list[RequestChoice]] = []  # groups of rows that run alone, see `_after_failure`
         self.eos_token_ids = _eos_token_ids(decoder.target.model)
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
         self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, seed)
-
-    # ---- requests ---------------------------------------------------------------------------------------------------
 
     def add(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
@@ -107,16 +102,9 @@ class Engine:
         is_pulling = self.transfers is not None and self.transfers.consumer.pulling
         return bool(self.scheduler.waiting or self.scheduler.running or is_pulling)
 
-    # ---- the loop ---------------------------------------------------------------------------------------------------
-
     def step(self, on_schedule: Callable[[], None] = lambda: None) -> list[Request]:
-        """Run one step of the decoder. Call inside `decoder.active()`. Returns the requests that got tokens or ended.
-
-        Args:
-            on_schedule: called once the rows are chosen.
-
-        Raises:
-            RankError: another rank has failed, and the ranks cannot go on.
+        """Run one step of the decoder. Call inside `decoder.active()`. Returns the requests that got tokens or ended. `on_schedule` is
+        called once the rows are chosen. Raises RankError: another rank has failed, and the ranks cannot go on.
         """
         return self._poll_transfers() + self._decode(on_schedule)
 
@@ -133,7 +121,9 @@ class Engine:
         return requests
 
     def _decode(self, on_schedule: Callable[[], None]) -> list[Request]:
-        group = self._next_group()
+        groups = ([choice for choice in group if not choice.output.finished()] for group in self._isolated)
+        self._isolated = [group for group in groups if group]
+        group = self._isolated[0] if self._isolated else None
         rows, counts = self.scheduler.schedule(group)
         on_schedule()
         if not rows:
@@ -181,13 +171,8 @@ class Engine:
             self.abort(request, error)
 
     def run(self, on_step: Callable[[list[Request]], object] = lambda requests: None) -> None:
-        """Run steps until every request has ended. `Request.error` tells which of them failed.
-
-        Args:
-            on_step: called after each step with the requests that got tokens or ended.
-
-        Raises:
-            RankError: another rank has failed; the requests end with "abort".
+        """Run steps until every request has ended. `Request.error` tells which of them failed. `on_step` is called after each step with the
+        requests that got tokens or ended. Raises RankError: another rank has failed; the requests end with "abort".
         """
         try:
             while self.has_work:
@@ -197,12 +182,6 @@ class Engine:
         except BaseException:
             self._drop_all()
             raise
-
-    def _next_group(self) -> list[RequestChoice] | None:
-        """The rows that run alone in the next step, because one of them may have made a step raise; None: all rows may run."""
-        groups = ([choice for choice in group if not choice.output.finished()] for group in self._isolated)
-        self._isolated = [group for group in groups if group]
-        return self._isolated[0] if self._isolated else None
 
     def _after_failure(self, rows: list[RequestChoice], error: BaseException) -> list[Request]:
         """Handle a step that raised. If it had one row, end that row's request; else let each half of the rows run alone.
@@ -247,8 +226,6 @@ class Engine:
         if self.transfers is not None:
             self.transfers.close()
         self.decoder.release()
-
-    # ---- tokens -----------------------------------------------------------------------------------------------------
 
     def _accept(self, choice: RequestChoice, result: StepResult) -> None:
         """Append a step's tokens to a choice, up to the first that ends it."""

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...config import with_hints
+from ...config import number_error, with_hints
 from .structured import StructuredOutputsParams
 
 MOST_LOGPROBS = 20
@@ -107,12 +107,11 @@ class SamplingParams:
         self.bad_words = list(self.bad_words or [])
         if isinstance(self.structured_outputs, dict):
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
-        for name, (least, most) in _INTEGERS.items():
-            self._check_integer(name, least, most)
-        for name, (least, most) in _NUMBERS.items():
+        for name, bounds in {**_INTEGERS, **_NUMBERS}.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-                raise ValueError(f"{name} must be a number from {least} to {most}, not {value!r}.")
+            wrong = number_error(value, name in _INTEGERS, *bounds)
+            if wrong and not (value is None and name in _OPTIONAL):
+                raise ValueError(f"{name} {wrong}")
         if self.top_p == 0:
             raise ValueError("top_p must be above 0.")
         if self.repetition_penalty < _LEAST_PENALTY:
@@ -143,16 +142,3 @@ class SamplingParams:
 
     def copy(self, **changes: Any) -> SamplingParams:
         return dataclasses.replace(self, **changes)
-
-    def _check_integer(self, name: str, least: int, most: int | None) -> None:
-        value = getattr(self, name)
-        if value is None and name in _OPTIONAL:
-            return
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or value < least
-            or (most is not None and value > most)
-        ):
-            bound = f"of at least {least}" + ("" if most is None else f" and at most {most}")
-            raise ValueError(f"{name} must be an integer {bound}, not {value!r}.")

@@ -54,13 +54,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def schedule(self, only: Collection[RequestChoice] | None = None) -> tuple[list[RequestChoice], list[int]]:
-        """Choose the rows of the next step; waiting rows among them become running ones.
-
-        Args:
-            only: the rows that may take part; None: all.
-
-        Returns:
-            The rows, and for each the maximum number of tokens of its own text that it feeds.
+        """Choose the rows of the next step, among `only` if given; waiting rows among them become running ones. Returns the rows, and for
+        each the maximum number of tokens of its own text that it feeds.
         """
         running = [choice for choice in self.running if only is None or choice in only]
         pending = [self._pending(choice) for choice in running]
@@ -81,7 +76,7 @@ class Scheduler:
             left -= 0 if count == 1 else chunk
             rows.append(choice)
             counts.append(chunk)
-        reading = [choice for choice, count in with_pending if count > 1]
+        reading = [choice for choice, count in with_pending if count > 1]  # they may draft when their prompts end
         num_running = len(rows)
         while waiting and left > 0 and len(self.running) < self.max_num_seqs and self._fits(waiting[0]):
             choice = waiting.pop(0)
@@ -95,7 +90,10 @@ class Scheduler:
             left -= chunk
             rows.append(choice)
             counts.append(chunk)
-        self._limit_first_drafts([*reading, *rows[num_running:]], left)
+        reading += rows[num_running:]
+        for choice in reading:
+            room, most = max(0, left) // len(reading), self.decoder.generator.max_draft_nodes
+            choice.sequence.draft_room = None if room >= most else room
         return rows, counts
 
     def make_room(self, wanting: list[RequestChoice]) -> bool:
@@ -149,13 +147,6 @@ class Scheduler:
             allowed = 0
         for choice in self.running:
             choice.sequence.draft_room = None if allowed >= most else allowed
-
-    def _limit_first_drafts(self, reading: list[RequestChoice], left: int) -> None:
-        """Give the rows that read prompts equal parts of what is left of the budget: those whose prompt ends may draft."""
-        most = self.decoder.generator.max_draft_nodes
-        for choice in reading:
-            room = max(0, left) // len(reading)
-            choice.sequence.draft_room = None if room >= most else room
 
     def _fits(self, choice: RequestChoice) -> bool:
         """True if a waiting row may start: the free blocks hold its text, or nothing else is running."""

@@ -110,11 +110,8 @@ class StructuredOutputsParams:
 
 
 class GrammarCompiler:
-    """Compiles and keeps the grammars of one model. Any thread may call it; a thread of its own compiles.
-
-    Args:
-        tokenizer: the model's; must be a fast one.
-        ends: end-of-sequence ids, which may follow a complete text.
+    """Compiles and keeps the grammars of a model with a fast tokenizer. Any thread may call it; a thread of its own compiles. `ends`:
+    end-of-sequence ids, which may follow a complete text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: frozenset[int]):
@@ -126,9 +123,8 @@ class GrammarCompiler:
         self._thread: ThreadPoolExecutor | None = None
 
     def start(self, params: StructuredOutputsParams) -> Future:
-        """Begin to compile a grammar, unless it is kept. The future's result is its matcher, which must be copied before it is used.
-
-        Its error is ValueError if the grammar is malformed or too complex, or llguidance or a fast tokenizer is missing.
+        """Begin to compile a grammar, unless it is kept. The future's result is its matcher, which must be copied before it is used; its
+        error is ValueError if the grammar is malformed or too complex, or llguidance or a fast tokenizer is missing.
         """
         with self._lock:
             matcher = self._kept.get(params.source)
@@ -142,11 +138,7 @@ class GrammarCompiler:
             return self._thread.submit(self._compile, params)
 
     def matcher(self, params: StructuredOutputsParams) -> Any:
-        """A new matcher at the beginning of a grammar. The first call for a grammar takes milliseconds to seconds, later ones microseconds.
-
-        Raises:
-            ValueError: see `start`.
-        """
+        """A new matcher at the beginning of a grammar, within microseconds if the grammar is kept. Raises ValueError: see `start`."""
         return self.start(params).result().deep_copy()
 
     def close(self) -> None:

@@ -36,15 +36,12 @@ class Detokenizer:
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.text = self.tail = ""
         self._margin = _CLEANED if _cleans_up(tokenizer) else 0
-        self._run: codecs.IncrementalDecoder | None = _utf8(
-            "strict"
-        )  # of a run of bytes; None after one that fits no character
+        # of a run of bytes; None after one that fits no character
+        self._run: codecs.IncrementalDecoder | None = _utf8("strict")
         self._ids, decoded = self._context(prompt)
         end = self._end_of_fixed(decoded)
         if decoded.endswith(_UNKNOWN) and _fallback_byte(tokenizer, self._ids[-1]) is not None:
-            end = len(
-                decoded.rstrip(_UNKNOWN)
-            )  # the answer may complete the character that the prompt's last bytes begin
+            end = len(decoded.rstrip(_UNKNOWN))  # the answer may complete the character that the prompt begins
         self._num_shown = end
 
     def add(self, token: int) -> str:
@@ -148,10 +145,7 @@ def _fallback_byte(tokenizer: Any, token: int) -> int | None:
 
 
 def _bytes_of_piece(piece: str | bytes | None) -> bytes | None:
-    """The bytes of a token of byte-level BPE, which writes each of them as a character; None if the token is of another kind.
-
-    QWen's first tokenizer gives the bytes.
-    """
+    """The bytes of a token of byte-level BPE, which writes each of them as a character; None if the token is of another kind."""
     if isinstance(piece, bytes):
         return piece
     values = [_BYTE_OF.get(character) for character in piece or ""]

@@ -40,26 +40,24 @@ def without_tools(template: dict | None) -> dict | None:
 
 
 def reasoning_before(tokenizer: Any, template: dict | None, prefix: str) -> Reasoning | None:
-    """The reasoning that may come between a prompt, whose text is `prefix`, and the answer itself.
-
-    None if none can come, or the template does not say how reasoning begins and ends.
+    """The reasoning that may come between a prompt, whose text is `prefix`, and the answer itself. None if none can come, or the template
+    does not say how reasoning begins and ends.
     """
     fields = {} if template is None else template["fields"]
     name = next((name for name in _REASONING if name in fields), None)
     if name is None or not {"open", "close"} <= fields[name].keys():
         return None
-    opens, closes = fields[name]["open"], fields[name]["close"]
-    closes = (closes,) if isinstance(closes, str) else tuple(closes)
+    marks = (fields[name][key] for key in ("open", "close"))
+    opens, closes = ((mark,) if isinstance(mark, str) else tuple(mark) for mark in marks)
     state = None
     for event in tokenizer.get_response_parser(template, prefix=prefix).initial_events:
         if event["field"] == name and event["type"] != "region_chunk":
             state = event["type"]
     if state == "region_close":
         return None
-    begins = opens if isinstance(opens, str) else opens[0]
     if state == "region_open":
         return Reasoning((), closes)
-    ids = tuple(tokenizer.encode(begins, add_special_tokens=False))
+    ids = tuple(tokenizer.encode(opens[0], add_special_tokens=False))
     # Only a special token can begin it: an ordinary one, such as "<", may also be the answer's first token.
     return Reasoning(ids, closes) if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
@@ -72,9 +70,6 @@ class MessageParser:
         forced: "required" or a function's name: the text after the reasoning is JSON that a grammar has forced (`tool_grammar`).
             None: the model decides whether to call a function.
         parallel: False: calls after the first are dropped.
-
-    Attributes:
-        num_calls: number of tool calls so far.
     """
 
     def __init__(self, make_parser: Callable[[], Any] | None, forced: str | None = None, parallel: bool = True):
@@ -189,24 +184,19 @@ class MessageParser:
     def _calls_of(self, delta: Delta, value: Any) -> None:
         """Add the calls of a region, which are what the template makes of its text. If that is not of calls, the text is content."""
         calls = value if isinstance(value, list) else [value]
-        functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
-        named = [
-            call
-            for call in functions
-            if isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call
-        ]
-        if len(named) < len(functions):
+        functions: list[Any] = [call.get("function") if isinstance(call, dict) else None for call in calls]
+        if not all(isinstance(of, dict) and isinstance(of.get("name"), str) and "arguments" in of for of in functions):
             delta.content += self._body
             return
-        for function in named:
+        for function in functions:
             self._call(delta, function["name"], function["arguments"])
 
     def _call(self, delta: Delta, name: str, arguments: Any) -> None:
         """Add a tool call, unless there is one already and parallel calls are not allowed."""
         if self.num_calls and not self._parallel:
             return
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        function = {"name": name, "arguments": arguments}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        function = {"name": name, "arguments": text}
         call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
         delta.tool_calls.append(call)
         self.num_calls += 1
@@ -228,12 +218,8 @@ def joined_calls(deltas: list[Delta]) -> list[dict[str, Any]]:
 
 
 def tool_grammar(functions: dict[str, dict[str, Any]], forced: str, parallel: bool) -> dict[str, Any]:
-    """The JSON schema of forced calls: the arguments of a named function, or with "required" a list of calls.
-
-    Args:
-        functions: name → JSON schema of the parameters.
-        forced: "required", or a function's name.
-        parallel: False: the list holds one call.
+    """The JSON schema of `forced` calls: the arguments of a named function, or with "required" a list of calls; of one call unless
+    `parallel`. `functions`: name → JSON schema of the parameters.
     """
     if forced != "required":
         return functions[forced]

@@ -48,12 +48,9 @@ class Endpoint(ABC, Generic[AnySampling]):
     methods are called in the event loop's thread.
 
     Attributes:
-        form: the class of the bodies that the endpoint takes.
         object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
         ignored_fields: names of the request's fields that the server does not know and therefore ignores.
-        prompts: as the client gave them, or as the chat template made them.
-        ids: token ids of each prompt.
-        params: of all prompts.
+        prompts: as the client gave them, or as the chat template made them; `ids` are their token ids.
         reasoning: what the model writes before the text that a grammar describes.
         answers: the state of each prompt's answer, in the order of the prompts.
         last: the last update whose events were made.
@@ -92,11 +89,9 @@ class Endpoint(ABC, Generic[AnySampling]):
 
     def submit(self, space: str = "") -> None:
         """Send the prompts to the engine, each as a request of its own, and set `answers`. `space`, and errors: see `Server.submit`."""
+        more = (self.params, self.reasoning, self.answers, self.body.max_time, space)
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
-            answer = self.server.submit(
-                prompt, ids, self.params, self.reasoning, self.answers, self.body.max_time, space
-            )
-            self.answers.append(answer)
+            self.answers.append(self.server.submit(prompt, ids, *more))
 
     def is_long(self, answer: Answer, update: Update) -> bool:
         """Whether the events of an update may be long, so that a thread has to make them."""
@@ -115,11 +110,7 @@ class Endpoint(ABC, Generic[AnySampling]):
 
     @classmethod
     async def respond(cls, server: Server, request: Request) -> Response:
-        """Serve a request: return the whole answer, or a stream.
-
-        Raises:
-            ApiError: the request cannot be served, or the client has disconnected.
-        """
+        """Serve a request: return the whole answer, or a stream. Raises ApiError: it cannot be served, or the client has disconnected."""
         raw = await request.body()
         return await unless_disconnected(request.receive, cls._respond(server, request, raw))
 
@@ -135,7 +126,10 @@ class Endpoint(ABC, Generic[AnySampling]):
             self.submit(request.scope.get(SPACE, ""))
             if self.body.stream:
                 return EventStream(self.stream(), at_end.pop_all().close, headers)
-            results = await self.all_updates()
+            results: list[list[Update]] = [[] for _ in self.answers]
+            async for item in server.updates(self.answers):
+                if item is not None:
+                    results[item[0].number].append(item[1])
             # in a thread: with log-probabilities an answer may hold a million entries
             answer = await asyncio.to_thread(lambda: to_json(self.answer(results)))
             return Response(answer, headers=headers, media_type="application/json")
@@ -148,30 +142,19 @@ class Endpoint(ABC, Generic[AnySampling]):
         top, prompt = self.body.prompt_logprobs, self.answers[number].prompt_logprobs
         return None if top is None else prompt_logprobs(prompt, self.ids[number], top)
 
-    def index(self, number: int, index: int) -> int:
-        return number * self.body.n + index
-
     def answer(self, results: list[list[Update]]) -> dict[str, Any]:
         """The body of the whole answer, from all updates of each prompt. Any thread may call it."""
         choices = []
         for number, updates in enumerate(results):
             for index in range(self.body.n):
                 written = [update for update in updates if update.index == index]
-                choices.append({"index": self.index(number, index), **self.whole(number, written)})
+                choices.append({"index": number * self.body.n + index, **self.whole(number, written)})
         body = {**self.base, "object": self.object.removesuffix(".chunk"), "choices": choices, "usage": self.usage()}
         if len(self.answers) == 1 and self.body.n == 1:
             body["metrics"] = self.server.timings(self.answers[0], results[0][-1])
             if results[0][-1].kv_transfer_params is not None:
                 body["kv_transfer_params"] = results[0][-1].kv_transfer_params
         return body
-
-    async def all_updates(self) -> list[list[Update]]:
-        """All updates of each answer, in the order of the prompts. Waits until all have ended."""
-        updates: list[list[Update]] = [[] for _ in self.answers]
-        async for item in self.server.updates(self.answers):
-            if item is not None:
-                updates[item[0].number].append(item[1])
-        return updates
 
     def usage(self) -> dict[str, Any]:
         """The field `usage`: numbers of tokens, over all prompts and choices so far."""
@@ -199,13 +182,12 @@ class Endpoint(ABC, Generic[AnySampling]):
             yield self.end(shown(error))
 
     def begin(self) -> bytes:
-        """The events before the first text."""
         return b""
 
     def events(self, answer: Answer, update: Update) -> bytes:
         self.last = update
         handed = {} if update.kv_transfer_params is None else {"kv_transfer_params": update.kv_transfer_params}
-        index = self.index(answer.number, update.index)
+        index = answer.number * self.body.n + update.index
         return self._frame([{"index": index, **self.choice(answer.number, update)}], **handed)
 
     def end(self, error: ApiError | None = None) -> bytes:
@@ -317,13 +299,7 @@ class Completions(Endpoint[CompletionRequest]):
 
 
 class Chat(Endpoint[ChatRequest]):
-    """POST /v1/chat/completions.
-
-    Attributes:
-        template: the response template by which the text is parsed; None: all of it is content.
-        prefix: the prompt's text, if there is a template.
-        parsers: one for each choice.
-    """
+    """POST /v1/chat/completions. The text is parsed by `template`; if that is None, all of it is content. `prefix`: the prompt's text."""
 
     form: type[Body] = ChatRequest
     object = "chat.completion.chunk"
@@ -416,11 +392,7 @@ def _reasoning(text: str) -> dict[str, str]:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events.
-
-    Args:
-        release: called once, after the last event or after the client has disconnected.
-    """
+    """A response of server-sent events. `release` is called once, after the last event or after the client has disconnected."""
 
     def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None], headers: dict[str, str]):
         super().__init__(events, media_type="text/event-stream", headers=headers)
@@ -445,11 +417,7 @@ def sse(body: dict[str, Any]) -> bytes:
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Awaitable[Any]) -> Any:
-    """Return the result of `work`; cancel it when the client disconnects, which `receive` tells.
-
-    Raises:
-        ApiError: 499, the client has disconnected.
-    """
+    """The result of `work`; it is cancelled when the client disconnects, which `receive` tells. Raises ApiError: 499, that has happened."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -50,6 +50,11 @@ def shutting_down() -> ApiError:
     return unavailable("The server is shutting down. Send the request again, to another server or later.", 5)
 
 
+def stopped() -> ApiError:
+    """503: there is no engine any more."""
+    return ApiError(503, "The engine has stopped; the log says why.", "service_unavailable")
+
+
 def failed(message: str) -> ApiError:
     """500: the model or the server raised. The header tells clients not to retry, because the same request would fail again."""
     return ApiError(500, message, "server_error", headers={"x-should-retry": "false"})

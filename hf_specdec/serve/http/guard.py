@@ -30,11 +30,7 @@ def space_of(key: bytes) -> str:
 
 class Guard:
     """Rejects a request with a wrong key, or with a body that is too large or too slow, before the application sees it. Chooses the
-    look-up tables of a request by its key.
-
-    Args:
-        keys: API keys, any of which is accepted; an empty list accepts every request.
-        limits: sizes in bytes, times in seconds.
+    look-up tables of a request by its key. `keys`: any of them is accepted; an empty list accepts every request.
     """
 
     def __init__(self, app: Callable, keys: list[bytes], limits: Limits):
@@ -107,9 +103,6 @@ def protocol_with_timeout(seconds: float) -> type[asyncio.Protocol]:
     It closes a connection if the request line and the headers of its first request have not arrived `seconds` after it was
     opened, or those of a later request `seconds` after that request began. Between two requests uvicorn's own
     `timeout_keep_alive` applies. `Guard` limits the time for the body.
-
-    Args:
-        seconds: for the request line and the headers together.
     """
 
     class ProtocolWithTimeout(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

@@ -73,7 +73,6 @@ class Lanes:
         Raises:
             ApiError: 503, see `end`.
             BrokenProcessPool: the process has ended.
-            Exception: what the function raises.
         """
         try:
             waiting = asyncio.wrap_future(self._submit(num_bytes > _LONG_BYTES, function, args))

@@ -14,10 +14,8 @@ _PART = "\ufffd"  # stands in the text of a token that is only part of a charact
 
 
 def chat_logprobs(update: Update, top: int, bytes_of: Callable[[int], bytes]) -> dict[str, Any]:
-    """The field `logprobs` of a chat choice: one entry per new token, each with the `top` most probable tokens.
-
-    Args:
-        bytes_of: a token's bytes. A token that is only part of a character has exact bytes, but U+FFFD as its text.
+    """The field `logprobs` of a chat choice: one entry per new token, each with the `top` most probable tokens. A token that is only part
+    of a character has exact bytes (`bytes_of`), but U+FFFD as its text.
     """
 
     def of_token(token: int, scored: Logprob) -> dict[str, Any]:
@@ -36,9 +34,6 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """vLLM's field `prompt_logprobs`: for each token of a prompt, the log-probabilities of itself and of the `top` most probable tokens,
     by id. None for the first, and for tokens that were not read.
-
-    Args:
-        entries: one for each token that was read; an entry may hold more than the `top` most probable tokens.
     """
     shown: list[dict[str, Any] | None] = [None] * len(tokens)
     for place, (token, entry) in enumerate(zip(tokens, entries or [], strict=False)):
@@ -79,7 +74,7 @@ def completion_logprobs(
     Args:
         entries: for each token; None for the first token of a prompt, which no logits predict.
         offsets: the place of each token in the text, in characters.
-        bytes_of: a token's bytes. A token that is a part of a character is shown by them, as OpenAI does: "bytes:\\xc3".
+        bytes_of: a token's bytes, by which OpenAI shows a token that is a part of a character: "bytes:\\xc3".
     """
 
     def name(token: int, text: str) -> str:

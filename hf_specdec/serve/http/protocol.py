@@ -29,10 +29,7 @@ from ..engine.structured import WHITE_SPACE, StructuredOutputsParams
 from .chat_parser import tool_grammar
 from .errors import ApiError, bad_request
 
-_MOST_STOPS = 64
-_MOST_PROMPTS = 1024
-MOST_MESSAGES = 32768
-_MOST_BIASES = 65536
+_MOST_STOPS, _MOST_PROMPTS, _MOST_BIASES, MOST_MESSAGES = 64, 1024, 65536, 32768
 _PROMPT_FIELDS = {"prompt", "messages", "input"}
 _UNSUPPORTED_FIELDS = (
     "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
@@ -143,8 +140,6 @@ class SpeculationField(BaseModel):
 
 
 class JsonSchema(Part):
-    """The schema of a response format."""
-
     strict: bool | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
@@ -248,8 +243,7 @@ class SamplingFields(Body):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > _MOST_STOPS:
             raise bad_request(f"stop may hold {_MOST_STOPS} texts, not {len(stops)}.", "stop")
-        wrong = [token for token in self.logit_bias or () if not token.strip().isdecimal()]
-        if wrong:
+        if wrong := [token for token in self.logit_bias or () if not token.strip().isdecimal()]:
             message = f"logit_bias must map token ids to numbers: {', '.join(wrong[:5])} are no ids."
             raise bad_request(message, "logit_bias")
         speculation = self.speculative_config or SpeculationField()
@@ -282,14 +276,12 @@ class CompletionRequest(SamplingFields):
             raise ValueError(f"prompt may hold {_MOST_PROMPTS} prompts, not {len(prompt)}")
         return prompt
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Any]:
         """The prompts as a list, each a text or a list of token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
+        if not self.prompt and self.prompt != "":
             raise bad_request("prompt is empty.", "prompt")
-        return [list(prompt)] if isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item]
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else list(self.prompt)
 
 
 class ChatMessage(BaseModel):
@@ -350,15 +342,11 @@ class Function(BaseModel):
 
 
 class Tool(Part):
-    """A tool. Functions are the only kind."""
-
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(Part):
-    """The name of the function to call."""
-
     name: str
 
 
@@ -390,9 +378,8 @@ class Conversation(Body):
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the chat template shows to the model; None if the model may not call any."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return [tool.model_dump(include={"type", "function"}, exclude_none=True) for tool in self.tools]
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(include={"type", "function"}, exclude_none=True) for tool in tools] or None
 
 
 class ChatRequest(Conversation, SamplingFields):

@@ -30,8 +30,6 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(Part):
-    """The field `text` of a request."""
-
     format: TextFormat | None = None
 
 
@@ -51,8 +49,6 @@ class FunctionTool(Part):
 
 
 class NamedFunctionTool(NamedFunction):
-    """The form of `tool_choice` that names a function."""
-
     type: Literal["function"]
 
 
@@ -77,7 +73,6 @@ class ResponsesRequest(SamplingFields):
         return [*super().without_effect, *(["stream_options"] if self.stream_options is not None else [])]
 
     def to_chat(self) -> ChatRequest:
-        """The same request for /v1/chat/completions."""
         for name in _UNSUPPORTED_FIELDS:
             value = getattr(self, name, None)
             if value is not None if name == "prompt_logprobs" else value not in (None, False, []):
@@ -88,14 +83,12 @@ class ResponsesRequest(SamplingFields):
         fields = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
         fields |= {"messages": self._messages(), "parallel_tool_calls": self.parallel_tool_calls}
         fields |= {"max_completion_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
-        if self.tools:
-            shown = {"name", "description", "parameters"}
-            functions = [tool.model_dump(include=shown, exclude_none=True) for tool in self.tools]
-            fields["tools"] = [{"type": "function", "function": function} for function in functions]
+        shown = {"name", "description", "parameters"}
+        functions = [tool.model_dump(include=shown, exclude_none=True) for tool in self.tools or []]
+        fields["tools"] = [{"type": "function", "function": function} for function in functions] or None
+        fields["tool_choice"] = self.tool_choice
         if isinstance(self.tool_choice, NamedFunctionTool):
             fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
-        elif self.tool_choice is not None:
-            fields["tool_choice"] = self.tool_choice
         wanted = self.text.format if self.text is not None else None
         if wanted is not None:
             schema = {"json_schema": {"schema": wanted.schema_}} if wanted.type == "json_schema" else {}
@@ -151,25 +144,16 @@ def _text_of(content: Any) -> str:
 
 
 class ResponseItems:
-    """The items of a response while they are generated. Methods return events, still without their sequence numbers.
-
-    Attributes:
-        items: the items so far; the last may still be growing.
-    """
+    """The items of a response while they are generated; the last may still be growing. Methods return events, without sequence numbers."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:
-        events = []
-        if delta.reasoning:
-            events += self._write("reasoning", "reasoning_text", delta.reasoning)
-        if delta.content:
-            events += self._write("message", "output_text", delta.content)
-        for call in delta.tool_calls:
-            events += self._call(call)
-        return events
+        events = self._write("reasoning", "reasoning_text", delta.reasoning) if delta.reasoning else []
+        events += self._write("message", "output_text", delta.content) if delta.content else []
+        return events + [event for call in delta.tool_calls for event in self._call(call)]
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
         """End the item that is growing, if any, with this status. Returns its events."""
@@ -177,17 +161,13 @@ class ResponseItems:
         if item is None:
             return []
         item["status"] = status
+        whole = self._event("output_item.done", item=_copy(item))
         if item["type"] == "function_call":
             done = {"arguments": item["arguments"], "name": item["name"]}
-            events = [self._event("function_call_arguments.done", item, **done)]
-        else:
-            (part,) = item["content"]
-            text = {"content_index": 0, "text": part["text"], **_logprobs(item)}
-            events = [
-                self._event(f"{part['type']}.done", item, **text),
-                self._event("content_part.done", item, content_index=0, part=dict(part)),
-            ]
-        return [*events, self._event("output_item.done", item=_copy(item))]
+            return [self._event("function_call_arguments.done", item, **done), whole]
+        (part,) = item["content"]
+        text = self._event(f"{part['type']}.done", item, content_index=0, text=part["text"], **_logprobs(item))
+        return [text, self._event("content_part.done", item, content_index=0, part=dict(part)), whole]
 
     def _event(self, kind: str, of: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
         """An event about the last item; `of`: that item, if the event names it by its id."""
@@ -199,11 +179,12 @@ class ResponseItems:
         events, item = [], self._open
         if item is None or item["type"] != kind:
             part: dict[str, Any] = {"type": part_type, "text": ""}
+            item = {"type": kind, "status": "in_progress", "content": []}
             if kind == "message":
                 part |= {"annotations": [], "logprobs": []}
-                item = {"id": _id("msg"), "type": kind, "role": "assistant", "status": "in_progress", "content": []}
+                item = {"id": _id("msg"), "role": "assistant", **item}
             else:
-                item = {"id": _id("rs"), "type": kind, "summary": [], "status": "in_progress", "content": []}
+                item = {"id": _id("rs"), "summary": [], **item}
             events += self._begin(item)
             events.append(self._event("content_part.added", item, content_index=0, part=dict(part)))
             item["content"].append(part)
@@ -247,7 +228,6 @@ class Responses(Chat):
         return self._response(updates[-1])
 
     def begin(self) -> bytes:
-        """Two events that show the response before its first text."""
         kinds = ("response.created", "response.in_progress")
         return self._encoded([{"type": kind, "response": self._response(None)} for kind in kinds])
 
@@ -260,7 +240,6 @@ class Responses(Chat):
         return self._encoded(events)
 
     def end(self, error: ApiError | None = None) -> bytes:
-        """The event for an error, if there is one."""
         if error is None:
             return b""
         code, message = "server_error" if error.status >= 500 else "invalid_prompt", error.body["error"]["message"]

@@ -20,6 +20,7 @@ from ...bundled import resolve_model
 from ..ipc.engine_process import EngineProcess
 from .address import address, listen
 from .api import make_app
+from .errors import stopped
 from .guard import protocol_with_timeout
 from .server import Limits, Privacy, Server
 
@@ -46,10 +47,7 @@ class _DrainingServer(uvicorn.Server):
 
 class _Watch:
     """Watches the engine while the server runs: tells the server when the model is loaded, and ends it if there is no engine any more.
-
-    Attributes:
-        failure: the error for which the server was ended; None: it ends for another reason, or not yet.
-        ends: set once the server ends.
+    `failure` is then the error. `ends` is set once the server ends.
     """
 
     def __init__(self, server: Server, engine: EngineProcess, on_ready: Callable[[], None]):
@@ -73,7 +71,7 @@ class _Watch:
             self.on_ready()
             self.engine.join()
             if self.engine.failure is not None:
-                loop.call_soon_threadsafe(self.server.end_lost_answers)
+                loop.call_soon_threadsafe(self.server.end_with, stopped())
             if isinstance(self.engine.failure, ChildProcessError) and not self.ends.wait(_SECONDS_FOR_ERRORS):
                 raise self.engine.failure
         except BaseException as error:

@@ -24,7 +24,7 @@ from ..ipc.messages import Cancel, Facts, Load, Submit, Update
 from ..ipc.worker import EngineWorker
 from ..llm import LLM
 from ..metrics import Metrics
-from .errors import ApiError, bad_request, failed, overloaded, shutting_down, unavailable
+from .errors import ApiError, bad_request, failed, overloaded, shutting_down, stopped, unavailable
 from .lanes import Lanes
 from .protocol import Conversation
 
@@ -126,8 +126,6 @@ class Answer:
         began, first: `time.monotonic()` when the request came, and when its first token did; None before that.
         ended: True after its last update, or once the client has disconnected.
         deadline: timer that ends it when its time limit is reached; None: no limit.
-        prompt: the prompt's ids, which a `Detokenizer` needs.
-        prompt_logprobs: see `Request`; None before the first update, and unless requested.
         texts: detokenizers by choice index; empty if the engine makes the text, because it must look for stop texts.
     """
 
@@ -159,9 +157,6 @@ class Answer:
             update.text += text.finish()
 
 
-_STOPPED = "The engine has stopped; the log says why."
-
-
 class Server:
     """Sends the requests of all endpoints to the engine, and the updates of each request to its client.
 
@@ -176,10 +171,8 @@ class Server:
         privacy: whose texts may shape whose drafts; None: only texts of the same API key do.
 
     Attributes:
-        worker: runs the engine; None until the model is loaded.
-        facts: what is known about the model; None until it is loaded.
+        worker, facts: the engine's, and what is known about the model; None until it is loaded.
         answers: answers that have not ended, by id.
-        lanes: threads for work that grows with a body.
         is_closed: True once the time for draining is over; every request is then refused.
     """
 
@@ -227,14 +220,11 @@ class Server:
         if self.worker is not None:
             for name in list(self.answers):
                 self.worker.send(Cancel(name))
-        self._end_with(shutting_down())
+        self.end_with(shutting_down())
         self.lanes.end()
 
-    def end_lost_answers(self) -> None:
-        """End all answers with an error, because the engine has stopped."""
-        self._end_with(ApiError(503, _STOPPED, "service_unavailable"))
-
-    def _end_with(self, error: ApiError) -> None:
+    def end_with(self, error: ApiError) -> None:
+        """End all answers with an error."""
         self._route([Update(answer, request_finished=True, error=error) for answer in list(self.answers)])
 
     def stop(self) -> None:
@@ -245,11 +235,7 @@ class Server:
 
     @property
     def running_worker(self) -> EngineWorker | EngineProcess:
-        """The worker that runs the engine, if it is running.
-
-        Raises:
-            ApiError: 503, the model is still being loaded, the engine has stopped, or it does not say anything.
-        """
+        """The worker that runs the engine. Raises ApiError: 503, the model is being loaded, or the engine has stopped or says nothing."""
         worker = self._live_worker
         if isinstance(worker, EngineProcess) and worker.is_silent:
             seconds = round(time.monotonic() - worker.heard)
@@ -265,7 +251,7 @@ class Server:
         if self.is_closed:
             raise shutting_down()
         if worker.failure is not None or not worker.is_alive():
-            raise ApiError(503, _STOPPED, "service_unavailable")
+            raise stopped()
         return worker
 
     def deliver(self, updates: list[Update]) -> None:
@@ -301,10 +287,8 @@ class Server:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
 
     def prompt_ids(self, prompt: str | list[int], param: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, which may be text or token ids. `param`: the field of the request from which it comes.
-
-        Raises:
-            ApiError: 400, the prompt is empty or too long.
+        """Token ids of a prompt, which may be text or token ids. `param`: the field from which it comes. Raises ApiError: 400, the prompt
+        is empty or too long.
         """
         if isinstance(prompt, str):
             self._refuse_long_text(prompt, param)
@@ -335,23 +319,20 @@ class Server:
             raise bad_request(message, param)
         return self.encode(text, add_special_tokens)
 
-    def _chatml(self) -> str:
-        """ChatML, after the token with which the tokenizer begins every text, if it has one."""
-        begins = self.tokenizer.bos_token is not None and self.encode("x")[0] == self.tokenizer.bos_token_id
-        return "{{ bos_token }}" + CHATML if begins else CHATML
-
     def chat_text(self, body: Conversation) -> str:
-        """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none).
-
-        Raises:
-            ApiError: 400, the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
+        """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none). Raises ApiError: 400,
+        the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
         """
         messages = [message.for_template() for message in body.messages]
         more = body.chat_template_kwargs or {}
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
             raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
-        template = None if self.tokenizer.chat_template is not None else self._chatml()
+        template = None
+        if self.tokenizer.chat_template is None:
+            # ChatML begins with the token with which the tokenizer begins every text, if it has one.
+            begins = self.tokenizer.bos_token is not None and self.encode("x")[0] == self.tokenizer.bos_token_id
+            template = "{{ bos_token }}" + CHATML if begins else CHATML
         final = body.continue_final_message
         try:
             return self.tokenizer.apply_chat_template(
@@ -363,10 +344,8 @@ class Server:
             raise bad_request(message, "messages") from None
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
-        """Compile a grammar before the request is submitted, so that the engine's thread need not wait for it. None: do nothing.
-
-        Raises:
-            ApiError: 400, it is malformed or too complex; 503, see `running_worker`.
+        """Compile a grammar, if there is one, before the request is submitted, so that the engine's thread need not wait for it. Raises
+        ApiError: 400, it is malformed or too complex; 503, see `running_worker`.
         """
         if grammar is None:
             return
@@ -375,7 +354,7 @@ class Server:
         except ValueError as error:
             raise bad_request(str(error), "structured_outputs") from None
         except ChildProcessError:
-            raise ApiError(503, _STOPPED, "service_unavailable") from None
+            raise stopped() from None
 
     def submit(
         self, prompt: str | list[int], ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None,
@@ -395,7 +374,11 @@ class Server:
         """
         worker = self.running_worker
         most = self.limits.max_queued_requests
-        if most is not None and self._num_waiting(worker.load) >= most:
+        load = worker.load
+        free = 0 if load.waiting else load.free_rows  # if choices wait although rows are free, blocks are missing
+        # Those that the engine has reported, and those sent to it since then for which it has no free row.
+        waiting = load.waiting + max(0, self._num_submitted - load.num_read - free)
+        if most is not None and waiting >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
         silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
         number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
@@ -412,11 +395,6 @@ class Server:
             end = Cancel(answer.id, "length")
             answer.deadline = asyncio.get_running_loop().call_later(min(limits), worker.send, end)
         return answer
-
-    def _num_waiting(self, load: Load) -> int:
-        """Number of waiting choices: those that the engine has reported, and those sent to it since then for which it has no free row."""
-        free = 0 if load.waiting else load.free_rows  # if choices wait although rows are free, blocks are missing
-        return load.waiting + max(0, self._num_submitted - load.num_read - free)
 
     async def updates(self, answers: list[Answer]) -> AsyncIterator[tuple[Answer, Update] | None]:
         """Yield the updates of a client's answers until all have ended. Call `release` afterwards, also after an error.

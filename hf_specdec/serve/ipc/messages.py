@@ -26,11 +26,7 @@ class Submit:
 
 @dataclass
 class Cancel:
-    """End a request, because its client has disconnected or its time limit is reached.
-
-    Attributes:
-        reason: the answer's finish_reason; None: nobody reads the answer any more.
-    """
+    """End a request. `reason`: the answer's finish_reason; None: nobody reads the answer any more."""
 
     id: str
     reason: str | None = None
@@ -53,7 +49,6 @@ class Facts:
 
     Attributes:
         defaults: sampling parameters for requests that leave them out.
-        max_model_len: maximum number of tokens of a prompt and its answer together.
         response_template: how the model marks reasoning and tool calls, in transformers' format; None: nobody says.
     """
 
@@ -89,12 +84,7 @@ class Compiled:
 
 @dataclass
 class Ended:
-    """The engine has ended. It is the last message.
-
-    Attributes:
-        error: why it has ended, or why the model could not be loaded; None: it was told to end.
-        traceback: of the error, as text.
-    """
+    """The engine has ended. It is the last message. `error`: why, or why the model could not be loaded; None: it was told to end."""
 
     error: BaseException | None = None
     traceback: str = ""
@@ -105,18 +95,14 @@ class Update:
     """What a step added to one choice.
 
     Attributes:
-        id, index: of the request and of the choice.
         text, token_ids, logprobs: what is new since the last update. Text that may be the beginning of a stop text is held back. For
             requests without stop texts the engine makes no text; `Answer.make_text` does.
         num_tokens: number of new tokens of the choice so far.
-        num_cached_tokens: prompt tokens whose KV was cached.
         finish_reason, stop_reason: see `CompletionOutput`; None while the choice is being generated.
         hides_end: True if the last token ended the choice and is not part of its text.
         prompt_logprobs: see `Request`; in the first update and the last one.
-        request_finished: True in the last update of a request.
-        statistics: see `Request.figures`; only in the last update.
+        request_finished: True in the last update of a request, which also has `statistics` (`Request.figures`).
         kv_transfer_params: see `Request`; in the last update, and in an earlier one that announces a prompt that is still being read.
-        error: the error that ended the request.
         is_refused: True if the engine refused the request, which is the client's mistake; False if the model failed.
     """
 
@@ -165,11 +151,7 @@ class Load:
 
 @dataclass
 class Order:
-    """What the other ranks do next.
-
-    Attributes:
-        kind: "run" these requests to their end, as `LLM.generate` does; "serve": run an `EngineWorker` until it is stopped; "end".
-    """
+    """What the other ranks do next: "run" these requests to their end, as `LLM.generate` does; "serve", by an `EngineWorker`; or "end"."""
 
     kind: Literal["run", "serve", "end"]
     requests: list[Submit] = field(default_factory=list)

@@ -62,10 +62,7 @@ class EngineWorker(threading.Thread):
         self._inbox.put(message)
 
     def compile(self, grammar: StructuredOutputsParams) -> Future:
-        """Begin to compile a grammar, so that the engine need not wait for it later. May be called in any thread.
-
-        The future's error is ValueError for a grammar that is malformed or too complex.
-        """
+        """Begin to compile a grammar. Any thread may call it. The future's error is ValueError for one that is malformed or too complex."""
         return self.engine.grammars.start(grammar)
 
     def stop(self) -> None:
@@ -125,7 +122,10 @@ class EngineWorker(threading.Thread):
             waits = block and not messages
             try:
                 # KV that other engines have read must be freed even while no request arrives.
-                messages.append(self._inbox.get(waits, self._poll_after() if waits else None))
+                transfers, seconds = self.engine.transfers, None
+                if waits and transfers is not None and transfers.is_busy:
+                    seconds = _POLL_OFTEN_SECONDS if transfers.producer.awaits_consumer else _POLL_TRANSFERS_SECONDS
+                messages.append(self._inbox.get(waits, seconds))
             except queue.Empty:
                 if not waits or self.engine.transfers is None:
                     break
@@ -133,25 +133,17 @@ class EngineWorker(threading.Thread):
                     self.engine.transfers.poll()
         return messages
 
-    def _poll_after(self) -> float | None:
-        transfers = self.engine.transfers
-        if transfers is None or not transfers.is_busy:
-            return None
-        return _POLL_OFTEN_SECONDS if transfers.producer.awaits_consumer else _POLL_TRANSFERS_SECONDS
-
     def _submit(self, message: Submit) -> None:
         self._num_read += message.params.n
         try:
-            request = self.engine.add(
-                message.id, message.prompt, message.prompt_token_ids, message.params, reasoning=message.reasoning
-            )
+            prompt = message.prompt, message.prompt_token_ids
+            request = self.engine.add(message.id, *prompt, message.params, reasoning=message.reasoning)
         except BaseException as error:
             if not is_failure(error):
                 raise
             self._note_load()
-            self.deliver(
-                [Update(message.id, request_finished=True, error=error, is_refused=isinstance(error, ValueError))]
-            )
+            refused = isinstance(error, ValueError)
+            self.deliver([Update(message.id, request_finished=True, error=error, is_refused=refused)])
             return
         self._requests[message.id] = request
         self._note_load()
@@ -167,9 +159,8 @@ class EngineWorker(threading.Thread):
             self.deliver(updates)
 
     def _updates(self, request: Request) -> list[Update]:
-        """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten.
-
-        If making them raises, the request ends with that error, and no other does.
+        """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten. If
+        making them raises, the request ends with that error, and no other does.
         """
         try:
             return self._new_updates(request)

@@ -23,11 +23,7 @@ ENVIRONMENT = "HF_SPECDEC_RANK"  # holds the store's port, the rank and the numb
 
 
 class RankProcesses:
-    """The processes of ranks 1 to `size` - 1 on this machine.
-
-    Args:
-        size: number of ranks, this process included.
-        arguments: arguments of `LLM`, which each process makes for itself.
+    """The processes of ranks 1 to `size` - 1 on this machine, each of which makes `LLM` with these arguments.
 
     Raises:
         RuntimeError: this process already belongs to a process group.

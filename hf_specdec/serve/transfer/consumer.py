@@ -28,10 +28,8 @@ class Pull:
         offers: index of a block → per cache, its number at the producer and its digest.
         is_begun: True once blocks are reserved here.
         have: number of leading blocks that have arrived and been checked.
-        handle: handle of the running transfer; None if none is running.
-        end: the running transfer brings blocks `have` to `end` - 1.
+        handle: the running transfer, which began when it `started` and brings blocks `have` to `end` - 1; None if none is running.
         wanted: per block of the running transfer, its digest in each cache.
-        started: when the running transfer began.
         asked: when the producer was last asked for blocks; used only if the prompt comes in chunks.
         refused: True if the producer no longer has the prompt, or has sent a malformed offer.
     """
@@ -57,18 +55,10 @@ class Pull:
     def peer(self) -> str:
         return self.params["remote_agent"]
 
-    def note(self, first: int, blocks: list[list[int]], digests: list[list[str]]) -> None:
-        """Note an offer of blocks from index `first` on. It takes the place of earlier ones, whose blocks may have been freed."""
-        for i in range(len(blocks[0])):
-            self.offers[first + i] = [numbers[i] for numbers in blocks], [texts[i] for texts in digests]
-
 
 class Consumer:
-    """The requests that wait for their prompts' KV.
-
-    Attributes:
-        pulling: requests whose blocks are being pulled.
-        stopped: transfers that were given up but are still running, and the blocks that they write to.
+    """The requests that wait for their prompts' KV. `stopped`: transfers that were given up but still run, and the blocks that they write
+    to.
     """
 
     def __init__(self, pools: MovedPools, pull_seconds: float, statistics: TransferStatistics):
@@ -77,23 +67,16 @@ class Consumer:
         self.stopped: list[tuple[Any, list[tuple[PagedStaticCache, list[int]]]]] = []
 
     def expect(self, choice: RequestChoice, params: dict[str, Any]) -> None:
-        """Let a request wait for its blocks; `poll` pulls them.
-
-        Args:
-            params: the producer's kv_transfer_params.
-
-        Raises:
-            ValueError: they are malformed, or belong to another model or prompt.
+        """Let a request wait for its blocks; `poll` pulls them. Raises ValueError: the producer's kv_transfer_params are malformed, or
+        belong to another model or prompt.
         """
         in_chunks = params.get("in_chunks") is True
         names = ["fingerprint", "num_tokens", "prompt", "remote_agent", "remote_request_id", "pools"]
-        missing = next(
-            (name for name in names + ["remote_blocks", "digests"] * (not in_chunks) if name not in params), None
-        )
-        if missing is not None:
-            raise ValueError(
-                f"kv_transfer_params lacks {missing!r}: pass on those that the prefill server has returned."
-            )
+        names += [] if in_chunks else ["remote_blocks", "digests"]
+        passed_on = "pass on those that the prefill server has returned"
+        for name in names:
+            if name not in params:
+                raise ValueError(f"kv_transfer_params lacks {name!r}: {passed_on}.")
         if params["fingerprint"] != self.pools.fingerprint:
             raise ValueError(
                 "kv_transfer_params come from a server with another model, precision, block size or method: prefill and decode servers "
@@ -106,16 +89,12 @@ class Consumer:
             raise ValueError("kv_transfer_params: a prompt of one token has no KV to move.")
         pull = Pull(choice, params, time.monotonic() + self.pull_seconds)
         needed = self.pools.num_blocks(count)
-        if not self._are_addresses(params) or not (
-            in_chunks or self._fits(pull, 0, params["remote_blocks"], params["digests"], needed)
-        ):
-            raise ValueError("kv_transfer_params are malformed: pass on those that the prefill server has returned.")
-        self.pulling.append(pull)
-
-    def _are_addresses(self, params: dict[str, Any]) -> bool:
-        """True if the addresses have the shape of this engine's own."""
         are_texts = all(isinstance(params[key], str) for key in ("remote_agent", "remote_request_id"))
-        return are_texts and _lengths(params["pools"], int) == [len(pools) for pools in self.pools.addresses()]
+        have_shape = _lengths(params["pools"], int) == [len(pools) for pools in self.pools.addresses()]
+        offered = in_chunks or self._fits(pull, 0, params["remote_blocks"], params["digests"], needed)
+        if not (are_texts and have_shape and offered):
+            raise ValueError(f"kv_transfer_params are malformed: {passed_on}.")
+        self.pulling.append(pull)
 
     def _fits(self, pull: Pull, first: int, blocks: Any, digests: Any, count: int | None = None) -> bool:
         """Store an offer and return True if it is well-formed, with `count` blocks unless that is None; else return False."""
@@ -124,10 +103,10 @@ class Consumer:
             return False
         if len({*lengths, lengths[0] if count is None else count}) != 1:
             return False
-        pull.note(first, blocks, digests)
+        # It takes the place of earlier offers, whose blocks may have been freed.
+        for i in range(lengths[0]):
+            pull.offers[first + i] = [numbers[i] for numbers in blocks], [texts[i] for texts in digests]
         return True
-
-    # ---- messages ---------------------------------------------------------------------------------------------------
 
     def offered(self, name: str, first: int, blocks: list[list[int]], digests: list[list[str]]) -> None:
         """A producer offers blocks of a prompt, from index `first` on."""
@@ -137,9 +116,7 @@ class Consumer:
 
     def refused(self, name: str) -> None:
         for pull in self.pulling:
-            pull.refused = pull.refused or pull.name == name
-
-    # ---- pulling ----------------------------------------------------------------------------------------------------
+            pull.refused |= pull.name == name
 
     def cancel(self, choice: RequestChoice) -> bool:
         pull = next((pull for pull in self.pulling if pull.choice is choice), None)
@@ -151,7 +128,12 @@ class Consumer:
 
     def poll(self) -> list[RequestChoice]:
         """Begin, continue and finish pulls. Call inside `decoder.active()`. Returns the requests that can run now."""
-        self._free_stopped()
+        for stopped in list(self.stopped):
+            handle, taken = stopped
+            if self.pools.link.drop(handle):
+                for cache, blocks in taken:
+                    cache.pool.release(blocks)
+                self.stopped.remove(stopped)
         ready = []
         for pull in list(self.pulling):
             try:
@@ -248,7 +230,7 @@ class Consumer:
             blocks = cache.tables[seq.id].blocks[pull.have : pull.end]
             if self.pools.digests(cache, blocks) != [digests[i] for digests in pull.wanted]:
                 raise ValueError(
-                    "the blocks have changed since the prefill server announced them; it may have freed them"
+                    "the blocks have changed since they were offered; the prefill server may have freed them"
                 )
         pull.have = pull.end
         pull.until = time.monotonic() + self.pull_seconds
@@ -276,14 +258,6 @@ class Consumer:
             self.pools.decoder.remove(seq)
             pull.choice.is_added = False
 
-    def _free_stopped(self) -> None:
-        for stopped in list(self.stopped):
-            handle, taken = stopped
-            if self.pools.link.drop(handle):
-                for cache, blocks in taken:
-                    cache.pool.release(blocks)
-                self.stopped.remove(stopped)
-
     def close(self) -> None:
         for pull in self.pulling:
             self._give_up(pull)
@@ -294,6 +268,5 @@ def _lengths(lists: Any, kind: type) -> list[int] | None:
     """The lengths of lists that hold values of one type; None if they are anything else."""
     if not isinstance(lists, list) or not all(isinstance(values, list) for values in lists):
         return None
-    return (
-        [len(values) for values in lists] if all(type(value) is kind for values in lists for value in values) else None
-    )
+    fit = all(type(value) is kind for values in lists for value in values)
+    return [len(values) for values in lists] if fit else None

@@ -44,10 +44,8 @@ class NixlLink:
         return base64.b64encode(self.agent.get_agent_metadata()).decode()
 
     def start(self, peer: str, pieces: list[Piece], message: str) -> Any:
-        """Begin to read from a peer's memory; the peer gets `message`, unless it is empty, once all is read. Returns a handle.
-
-        Raises:
-            ConnectionError: the peer cannot be reached.
+        """Begin to read from a peer's memory; the peer gets `message`, unless it is empty, once all is read. Returns a handle. Raises
+        ConnectionError: the peer cannot be reached.
         """
         handle = None
         try:

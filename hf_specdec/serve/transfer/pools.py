@@ -20,7 +20,7 @@ from ...model.options.fingerprints import fingerprints
 from .nixl_link import NixlLink, Piece
 
 _WARM_UP = -1  # id of the sequence whose forward pass allocates the pools
-_PROTOCOL = 2  # version of the messages; engines with different versions refuse each other
+_PROTOCOL = 3  # version of the messages; engines with different versions refuse each other
 
 
 @dataclass
@@ -42,13 +42,8 @@ class TransferStatistics:
 
 
 class MovedPools:
-    """The pools of the target's cache, and of the cache of a drafter that reads features.
-
-    Attributes:
-        fingerprint: equal for engines that can exchange KV.
-
-    Raises:
-        ValueError: the KV of this model or drafter cannot be moved.
+    """The pools of the target's cache, and of the cache of a drafter that reads features. Engines with the same `fingerprint` can
+    exchange KV. Raises ValueError: the KV of this model or drafter cannot be moved.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, link: NixlLink):
@@ -99,16 +94,10 @@ class MovedPools:
     def _fingerprint(self) -> str:
         """A hash of everything that must be equal for KV to be exchanged: weights, shapes, method, block size, quantization."""
         model, config = self.decoder.target.model, self.decoder.config
-        layers: list[list[Any]] = [list(cache.layers) for cache in self.caches]
-        shapes = [
-            [[*layer.keys.shape[1:], *layer.values.shape[1:], str(layer.keys.dtype)] for layer in held]
-            for held in layers
-        ]
-        settings = json.dumps(
-            [_PROTOCOL, config.method, config.block_size, shapes, config.target_quantization], default=str
-        )
-        weights = fingerprints(list(model.parameters()))
-        return hashlib.sha256(settings.encode() + b"".join(weights)).hexdigest()
+        shapes = [[(*pool.shape[1:], str(pool.dtype)) for pool in _pools(cache)] for cache in self.caches]
+        settings = [_PROTOCOL, config.method, config.block_size, shapes, config.target_quantization]
+        weights = b"".join(fingerprints(list(model.parameters())))
+        return hashlib.sha256(json.dumps(settings, default=str).encode() + weights).hexdigest()
 
     def address(self) -> str:
         """This process's address for peers. The first call registers the pools."""

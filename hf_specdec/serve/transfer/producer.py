@@ -42,11 +42,8 @@ class OfferedPrompt:
 
 
 class Producer:
-    """The prompts that an engine reads for others, and those that it holds for them.
-
-    Attributes:
-        reading: prompts that have been announced and are still being read, by the name that the consumer is told.
-        held: prompts that have been read.
+    """The prompts that an engine reads for others (those announced, by the name that the consumer is told), and those that it holds for
+    them.
     """
 
     def __init__(self, pools: MovedPools, engine_id: str, hold_seconds: float, statistics: TransferStatistics):
@@ -55,39 +52,29 @@ class Producer:
         self.held: dict[str, OfferedPrompt] = {}
         self._unwanted: list[RequestChoice] = []
 
-    # ---- prompts that are being read ----------------------------------------------------------------------------------
-
     def has_read(self, rows: list[RequestChoice]) -> list[RequestChoice]:
-        """After a step of these rows: offer the blocks that are complete. Call inside `decoder.active()`.
-
-        Returns:
-            The choices announced in this step: their first blocks are complete, and `announcement` is set.
+        """After a step of these rows: offer the blocks that are complete. Call inside `decoder.active()`. Returns the choices announced
+        in this step: their first blocks are complete, and `announcement` is set.
         """
         announced = []
         for choice in rows:
             if not asks_for_chunks(choice) or choice.output.finished():
                 continue
             name = self._name(choice)
-            prompt = self.reading.get(name)
-            if prompt is None:
-                prompt = self._new(choice)
-                self._read_on(prompt)
+            prompt = self.reading.get(name) or self._new(choice)
+            self._read_on(prompt)
+            if name not in self.reading:
                 if not prompt.num_blocks:
                     continue
                 self.reading[name] = prompt
                 choice.request.announcement = {**self._params(choice), "in_chunks": True}
                 announced.append(choice)
-            else:
-                self._read_on(prompt)
             self._offer(name, prompt)
         return announced
 
     def _new(self, choice: RequestChoice) -> OfferedPrompt:
-        caches = self.pools.caches
-        return OfferedPrompt(choice, self._tables(choice), [[] for _ in caches], [[] for _ in caches])
-
-    def _tables(self, choice: RequestChoice) -> list[BlockTable]:
-        return [cache.tables[choice.sequence.id] for cache in self.pools.caches]
+        tables = [cache.tables[choice.sequence.id] for cache in self.pools.caches]
+        return OfferedPrompt(choice, tables, [[] for _ in tables], [[] for _ in tables])
 
     def _read_on(self, prompt: OfferedPrompt) -> None:
         """Note the full blocks that are complete now. After a preemption, begin again."""
@@ -102,10 +89,10 @@ class Producer:
 
     def _note_again_if_preempted(self, prompt: OfferedPrompt) -> None:
         """If the row has other blocks than before, forget those: they are noted and offered again."""
-        tables = self._tables(prompt.choice)
-        if any(new is not old for new, old in zip(tables, prompt.tables, strict=True)):
-            fresh = self._new(prompt.choice)
-            prompt.tables, prompt.blocks, prompt.digests, prompt.num_offered = tables, fresh.blocks, fresh.digests, 0
+        fresh = self._new(prompt.choice)
+        if any(new is not old for new, old in zip(fresh.tables, prompt.tables, strict=True)):
+            prompt.tables, prompt.blocks, prompt.digests = fresh.tables, fresh.blocks, fresh.digests
+            prompt.num_offered = 0
 
     def _note(self, prompt: OfferedPrompt, count: int) -> None:
         for i, cache in enumerate(self.pools.caches):
@@ -135,12 +122,9 @@ class Producer:
         if consumer is not None:
             self.pools.link.tell(consumer, json.dumps({"gone": name}))
 
-    # ---- prompts that have been read --------------------------------------------------------------------------------
-
     def hold(self, choice: RequestChoice) -> dict[str, Any] | None:
-        """Keep the blocks of a prompt that has been read. Call inside `decoder.active()`.
-
-        Returns: the consumer's kv_transfer_params. None if the head finds no blocks to read the prompt into; the row is then removed.
+        """Keep the blocks of a prompt that has been read. Call inside `decoder.active()`. Returns the consumer's kv_transfer_params; None
+        if the head finds no blocks to read the prompt into: the row is then removed.
         """
         seq, name = choice.sequence, self._name(choice)
         count = seq.prompt_length - 1
@@ -176,8 +160,6 @@ class Producer:
         unwanted, self._unwanted = self._unwanted, []
         return unwanted
 
-    # ---- messages ---------------------------------------------------------------------------------------------------
-
     def wanted(self, name: str, consumer: str, first: int) -> None:
         """A consumer asks for a prompt's blocks from index `first` on."""
         prompt = self.reading.get(name) or self.held.get(name)
@@ -201,9 +183,7 @@ class Producer:
         now = time.monotonic()
         for name, held in list(self.held.items()):
             if held.until is not None and held.until < now:
-                logger.warning(
-                    "No decode server has read the KV of a prompt within %.0f s: it is freed.", self.hold_seconds
-                )
+                logger.warning("A prompt's KV is freed: no decode server has read it in %.0f s.", self.hold_seconds)
                 self.statistics.expired += 1
                 self.done(name)
                 self._refuse(name, held.consumer)
