@@ -13,82 +13,76 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ...model.packed_model import PackedModel
 from .files import BAD_VALUES, Checkpoint, Plan
+from .keys import LAYERS
 from .target_parts import layer_config, plain_rope, target_embeddings
 
-# Keys that describe the layers; the others describe a whole language model, which the head is not.
+# What is taken of a configuration that describes the layers, or a whole language model.
 _KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
-    "partial_rotary_factor", "layer_types", "sliding_window",
+    "partial_rotary_factor", "layer_types", "sliding_window", "vocab_size",
 )  # fmt: skip
 
 
-def read_layer_config(checkpoint: Checkpoint, plan: Plan) -> PretrainedConfig:
+def read_layer_config(
+    checkpoint: Checkpoint, plan: Plan, kind: str | None = None, typed: bool = False
+) -> PretrainedConfig:
     """The configuration of a head's layers: Llama's, or Qwen3's if the file has `q_norm`.
 
-    Keys that a plain configuration lacks have Llama's defaults whatever the target is, since the heads were trained that way (a
+    Keys that are missing have the defaults of Llama or Qwen3, whatever the target is, since the heads were trained that way (a
     missing `rope_theta` is 10000). A configuration in speculators' format names a model type, whose defaults are used.
 
     Args:
         plan: the file's tensors, the layers' under `layers.{i}.`.
+        kind: "llama" or "qwen3"; None: as the tensors say.
+        typed: use the defaults of the model type in any format.
 
     Raises:
         CheckpointError: values that do not describe a layer.
     """
-    values = _read_values(checkpoint, plan)
+    nested = checkpoint.section(LAYERS)
+    given = plain_rope(nested or checkpoint.config)
+    _check_layer_count(checkpoint, given, plan)
+    kind = kind or ("qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
+    if given.get("layer_types") and given.get("num_hidden_layers"):
+        # Often copied from the target, with a value for each of the target's layers.
+        given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]
+    if nested or typed:
+        whole = layer_config(checkpoint, given, kind)
+        given |= {key: getattr(whole, key, None) for key in _KEYS}
+    values = {key: given[key] for key in _KEYS if given.get(key) is not None}
     kinds, window = values.pop("layer_types", None), values.pop("sliding_window", None)
-    _one_rope(checkpoint, values, kinds)
+    # speculators' DFlash uses that of sliding layers for all
+    _one_rope(checkpoint, values, ["sliding_attention"] if nested and typed else kinds)
     out_proj = "layers.0.self_attn.o_proj.weight"
     heads = values.get("num_attention_heads")
-    if "head_dim" not in values and out_proj in plan and isinstance(heads, int) and heads > 0:
+    if "head_dim" not in values and out_proj in plan and heads:
         values["head_dim"] = plan.matrix(out_proj)[1] // heads
     for name in plan.sources:
         if re.fullmatch(r"layers\.\d+\.self_attn\.[qkvo]_proj\.weight", name):
             plan.matrix(name)
-    config = layer_config(checkpoint, values, "qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
+    config = layer_config(checkpoint, values, kind)
     if kinds is not None and set(kinds) != {"full_attention"}:
-        if not set(kinds) <= {"full_attention", "sliding_attention"} or not window:
-            raise checkpoint.error(f"its layer_types {kinds} with sliding_window {window} cannot be run.")
+        fits = set(kinds) <= {"full_attention", "sliding_attention"} and len(kinds) == config.num_hidden_layers
+        if not fits or not window or given.get("use_sliding_window") is False:
+            raise checkpoint.error(
+                f"its layer_types {kinds} with sliding_window {window} cannot be run"
+                + (" (use_sliding_window is false)." if given.get("use_sliding_window") is False else ".")
+            )
         config.layer_types, config.sliding_window = kinds, window
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise checkpoint.error("rotates only a part of each head (partial_rotary_factor), which is not supported.")
     return config
 
 
-def check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan) -> None:
-    """Raise CheckpointError if config.json gives more layers than the file has tensors for.
-
-    Args:
-        values: the keys that describe the layers.
-        plan: the file's tensors, the layers' under `layers.{i}.`.
-    """
+def _check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan) -> None:
+    """Raise CheckpointError if config.json gives more layers than the file has tensors for."""
     layers = {match[1] for match in (re.match(r"layers\.(\d+)\.", name) for name in plan.sources) if match}
     given = values.get("num_hidden_layers")
-    if type(given) is int and given > len(layers):
+    if given is not None and given > len(layers):
         raise checkpoint.error(
             f"config.json has num_hidden_layers = {given}, but the file has tensors of {len(layers)} of them."
         )
-
-
-def vocab_size_of(checkpoint: Checkpoint) -> int | None:
-    """The size of the target's vocabulary according to config.json."""
-    size = (checkpoint.section("transformer_layer_config") or checkpoint.config).get("vocab_size")
-    if size is not None and type(size) is not int:
-        raise checkpoint.error(f"config.json has vocab_size = {size!r}; it must be an integer.")
-    return size
-
-
-def _read_values(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
-    nested = checkpoint.section("transformer_layer_config")
-    given = plain_rope(nested or checkpoint.config)
-    check_layer_count(checkpoint, given, plan)
-    if isinstance(given.get("layer_types"), list) and isinstance(given.get("num_hidden_layers"), int):
-        # Often copied from the target, with a value for each of the target's layers.
-        given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]
-    if nested:
-        whole = layer_config(checkpoint, given)
-        given = {key: getattr(whole, key, None) for key in _KEYS}
-    return {key: given[key] for key in _KEYS if given.get(key) is not None}
 
 
 def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] | None) -> None:
@@ -96,12 +90,12 @@ def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] |
     for key in ("rope_parameters", "rope_scaling"):
         rope = values.get(key)
         by_kind = (
-            {kind: parameters for kind, parameters in rope.items() if isinstance(parameters, dict)}
-            if isinstance(rope, dict)
-            else {}
+            {kind: part for kind, part in rope.items() if isinstance(part, dict)} if isinstance(rope, dict) else {}
         )
         if by_kind:
-            used = [by_kind[kind] for kind in sorted(set(kinds or by_kind)) if kind in by_kind]
+            used = [by_kind[kind] for kind in sorted(set(kinds or by_kind)) if kind in by_kind] or list(
+                by_kind.values()
+            )
             if not used or any(parameters != used[0] for parameters in used):
                 raise checkpoint.error(f"its {key} {values[key]} are not one set for all its layers.")
             values[key] = used[0]
@@ -123,20 +117,6 @@ def fit_biases(module: nn.Module, plan: Plan) -> None:
             linear.register_parameter(
                 "bias", nn.Parameter(torch.empty(linear.out_features, device="meta")) if has else None
             )
-
-
-def check_flags(checkpoint: Checkpoint, plan: Plan, tensors: dict[str, str]) -> None:
-    """Raise CheckpointError if a true/false key of config.json (or of its eagle_config) contradicts the tensors in the file.
-
-    Args:
-        tensors: by key, the canonical tensor that is in the file if and only if the key is true.
-    """
-    given_flags = checkpoint.section("eagle_config") | checkpoint.config
-    for key, tensor in tensors.items():
-        given = given_flags.get(key)
-        if isinstance(given, bool) and given != (tensor in plan):
-            has = "has" if tensor in plan else "has no"
-            raise checkpoint.error(f"config.json says {key} = {str(given).lower()}, but the file {has} {tensor}.")
 
 
 class RotaryPositions(nn.Module):
@@ -173,16 +153,23 @@ class Embeddings:
     """Embeds ids of the target's vocabulary with the head's own table or the target's.
 
     Not a module, so that the target's table does not become a parameter of the head.
+
+    Args:
+        last: the last id in the table, which stands for greater ones; None: all are in it.
+        scale: of the table's rows; None: the table's module decides.
     """
 
-    def __init__(self, table: nn.Module, last: int | None = None):
-        self.table, self.last = table, last
+    def __init__(self, table: nn.Module, last: int | None = None, scale: float | None = None):
+        self.table, self.last, self.scale = table, last, scale
 
     def __call__(self, input_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """[1, T, H] from ids [1, T], on the device and in the dtype of `like`."""
         if self.last is not None:
             input_ids = input_ids.clamp(max=self.last)
-        return self.table(input_ids).to(like.device, like.dtype)
+        if self.scale is None:
+            return self.table(input_ids).to(like.device, like.dtype)
+        rows: Any = self.table.weight
+        return nn.functional.embedding(input_ids, rows).to(like.device, like.dtype) * self.scale
 
 
 def embedding_shape(table: nn.Module) -> tuple[int, int]:
@@ -191,7 +178,9 @@ def embedding_shape(table: nn.Module) -> tuple[int, int]:
     return table.weight.shape[0], table.weight.shape[1]
 
 
-def embeddings_of(checkpoint: Checkpoint, target: PackedModel, table: nn.Embedding | None, width: int) -> Embeddings:
+def embeddings_of(
+    checkpoint: Checkpoint, target: PackedModel, table: nn.Embedding | None, width: int, scale: float | None = None
+) -> Embeddings:
     """A head's own embeddings, or the target's if it has no `table`. Ids of padding rows that only the target has use the last row of the
     head's own.
 
@@ -199,11 +188,12 @@ def embeddings_of(checkpoint: Checkpoint, target: PackedModel, table: nn.Embeddi
         CheckpointError: the target's are not as wide as the head.
     """
     if table is not None:
-        return Embeddings(table, table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None)
+        last = table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None
+        return Embeddings(table, last, scale)
     shared = target_embeddings(target)
     shared_width = embedding_shape(shared)[1]
     if shared_width != width:
         raise checkpoint.error(
             f"has no embed_tokens.weight, and the target's embeddings have width {shared_width}, not {width}."
         )
-    return Embeddings(shared)
+    return Embeddings(shared, scale=scale)

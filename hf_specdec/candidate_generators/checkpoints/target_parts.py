@@ -168,9 +168,6 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
     """
     values = {"model_type": default_type} | {k: v for k, v in values.items() if k not in ("architectures", "auto_map")}
     model_type = values.pop("model_type")
-    for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim"):
-        if values.get(key) is not None:
-            checkpoint.integer(key, values[key])
     act = values.get("hidden_act")
     if act is not None and act not in ACT2FN:
         raise checkpoint.error(

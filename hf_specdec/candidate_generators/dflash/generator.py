@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...config import config_key
 from ...core.output import PackedOutput, Taps
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
@@ -35,6 +36,12 @@ class DFlashConfig(HeadConfig):
     requires = ("a DFlash, DSpark or Domino drafter trained for the target: 'model'",)
     default_longest_draft = 15
 
+    input_embedding_scale: float | None = config_key(
+        None,
+        "factor of the embedding rows that a drafter without embeddings takes of a target that scales its rows (Gemma); by default "
+        "as its file says, otherwise 1 in speculators' format, and the target's in others",
+    )
+
 
 @register(DFlashConfig)
 class DFlashGenerator(FeatureGenerator):
@@ -50,11 +57,14 @@ class DFlashGenerator(FeatureGenerator):
 
     def __init__(self, config: DFlashConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_dflash)
-        layout = self.layout = read_layout(checkpoint, target)
+        scale = config.input_embedding_scale
+        layout = self.layout = read_layout(checkpoint, target, scale)
         config = config.with_default_length(proposed_length(checkpoint) or layout.num_tokens)
         shape = _fitting(config, layout.num_tokens)
         super().__init__(config, target, context, shape, has_loop=False)  # one forward has drafted all depths
-        self.loaded = load_once(config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights))
+        self.loaded = load_once(
+            config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights), scale
+        )
         self.vocabulary, self.lm_head = self.loaded.vocabulary, self.loaded.lm_head
         self.head = self.block = self.captured(
             self.loaded.head, native=False
@@ -108,7 +118,7 @@ class DFlashGenerator(FeatureGenerator):
         hidden = self.block.block(rows, self._embed(ids.flatten()), self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
-        self.base = self.lm_head(self.hidden)
+        self.base = self.layout.capped(self.lm_head(self.hidden))
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
         self.grower.state = hidden.new_zeros(len(sequences), 1, size)

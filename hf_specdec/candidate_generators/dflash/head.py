@@ -47,6 +47,9 @@ class DFlashLayout:
         starts_in_anchor_slot: a recurrent head runs on the anchor's slot before the first slot that predicts (speculators);
             otherwise its state is zero there (SpecForge).
         heads: keys of the DSpark or Domino heads; `projector_type` tells which.
+        draft_vocab_size: number of logits that the configuration states, if it does.
+        embedding_scale: of the embedding rows of the block's tokens; None: as the target's first layer reads them.
+        logit_scale, softcap: see `capped`.
     """
 
     layers: Qwen3Config
@@ -58,11 +61,20 @@ class DFlashLayout:
     window_from_anchor: bool
     starts_in_anchor_slot: bool
     heads: dict[str, Any]
+    draft_vocab_size: int | None = None
+    embedding_scale: float | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens that a whole block drafts."""
         return self.block_size - (not self.from_anchor)
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """The block's logits before heads correct them: c tanh(s logits / c), with the softcap c (none: s logits) and `logit_scale` s."""
+        logits = logits if self.logit_scale == 1.0 else logits * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 # ---- heads that correct a block's logits for the tokens chosen earlier on a path ---------------------------------
@@ -255,17 +267,13 @@ class BlockHead(PackedHead):
     def write_context(self, batch: PackedBatch | CapturedBatch, features: torch.Tensor) -> torch.Tensor:
         """`read_context` for a packed batch; returns `features`."""
         cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
-        cache = batch.cache
-        cache.batch = batch
-        try:
+        with batch.cache.running(batch):
             for index, layer in enumerate(self.module.layers):
                 attention: Any = layer.self_attn
                 shape = (1, len(features), -1, attention.head_dim)
                 keys = attention.k_norm(attention.k_proj(features).view(shape)).transpose(1, 2)
                 values = attention.v_proj(features).view(shape).transpose(1, 2)
-                cache.update(keys * cos + rotate_half(keys) * sin, values, index)
-        finally:
-            cache.batch = None
+                batch.cache.update(keys * cos + rotate_half(keys) * sin, values, index)
         return features
 
     @torch.no_grad()
@@ -287,8 +295,7 @@ class BlockHead(PackedHead):
         by_kind = dict(zip(self.kinds, (batch, *others), strict=True))
         hidden = features[None]
         position_embeddings = self.rotary(batch.position_ids, hidden.dtype)
-        batch.cache.batch = batch
-        try:
+        with batch.cache.running(batch):
             for kind, layer in zip(self.config.layer_types, self.module.layers, strict=True):
                 hidden = layer(
                     hidden,
@@ -297,8 +304,6 @@ class BlockHead(PackedHead):
                     specdec=by_kind[kind],
                     **{CACHE: batch.cache},
                 )
-        finally:
-            batch.cache.batch = None
         return self.module.norm(hidden)[0]
 
     def _seen(self, rows: list[RowInput], kind: str) -> list[RowInput]:

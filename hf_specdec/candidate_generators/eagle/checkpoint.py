@@ -10,6 +10,7 @@ from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints import layers, target_parts
 from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.keys import FLAG, LAYERS, Key, Table, integer, one_of
 from .head import EagleHead
 
 _RENAMED = {
@@ -18,6 +19,22 @@ _RENAMED = {
     "embedding_layernorm.": "enorm.",
     "pre_lm_head_layernorm.": "norm.",
 }
+_TABLE = Table(
+    {
+        "speculators_model_type": Key(
+            one_of("eagle"), places=(".speculators_model_type", "speculators_config.algorithm")
+        ),
+        "vocab_size": Key(integer(), places=("vocab_size", f"{LAYERS}.vocab_size")),
+        "bias": Key(FLAG, tensor="fc.bias"),
+        "fusion_bias": Key(FLAG, tensor="fc.bias"),
+        "qkv_bias": Key(FLAG, tensor="layers.0.self_attn.q_proj.bias"),
+        "add_para_norm": Key(FLAG, tensor="enorm.weight"),
+        "layernorms": Key(FLAG, tensor="enorm.weight"),
+    },
+    section="eagle_config",
+    only={"transformer_layer_architecture": "LlamaDecoderLayer"},
+    nothing=frozenset({"attention_bias"}),
+)
 
 
 def _canonical(name: str) -> str:
@@ -52,15 +69,10 @@ class LoadedEagle:
 def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedEagle:
     """Load an EAGLE-1/2 head on the target's device, in its dtype."""
     plan = Plan(checkpoint, _canonical)
-    layers.check_flags(
-        checkpoint,
-        plan,
-        {"bias": "fc.bias", "fusion_bias": "fc.bias", "qkv_bias": "layers.0.self_attn.q_proj.bias",
-         "add_para_norm": "enorm.weight", "layernorms": "enorm.weight"},
-    )  # fmt: skip
+    settings = _TABLE.read(checkpoint, plan)
     config = layers.read_layer_config(checkpoint, plan)
     has_embeddings, has_lm_head = "embed_tokens.weight" in plan, "lm_head.weight" in plan
-    vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else layers.vocab_size_of(checkpoint)
+    vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else settings.vocab_size
     target_parts.check_target(checkpoint, target, config.hidden_size, vocab_size)
     vocabulary = target_parts.DraftVocabulary(target.vocab_size)
     if has_lm_head:

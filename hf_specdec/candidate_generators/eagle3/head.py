@@ -27,6 +27,7 @@ class Eagle3Options:
         mask_token: P-EAGLE's token in mask rows; None: the head drafts step by step.
         window_stays: sliding windows end at the text's last token while drafting, as speculators' EAGLE-3 heads are
             trained; drafted tokens are visible besides. Otherwise windows move on with the drafts.
+        norm_before_head: the language-model head reads the normed output (SpecForge: unless `norm_output` is false).
     """
 
     taps: Taps
@@ -35,6 +36,7 @@ class Eagle3Options:
     logit_scale: float
     mask_token: int | None
     window_stays: bool
+    norm_before_head: bool = True
 
 
 class FirstLayer(nn.Module):
@@ -74,7 +76,7 @@ class Eagle3Head(nn.Module):
     def __init__(self, config: PretrainedConfig, plan: Plan, options: Eagle3Options, num_states: int, state_width: int):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.norm_output, self.logit_scale = options.norm_output, options.logit_scale
+        self.norm_output = options.norm_output
         self.layers = nn.ModuleList([FirstLayer(config, options.norm_before_residual)])
         self.layers.extend(decoder_layer(config, i) for i in range(1, config.num_hidden_layers))
         self.norm = LlamaRMSNorm(width, eps)

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from ...model.packed_model import PackedModel
 from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format, share_equal
+from ..checkpoints.keys import FLAG, Key, Table, one_of
 from ..checkpoints.layers import RotaryPositions, embeddings_of, fit_biases
 from ..checkpoints.target_parts import check_target, device_and_dtype
 from .head import HydraHeads
@@ -20,6 +21,14 @@ _LAYER_KEYS = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings",
     "rope_parameters",
 )  # fmt: skip
+_TABLE = Table(
+    {"arch": Key(one_of("mlp", "prefix-mlp"), places=("hydra_head_arch",)), "grounded_heads": Key(FLAG)},
+    only={"hidden_state_offset": 0},
+    nothing=frozenset(
+        {"hydra_num_heads", "hydra_num_layers", "version", "model_type"}
+    ),  # the file's tensors are counted
+    has_layers=False,
+)
 
 
 def is_hydra(checkpoint: Checkpoint) -> bool:
@@ -57,14 +66,9 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     """
     has_prefix = checkpoint.any(_PREFIX.pattern)
     kind = "prefix-mlp" if has_prefix else "mlp"
-    arch = checkpoint.config.get("hydra_head_arch", kind)
-    if arch != kind:
-        can_run = "'mlp' and 'prefix-mlp' can be run"
-        raise checkpoint.error(f"has hydra_head_arch = {arch!r} and tensors of {kind!r}; {can_run}.")
-    if checkpoint.config.get("hidden_state_offset", 0) != 0:
-        raise checkpoint.error(
-            "reads an inner layer's hidden states (hidden_state_offset is not 0), which is not supported."
-        )
+    given = _TABLE.read(checkpoint)
+    if given.arch not in (None, kind):
+        raise checkpoint.error(f"has hydra_head_arch = {given.arch!r} and tensors of {kind!r}.")
     matches = [match for match in map(_BLOCK.match, checkpoint.names()) if match]
     places = sorted({int(match[2]) for match in matches})
     plan = Plan(checkpoint, lambda name: _canonical(name, places))
@@ -75,7 +79,7 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     (hidden_size, width), vocab_size = plan.matrix(first), plan.matrix(lm_head)[0]
     check_target(checkpoint, target, hidden_size, vocab_size)
     grounded = width > hidden_size
-    if checkpoint.config.get("grounded_heads", grounded) != grounded:
+    if given.grounded_heads not in (None, grounded):
         raise checkpoint.error(
             f"config.json says grounded_heads = {not grounded}, but the first head reads width {width}."
         )

@@ -83,7 +83,7 @@ class HydraHeads(nn.Module):
         self.grounded, self.embeddings, self.prefix_config = grounded, embeddings, prefix_config
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
-        """The prefix layer's output for the target's hidden states [1, T, H] (see `HeadModule`). `input_ids` are not used."""
+        """The prefix layer's output for the target's hidden states [1, T, H] (see `PackedHead`). `input_ids` are not used."""
         assert self.prefix is not None
         return self.prefix(features, position_ids, **attention)
 

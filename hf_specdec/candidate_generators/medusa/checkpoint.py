@@ -10,6 +10,7 @@ import torch
 
 from ...model.packed_model import PackedModel
 from ..checkpoints.files import Checkpoint, Plan, counted, one_copy, register_format, share_equal
+from ..checkpoints.keys import FLAG, NUMBER, Key, Table, integer
 from ..checkpoints.target_parts import built, check_target, device_and_dtype, target_head
 from .head import MedusaHeads
 
@@ -17,6 +18,20 @@ logger = logging.getLogger(__name__)
 
 
 _PREFIX = re.compile(r"medusa_heads?\.")
+_TABLE = Table(
+    {
+        "num_heads": Key(integer(), places=("medusa_num_heads", "num_heads")),
+        "original_lm_head": Key(FLAG, default=False),
+        "medusa_fc_bias": Key(FLAG, tensor="blocks.0.layers.0.bias"),
+        "logit_scale": Key(NUMBER, default=1.0),
+    },
+    nothing=frozenset({
+        # the file's tensors are counted and measured
+        "medusa_num_layers", "num_hidden_layers", "num_layers", "hidden_size", "medusa_hidden_size", "vocab_size",
+        "medusa_vocab_size", "truncated_vocab_size", "version", "max_paths", "topk", "max_seq_len", "model_type",
+    }),
+    has_layers=False,
+)  # fmt: skip
 
 
 def is_original(checkpoint: Checkpoint) -> bool:
@@ -54,7 +69,7 @@ class MedusaLayout:
     num_lm_heads: int  # 0: the target's is used; 1: all heads share one
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> MedusaLayout:
+    def of(cls, checkpoint: Checkpoint, has_one_head: bool) -> MedusaLayout:
         """Read from the tensors' names, because original config.json files say 2 heads where there are 5."""
         if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
             checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
@@ -65,7 +80,7 @@ class MedusaLayout:
             for group, what in ((1, "head"), (2, "block"))
         )
         has_own = any(name.startswith("lm_heads.") for name in names)
-        one_for_all = checkpoint.config.get("original_lm_head") is True or ("lm_head.weight" in names and not has_own)
+        one_for_all = has_one_head or ("lm_head.weight" in names and not has_own)
 
         def canonical(name: str) -> str:
             name = re.sub(rf"^(\d+)\.{num_blocks}\.weight$", r"lm_heads.\1.weight", _converted(name))
@@ -82,14 +97,18 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     Raises:
         CheckpointError: tensors are missing, unused or of another shape, or the heads are for another target.
     """
-    layout = MedusaLayout.of(checkpoint)
-    plan, first = layout.plan, "blocks.0.layers.0.weight"
-    stated = checkpoint.config.get("medusa_num_heads")
-    if stated not in (None, layout.num_heads):
-        logger.info("%s: config.json says %s heads; the file has %d.", checkpoint.name, stated, layout.num_heads)
     # a merged checkpoint has the target's config.json
-    is_own_config = checkpoint.config.get("model_type", "medusa") == "medusa"
-    scale = checkpoint.number("logit_scale", 1.0) if is_own_config else 1.0
+    own = Checkpoint(checkpoint.folder, checkpoint.name)
+    if checkpoint.config.get("model_type", "medusa") != "medusa":
+        own.config = {}
+    given = _TABLE.read(own)
+    layout = MedusaLayout.of(checkpoint, given.original_lm_head)
+    _TABLE.read(own, layout.plan)
+    plan, first = layout.plan, "blocks.0.layers.0.weight"
+    if given.num_heads not in (None, layout.num_heads):
+        logger.info(
+            "%s: config.json says %s heads; the file has %d.", checkpoint.name, given.num_heads, layout.num_heads
+        )
     if first not in plan:
         raise checkpoint.error(f"has no {first} (0.0.linear.weight in the original layout).")
     hidden_size = plan.matrix(first)[0]
@@ -99,7 +118,7 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     target_ids = _target_ids(checkpoint, target, plan, vocab_size)
     sizes = hidden_size, layout.num_heads, layout.num_blocks, [vocab_size] * layout.num_lm_heads
     has_bias, lm_head = "blocks.0.layers.0.bias" in plan, target_head(target)
-    heads = built(checkpoint, plan, target, lambda: MedusaHeads(*sizes, has_bias, lm_head, scale))
+    heads = built(checkpoint, plan, target, lambda: MedusaHeads(*sizes, has_bias, lm_head, given.logit_scale))
     share_equal(heads)
     heads.target_ids = target_ids
     return heads
