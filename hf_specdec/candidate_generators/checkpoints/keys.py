@@ -111,6 +111,7 @@ class Table:
         only: keys that are refused unless they have this value.
         nothing: further keys that mean nothing.
         has_layers: whether keys describe decoder layers, at the top level or in speculators' section.
+        class_keys: further keys in speculators' section, which the layers' own class reads.
     """
 
     keys: dict[str, Key]
@@ -118,6 +119,7 @@ class Table:
     only: dict[str, Any] = field(default_factory=dict)
     nothing: frozenset[str] = frozenset()
     has_layers: bool = True
+    class_keys: frozenset[str] = frozenset()
 
     def places(self, name: str) -> dict[str, Callable[[Any], Any]]:
         """Where a setting may be, and what makes the setting of the value there."""
@@ -180,11 +182,16 @@ class Table:
         (section, _, name), value = path.rpartition("."), given[path]
         if section == PROPOSALS and name in ("algorithm", "default_proposal_method", "proposal_methods", "verifier"):
             return
+        if section == LAYERS and name in self.class_keys and name not in _LAYER_KEYS:
+            return
         if self.has_layers and name in _LAYER_KEYS and section in ("", LAYERS):
             nested = given.get(f"{LAYERS}.{name}")
             if not section and checkpoint.section(LAYERS) and name != "model_type" and nested != value:
                 raise checkpoint.error(f"config.json has {name} = {value!r}, but {LAYERS} has {nested!r}.")
             _check(checkpoint, path, value, _LAYER_KEYS[name])
+            rope = given.get(path.replace(name, "rope_parameters"))
+            if isinstance(rope, dict) and name != "rope_parameters" and rope.get(name, value) != value:
+                raise checkpoint.error(f"config.json has {path} = {value!r}, but rope_parameters has {rope[name]!r}.")
         elif name in _ONLY | self.only:
             only = (_ONLY | self.only)[name]
             if value != only:

@@ -81,6 +81,8 @@ def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
     kind = "sum_lstm" if has_lstm(names) else "sum_rnn"
     if given.method not in (None, kind):
         raise checkpoint.error(f"config.json has method = {given.method!r}, but its tensors are those of {kind!r}.")
+    if given.tie_lstm_embs and kind != "sum_lstm":
+        raise checkpoint.error("config.json has tie_lstm_embs = true, but its tensors are not those of an LSTM.")
     if kind == "sum_lstm" or has_rnn(names):
         if given.input_hidden_dim is None or given.proj_dim is None:
             raise checkpoint.error("config.json has no input_hidden_dim and proj_dim, which its tensors need.")

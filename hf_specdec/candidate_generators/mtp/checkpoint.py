@@ -129,7 +129,7 @@ def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:
     if isinstance(stated, int) and stated > num_layers:
         raise source.error(f"is for a target of {stated} layers; this one has {num_layers}." + trained_for(source))
     config = layer_config(source, values)
-    replace(_TABLE, nothing=frozenset(type(config)().to_dict())).read(source)
+    replace(_TABLE, class_keys=frozenset(type(config)().to_dict())).read(source)
     check_target(source, target, config.hidden_size, config.vocab_size)
     with source.building():
         model = AutoModelForCausalLM.from_config(config)
