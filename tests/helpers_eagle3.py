@@ -101,7 +101,7 @@ LAYOUTS = {
         without(BASE, "fc.weight"), {**CONFIG, "eagle_config": {AUX: [], "use_aux_hidden_state": False}}, states=(-2,),
     ),
     "full vocabulary": Layout({**BASE, "lm_head.weight": (VOCAB, HIDDEN)}, {**CONFIG, "draft_vocab_size": VOCAB}, reduced=False),
-    "target's head": Layout(without(BASE, "lm_head.weight"), CONFIG, reduced=False),
+    "target's head": Layout(without(BASE, "lm_head.weight"), {**CONFIG, "draft_vocab_size": VOCAB}, reduced=False),
     "two layers": Layout(
         {**BASE, **SECOND, "layers.1.hidden_norm.weight": NORM}, {**CONFIG, "num_hidden_layers": 2}, prefix="layers.0.",
         plain={"num_layers": 2},

@@ -436,7 +436,7 @@ UNKNOWN = ("conv_kernel_size", "selector_rank", "query_pre_attn_scalar", "partia
 
 def all_keys() -> dict[str, key_tables.Kind]:
     """The kind of every key that some format acts on or refuses by its value, without sections."""
-    kinds = dict(key_tables._LAYER_KEYS)
+    kinds = dict(key_tables.LAYER_KEYS)
     for table in TABLES:
         for name, key in table.keys.items():
             kinds |= {path.rpartition(".")[2]: key.kind for path in table.places(name)}
@@ -536,7 +536,7 @@ def inside(table: Table, section: str) -> set[str]:
     return (
         own
         | {UNKNOWN[0]}
-        | (set(key_tables._LAYER_KEYS) if section == key_tables.LAYERS and table.has_layers else set())
+        | (set(key_tables.LAYER_KEYS) if section == key_tables.LAYERS and table.has_layers else set())
     )
 
 

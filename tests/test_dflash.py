@@ -308,7 +308,7 @@ BAD = {
     "no taps": ({"style": "speculators"}, lambda c: c.pop("aux_hidden_state_layer_ids"), None, "aux_hidden_state_layer_ids"),
     "no layers": ({"style": "speculators"}, lambda c: c.pop("transformer_layer_config"), None, "transformer_layer_config"),
     "taps of no kind": ({}, lambda c: c["dflash_config"].update(target_layer_ids="1,9"), None, "a list of layers"),
-    "half a rotation": ({}, lambda c: c.update(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+    "half a rotation": ({}, lambda c: c.update(rope_parameters={"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}),
                         None, "partial_rotary_factor"),
     "table lost": ({"style": "speculators", "draft_ids": [1, 2, 60]}, None, lambda w: [w.pop(k) for k in ("d2t", "t2d")],
                    "draft_vocab_size 3 and no table d2t"),
@@ -339,7 +339,7 @@ BAD = {
     "width": ({}, lambda c: c.update(intermediate_size="x"), None, "intermediate_size = 'x'; it must be an integer"),
     "epsilon": ({}, lambda c: c.update(rms_norm_eps="x"), None, "rms_norm_eps = 'x'; it must be a number"),
     "heads": ({}, lambda c: c.update(num_attention_heads=7), None, "num_attention_heads|attention heads|has shape"),
-    "table without head": ({}, None, lambda w: w.update(d2t=torch.zeros(4)), "d2t.* and no lm_head"),
+    "table without head": ({}, None, lambda w: w.update(d2t=torch.zeros(4)), "d2t.* but no lm_head"),
 }  # fmt: skip
 
 

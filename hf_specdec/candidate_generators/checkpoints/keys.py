@@ -44,7 +44,7 @@ ANYTHING = Kind("anything", lambda value: True)
 # ---- keys of several formats ----------------------------------------------------------------------------------------
 
 # Describe the layers of a head; `read_layer_config` reads them.
-_LAYER_KEYS = {
+LAYER_KEYS = {
     "model_type": NAME, "hidden_act": NAME, "layer_types": NAMES, "rms_norm_eps": NUMBER, "rope_theta": NUMBER,
     "rope_scaling": ANYTHING, "rope_parameters": ANYTHING, "partial_rotary_factor": NUMBER, "use_sliding_window": FLAG,
     **dict.fromkeys(
@@ -147,6 +147,8 @@ class Table:
             CheckpointError: a bad value, places or tensors that contradict a value, a missing key, or a key or a value that
                 this format does not have.
         """
+        if self.has_layers and checkpoint.config.get("speculators_model_type") and not checkpoint.section(LAYERS):
+            raise checkpoint.error(f"is in speculators' format and has no {LAYERS}.")
         given: dict[str, Any] = {}
         for key, value in checkpoint.config.items():
             inside = {f"{key}.{k}": v for k, v in checkpoint.section(key).items()} if key in self.sections else {}
@@ -182,13 +184,13 @@ class Table:
         (section, _, name), value = path.rpartition("."), given[path]
         if section == PROPOSALS and name in ("algorithm", "default_proposal_method", "proposal_methods", "verifier"):
             return
-        if section == LAYERS and name in self.class_keys and name not in _LAYER_KEYS:
+        if section == LAYERS and name in self.class_keys and name not in LAYER_KEYS:
             return
-        if self.has_layers and name in _LAYER_KEYS and section in ("", LAYERS):
+        if self.has_layers and name in LAYER_KEYS and section in ("", LAYERS):
             nested = given.get(f"{LAYERS}.{name}")
             if not section and checkpoint.section(LAYERS) and name != "model_type" and nested != value:
                 raise checkpoint.error(f"config.json has {name} = {value!r}, but {LAYERS} has {nested!r}.")
-            _check(checkpoint, path, value, _LAYER_KEYS[name])
+            _check(checkpoint, path, value, LAYER_KEYS[name])
             rope = given.get(path.replace(name, "rope_parameters"))
             if isinstance(rope, dict) and name != "rope_parameters" and rope.get(name, value) != value:
                 raise checkpoint.error(f"config.json has {path} = {value!r}, but rope_parameters has {rope[name]!r}.")

@@ -11,10 +11,11 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from .files import BAD_VALUES, Checkpoint, Plan
-from .keys import LAYERS
-from .target_parts import layer_config, plain_rope, target_embeddings
+from .keys import LAYER_KEYS, LAYERS
+from .target_parts import device_and_dtype, layer_config, plain_rope, target_embeddings
 
 # What is taken of a configuration that describes the layers, or a whole language model.
 _KEYS = (
@@ -41,12 +42,18 @@ def read_layer_config(
         CheckpointError: values that do not describe a layer.
     """
     nested = checkpoint.section(LAYERS)
-    given = plain_rope(nested or checkpoint.config)
-    _check_layer_count(checkpoint, given, plan)
+    given = {key: value for key, value in plain_rope(nested or checkpoint.config).items() if key in LAYER_KEYS}
+    count, held = (
+        given.get("num_hidden_layers"),
+        {name.split(".")[1] for name in plan.sources if name.startswith("layers.")},
+    )
+    if count is not None and count > len(held):
+        raise checkpoint.error(
+            f"config.json has num_hidden_layers = {count}, but the file has tensors of {len(held)} of them."
+        )
     kind = kind or ("qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
-    if given.get("layer_types") and given.get("num_hidden_layers"):
-        # Often copied from the target, with a value for each of the target's layers.
-        given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]
+    if given.get("layer_types"):  # often copied from the target, with a value for each of the target's layers
+        given["layer_types"] = given["layer_types"][:count]
     if nested or typed:
         whole = layer_config(checkpoint, given, kind)
         given |= {key: getattr(whole, key, None) for key in _KEYS}
@@ -65,24 +72,14 @@ def read_layer_config(
     if kinds is not None and set(kinds) != {"full_attention"}:
         fits = set(kinds) <= {"full_attention", "sliding_attention"} and len(kinds) == config.num_hidden_layers
         if not fits or not window or given.get("use_sliding_window") is False:
+            used = given.get("use_sliding_window")
             raise checkpoint.error(
-                f"its layer_types {kinds} with sliding_window {window} cannot be run"
-                + (" (use_sliding_window is false)." if given.get("use_sliding_window") is False else ".")
+                f"its layer_types {kinds} with sliding_window {window} (use_sliding_window {used}) cannot be run."
             )
         config.layer_types, config.sliding_window = kinds, window
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise checkpoint.error("rotates only a part of each head (partial_rotary_factor), which is not supported.")
     return config
-
-
-def _check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan) -> None:
-    """Raise CheckpointError if config.json gives more layers than the file has tensors for."""
-    layers = {match[1] for match in (re.match(r"layers\.(\d+)\.", name) for name in plan.sources) if match}
-    given = values.get("num_hidden_layers")
-    if given is not None and given > len(layers):
-        raise checkpoint.error(
-            f"config.json has num_hidden_layers = {given}, but the file has tensors of {len(layers)} of them."
-        )
 
 
 def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] | None) -> None:
@@ -117,6 +114,27 @@ def fit_biases(module: nn.Module, plan: Plan) -> None:
             linear.register_parameter(
                 "bias", nn.Parameter(torch.empty(linear.out_features, device="meta")) if has else None
             )
+
+
+def add_tables(module: nn.Module, plan: Plan, width: int) -> None:
+    """Give a head the embeddings and the language-model head that the file has, and biases where it has them."""
+    if "embed_tokens.weight" in plan:
+        module.embed_tokens = nn.Embedding(plan.matrix("embed_tokens.weight")[0], width)
+    if "lm_head.weight" in plan:
+        module.lm_head = nn.Linear(width, plan.matrix("lm_head.weight")[0])
+    fit_biases(module, plan)
+
+
+def packed(
+    checkpoint: Checkpoint, target: PackedModel, module: Any, config: PretrainedConfig, prepack_weights: bool | None, **more: Any
+) -> PackedHead:  # fmt: skip
+    """A loaded head over packed rows, with rotary positions, and the target's embeddings if it has none."""
+    device, dtype = device_and_dtype(target)
+    module.rotary = RotaryPositions(checkpoint, config, device)
+    table = getattr(module, "embed_tokens", None)
+    module.embeddings = embeddings_of(checkpoint, target, table, config.hidden_size)
+    count = config.num_hidden_layers
+    return PackedHead(module, config, count, prepack_weights=prepack_weights, device=device, dtype=dtype, **more)
 
 
 class RotaryPositions(nn.Module):

@@ -115,6 +115,40 @@ def draft_vocabulary(
     return DraftVocabulary(target.vocab_size, ids.to(device_and_dtype(target)[0]))
 
 
+def vocabulary_of(
+    checkpoint: Checkpoint, plan: Plan, target: PackedModel, width: int, stated: int | None = None, whole: int | None = None
+) -> tuple[DraftVocabulary, nn.Module | None]:  # fmt: skip
+    """The draft vocabulary of a head of that width, and the target's language-model head if the file has none. The table of a reduced
+    vocabulary is removed from the plan.
+
+    Args:
+        stated, whole: number of tokens of the draft vocabulary and of the whole one, as config.json says.
+
+    Raises:
+        CheckpointError: the file contradicts itself or the target.
+    """
+    source = plan.sources.pop("d2t", None)
+    offsets = None if source is None else checkpoint.tensor(source).to(torch.long)
+    shared: Any = None
+    if "lm_head.weight" in plan:
+        size = plan.matrix("lm_head.weight")[0]
+    elif offsets is not None:
+        raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight for it.")
+    elif width != target.config.hidden_size:
+        raise checkpoint.error(
+            f"has no lm_head.weight, and the target's reads hidden states of width {target.config.hidden_size}, not {width}."
+        )
+    else:
+        shared = target_head(target)
+        size = shared.weight.shape[0]
+    whole = whole or target.vocab_size
+    if stated is not None and offsets is None and (stated < whole or stated not in (size, whole)):
+        raise checkpoint.error(f"has draft_vocab_size {stated} and no table d2t of these tokens.")
+    if stated not in (None, size) and offsets is not None:
+        raise checkpoint.error(f"has draft_vocab_size {stated}, but logits for {size} tokens.")
+    return draft_vocabulary(checkpoint, target, offsets, size), shared
+
+
 def _check_t2d(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
     """Raise CheckpointError if t2d [V], true for the tokens of the draft vocabulary, contradicts d2t (`ids` [Vd])."""
     for name in ("t2d", "model.t2d"):

@@ -6,12 +6,11 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
-from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.files import MASK_EMBEDDING, Checkpoint, Plan, register_format
 from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, one_of
 from ..checkpoints.layers import Embeddings, RotaryPositions, embeddings_of, read_layer_config
 from ..checkpoints.target_parts import DraftVocabulary, trained_for
@@ -19,8 +18,8 @@ from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
 
 logger = logging.getLogger(__name__)
 
-# `draft_vocabulary` reads the vocabulary's tables; some trainers leave the verifier's norm and head in the file.
-_NOT_IN_MODULE = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+# `vocabulary_of` reads t2d; some trainers leave the verifier's norm and head in the file.
+_NOT_IN_MODULE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 _PROJECTORS = {
     "DFlashDraftModel": None, "DFlashSpeculator": None, "DominoDraftModel": "domino", "DSparkDraftModel": "dspark",
     "DSparkSpeculator": "dspark", "Qwen3DSparkModel": "dspark",
@@ -247,7 +246,7 @@ def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: Pac
             f"config.json has sliding_window_non_causal = {given.causal} beside is_causal or causal."
         )
     target_parts.check_target(checkpoint, target, given.target_hidden_size, None)
-    if (checkpoint.folder / "mask_embedding.pt").exists():
+    if (checkpoint.folder / MASK_EMBEDDING).exists():
         raise checkpoint.error(
             "has a file mask_embedding.pt in place of the mask token's embedding, which is not supported."
         )
@@ -291,11 +290,10 @@ def load_dflash(
             f"fc.weight reads {reads} numbers, but {len(layout.tapped)} of the target's layers have "
             f"{len(layout.tapped) * feature_size}. It is for another target." + trained_for(checkpoint)
         )
-    shared_head: Any = target_parts.target_head(target)
-    size = (owns["lm_head"] or tuple(shared_head.weight.shape))[0]
-    vocabulary = target_parts.draft_vocabulary(
-        checkpoint, target, _offsets(checkpoint, layout, bool(owns["lm_head"]), size), size
-    )
+    stated = layout.draft_vocab_size, config.vocab_size
+    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
+    shared: Any = lm_head
+    size = (owns["lm_head"] or shared.weight.shape)[0]
     table: Any = target_parts.target_embeddings(target)
     rows = (owns["embed_tokens"] or table.weight.shape)[0]
     if layout.mask_token_id >= rows:
@@ -306,21 +304,6 @@ def load_dflash(
     return LoadedDFlash(
         head=BlockHead(drafter, layout, rotary, prepack_weights),
         embeddings=embeddings,
-        lm_head=shared_head if drafter.lm_head is None else drafter.lm_head,
+        lm_head=drafter.lm_head or shared,
         vocabulary=vocabulary,
     )
-
-
-def _offsets(checkpoint: Checkpoint, layout: DFlashLayout, has_head: bool, size: int) -> torch.Tensor | None:
-    """The table d2t [Vd] of a reduced vocabulary, or None."""
-    declared = layout.draft_vocab_size
-    if "d2t" not in checkpoint:
-        vocab_size = layout.layers.vocab_size
-        if declared is not None and (declared < vocab_size or declared not in (size, vocab_size)):
-            raise checkpoint.error(f"has draft_vocab_size {declared} and no table d2t of these tokens.")
-        return None
-    if not has_head:
-        raise checkpoint.error("has a draft vocabulary (d2t) and no lm_head.weight for it.")
-    if declared not in (None, size):
-        raise checkpoint.error(f"has draft_vocab_size {declared}, but logits for {size} tokens.")
-    return checkpoint.tensor("d2t").to(torch.long)

@@ -71,18 +71,10 @@ def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: boo
     plan = Plan(checkpoint, _canonical)
     settings = _TABLE.read(checkpoint, plan)
     config = layers.read_layer_config(checkpoint, plan)
-    has_embeddings, has_lm_head = "embed_tokens.weight" in plan, "lm_head.weight" in plan
+    has_embeddings = "embed_tokens.weight" in plan
     vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else settings.vocab_size
     target_parts.check_target(checkpoint, target, config.hidden_size, vocab_size)
-    vocabulary = target_parts.DraftVocabulary(target.vocab_size)
-    if has_lm_head:
-        vocabulary = target_parts.draft_vocabulary(checkpoint, target, None, plan.matrix("lm_head.weight")[0])
+    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size)
     module = target_parts.built(checkpoint, plan, target, lambda: EagleHead(config, plan))
-    device, dtype = target_parts.device_and_dtype(target)
-    module.rotary = layers.RotaryPositions(checkpoint, config, device)
-    table = module.embed_tokens if has_embeddings else None
-    module.embeddings = layers.embeddings_of(checkpoint, target, table, config.hidden_size)
-    head = PackedHead(
-        module, config, config.num_hidden_layers, prepack_weights=prepack_weights, device=device, dtype=dtype
-    )
-    return LoadedEagle(head, module.lm_head if has_lm_head else target_parts.target_head(target), vocabulary)
+    head = layers.packed(checkpoint, target, module, config, prepack_weights)
+    return LoadedEagle(head, lm_head or module.lm_head, vocabulary)

@@ -82,69 +82,6 @@ register_format(
 )
 
 
-def _options(
-    checkpoint: Checkpoint,
-    given: Any,
-    plan: Plan,
-    target: PackedModel,
-    mask_token: int | None,
-    recycle_normed: bool | None,
-) -> Eagle3Options:
-    """The head's options from the keys of config.json. Missing ones have the defaults of the format's own trainers."""
-    if given.kind is not None and not checkpoint.section(LAYERS):
-        raise checkpoint.error(f"is in speculators' format and has no {LAYERS}.")
-    if given.norm_before_fc and given.fc_norm:
-        raise checkpoint.error("config.json asks for both norm_before_fc and fc_norm, which exclude each other.")
-    if given.kind == "peagle" and "mask_hidden" not in plan:
-        raise checkpoint.error("is a P-EAGLE head (speculators_model_type peagle) without mask_hidden.")
-    taps = Taps(last_hidden=True)
-    if given.use_aux_hidden_state:
-        taps = Taps(layers=_tapped_layers(checkpoint, given.tapped, target.config.num_hidden_layers))
-    # In speculators' format, in SGLang and in vLLM, `norm_output` says what is fed back. In SpecForge's files, which `recycle_normed`
-    # tells from those of `hf-specdec train`, it says whether there is a norm before the language-model head; they feed back the
-    # state before it.
-    is_specforge = "LlamaForCausalLMEagle3" in given.architectures and given.kind is given.recycle_normed is None
-    stated = given.recycle_normed if recycle_normed is None else recycle_normed
-    return Eagle3Options(
-        taps=taps,
-        norm_before_residual=given.kind == "eagle3"
-        if given.norm_before_residual is None
-        else given.norm_before_residual,
-        norm_output=stated if stated is not None else bool(given.norm_output) and not is_specforge,
-        logit_scale=given.logit_scale,
-        mask_token=_mask_token(checkpoint, given.mask_token, mask_token) if "mask_hidden" in plan else None,
-        window_stays=given.kind == "eagle3"
-        and "sliding_attention" in (checkpoint.section(LAYERS).get("layer_types") or ()),
-        norm_before_head=not is_specforge or given.norm_output is not False,
-    )
-
-
-def _tapped_layers(checkpoint: Checkpoint, ids: list[int] | None, num_layers: int) -> tuple[int, ...]:
-    """Indices of the hidden states to read, ascending: i is the input of the target's layer i, which is the output of layer i - 1."""
-    layers = sorted(ids or (2, num_layers // 2, num_layers - 3))
-    if layers[0] < 0 or layers[-1] > num_layers:
-        raise checkpoint.error(
-            f"reads hidden states {layers} (0: the embeddings, i: after i layers), but the target has {num_layers} layers."
-            + trained_for(checkpoint)
-        )
-    return tuple(layers)
-
-
-def _mask_token(checkpoint: Checkpoint, own: int | None, given: int | None) -> int:
-    """The mask token that config.json names, or the `given` one."""
-    if None not in (own, given) and own != given:
-        raise checkpoint.error(
-            f"its config.json has mask token {own}, but speculative_config says mask_token_id {given}."
-        )
-    if own is None and given is None:
-        raise checkpoint.error(
-            "drafts in parallel (it has mask_hidden), but config.json names no mask token: give 'mask_token_id' in speculative_config."
-        )
-    token = given if own is None else own
-    assert token is not None
-    return token
-
-
 @dataclass(eq=False)
 class LoadedEagle3:
     """A loaded head.
@@ -177,12 +114,9 @@ class LoadedEagle3:
 
 
 def load_eagle3(
-    checkpoint: Checkpoint,
-    target: PackedModel,
-    prepack_weights: bool | None = None,
-    mask_token: int | None = None,
+    checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None, mask_token: int | None = None,
     recycle_normed: bool | None = None,
-) -> LoadedEagle3:
+) -> LoadedEagle3:  # fmt: skip
     """Load an EAGLE-3 or P-EAGLE head on the target's device, in its dtype.
 
     Args:
@@ -193,77 +127,79 @@ def load_eagle3(
         CheckpointError: it is incomplete, contradicts itself, or is for another target.
     """
     plan = Plan(checkpoint, canonical_name)
-    source = plan.sources.pop("d2t", None)
-    offsets = None if source is None else checkpoint.tensor(source)
     given = _TABLE.read(checkpoint, plan)
     options = _options(checkpoint, given, plan, target, mask_token, recycle_normed)
     config = head_layers.read_layer_config(checkpoint, plan)
-    _check_target(checkpoint, given, plan, options, target, is_mapped=offsets is not None)
-    vocabulary, lm_head = _vocabulary(checkpoint, given, plan, target, offsets, config.hidden_size)
-    device, dtype = target_parts.device_and_dtype(target)
+    _check_target(checkpoint, given, plan, options, target)
+    stated = given.draft_vocab_size, given.vocab_size
+    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
     sizes = max(1, len(options.taps.layers)), target.config.hidden_size
     module = target_parts.built(checkpoint, plan, target, lambda: Eagle3Head(config, plan, options, *sizes))
-    module.rotary = head_layers.RotaryPositions(checkpoint, config, device)
-    table = module.embed_tokens if "embed_tokens.weight" in plan else None
-    module.embeddings = head_layers.embeddings_of(checkpoint, target, table, config.hidden_size)
     # P-EAGLE's mask rows have no target states to fuse, so its generator fuses the features of the text.
     fuse = module.fuse if options.mask_token is None else None
-    head = PackedHead(
-        module, config, config.num_hidden_layers, False, prepack_weights, device=device, dtype=dtype, fuse=fuse
-    )
-    return LoadedEagle3(
-        head, module, options, lm_head or module.lm_head, vocabulary, _mask_features(checkpoint, module, options)
-    )
+    head = head_layers.packed(checkpoint, target, module, config, prepack_weights, fuse=fuse)
+    mask_features = None
+    if options.mask_token is not None:
+        rows, _ = head_layers.embedding_shape(module.embeddings.table)
+        if options.mask_token >= rows:
+            raise checkpoint.error(f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings.")
+        with torch.no_grad():
+            mask_features = module.fuse(module.mask_hidden.flatten())
+    return LoadedEagle3(head, module, options, lm_head or module.lm_head, vocabulary, mask_features)
 
 
-def _check_target(
-    checkpoint: Checkpoint, given: Any, plan: Plan, options: Eagle3Options, target: PackedModel, is_mapped: bool
-) -> None:
+def _options(
+    checkpoint: Checkpoint, given: Any, plan: Plan, target: PackedModel, mask_token: int | None, recycle_normed: bool | None
+) -> Eagle3Options:  # fmt: skip
+    """The head's options from the keys of config.json. Missing ones have the defaults of the format's own trainers."""
+    if given.norm_before_fc and given.fc_norm:
+        raise checkpoint.error("config.json asks for both norm_before_fc and fc_norm, which exclude each other.")
+    has_mask, num_layers = "mask_hidden" in plan, target.config.num_hidden_layers
+    if given.kind == "peagle" and not has_mask:
+        raise checkpoint.error("is a P-EAGLE head (speculators_model_type peagle) without mask_hidden.")
+    if None not in (given.mask_token, mask_token) and given.mask_token != mask_token:
+        raise checkpoint.error(
+            f"its config.json has mask token {given.mask_token}, but speculative_config says mask_token_id {mask_token}."
+        )
+    mask_token = mask_token if given.mask_token is None else given.mask_token
+    if has_mask and mask_token is None:
+        raise checkpoint.error(
+            "drafts in parallel (it has mask_hidden), but config.json names no mask token: give 'mask_token_id' in speculative_config."
+        )
+    layers = sorted(given.tapped or (2, num_layers // 2, num_layers - 3))
+    if given.use_aux_hidden_state and (layers[0] < 0 or layers[-1] > num_layers):
+        raise checkpoint.error(
+            f"reads hidden states {layers} (0: the embeddings, i: after i layers), but the target has {num_layers} layers."
+            + trained_for(checkpoint)
+        )
+    # In speculators' format, in SGLang and in vLLM, `norm_output` says what is fed back. In SpecForge's files, which `recycle_normed`
+    # tells from those of `hf-specdec train`, it says whether there is a norm before the language-model head; they feed back the
+    # state before it.
+    is_specforge = "LlamaForCausalLMEagle3" in given.architectures and given.kind is given.recycle_normed is None
+    stated = given.recycle_normed if recycle_normed is None else recycle_normed
+    normed = given.norm_before_residual
+    return Eagle3Options(
+        taps=Taps(layers=tuple(layers)) if given.use_aux_hidden_state else Taps(last_hidden=True),
+        norm_before_residual=given.kind == "eagle3" if normed is None else normed,
+        norm_output=stated if stated is not None else bool(given.norm_output) and not is_specforge,
+        logit_scale=given.logit_scale,
+        mask_token=mask_token if has_mask else None,
+        window_stays=given.kind == "eagle3" and "sliding_attention" in (checkpoint.section(LAYERS).get("layer_types") or ()),
+        norm_before_head=not is_specforge or given.norm_output is not False,
+    )  # fmt: skip
+
+
+def _check_target(checkpoint: Checkpoint, given: Any, plan: Plan, options: Eagle3Options, target: PackedModel) -> None:
     """Raise CheckpointError if the head does not fit the target's width, number of layers or vocabulary (which d2t may map)."""
     sizes = [plan.matrix("embed_tokens.weight")[0]] if "embed_tokens.weight" in plan else []
     sizes += list(checkpoint.shape("t2d")[:1]) if "t2d" in checkpoint else []
     sizes += [] if given.vocab_size is None else [given.vocab_size]
     target_parts.check_target(checkpoint, target, given.target_hidden_size, None)
     for size in sizes:
-        target_parts.check_vocabulary(checkpoint, target, min(size, target.vocab_size) if is_mapped else size)
-    if "fc.weight" not in plan or not options.taps.layers:
-        return
-    width, columns = target.config.hidden_size, plan.matrix("fc.weight")[1]
-    if columns != width * len(options.taps.layers):
+        target_parts.check_vocabulary(checkpoint, target, min(size, target.vocab_size) if "d2t" in plan else size)
+    width, count = target.config.hidden_size, len(options.taps.layers)
+    if "fc.weight" in plan and count and (columns := plan.matrix("fc.weight")[1]) != width * count:
         raise checkpoint.error(
             f"fc reads {columns} numbers per token; the target's hidden states after {options.taps.layers} layers have "
-            f"{len(options.taps.layers)} × {width}." + trained_for(checkpoint)
+            f"{count} × {width}." + trained_for(checkpoint)
         )
-
-
-def _vocabulary(
-    checkpoint: Checkpoint, given: Any, plan: Plan, target: PackedModel, offsets: torch.Tensor | None, width: int
-) -> tuple[DraftVocabulary, nn.Module | None]:
-    """The draft vocabulary, and the target's language-model head if the checkpoint has none."""
-    if "lm_head.weight" in plan:
-        size = plan.matrix("lm_head.weight")[0]
-        if given.draft_vocab_size not in (None, size):
-            raise checkpoint.error(f"has draft_vocab_size {given.draft_vocab_size}, but logits for {size} tokens.")
-        if offsets is None and size == given.draft_vocab_size != given.vocab_size:
-            raise checkpoint.error(f"has logits for a draft vocabulary of {size} tokens, but no table d2t.")
-        return target_parts.draft_vocabulary(checkpoint, target, offsets, size), None
-    if offsets is not None:
-        raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight for it.")
-    if width != target.config.hidden_size:
-        raise checkpoint.error(
-            f"has no lm_head.weight, and the target's reads hidden states of width {target.config.hidden_size}, not {width}."
-        )
-    return DraftVocabulary(target.vocab_size), target_parts.target_head(target)
-
-
-def _mask_features(checkpoint: Checkpoint, module: Eagle3Head, options: Eagle3Options) -> torch.Tensor | None:
-    """P-EAGLE's fused `mask_hidden` [H]; None for EAGLE-3."""
-    if options.mask_token is None:
-        return None
-    rows, _ = head_layers.embedding_shape(module.embeddings.table)
-    if options.mask_token >= rows:
-        raise checkpoint.error(
-            f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
-        )
-    with torch.no_grad():
-        return module.fuse(module.mask_hidden.flatten())
