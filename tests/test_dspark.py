@@ -137,7 +137,7 @@ BAD = {
     "confidence of nothing": ("dspark", {}, {"dflash_config": {"markov_rank": 0}}, "no Markov head"),
     "width": ("domino", {}, {"dflash_config": {"gru_hidden_dim": None}}, "gru_hidden_dim = None"),
     "heads nobody asked for": ("dspark", {}, {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": None}},
-                               "markov_rank = 6, but it is no dspark drafter"),
+                               "markov_rank = 6, but it is no drafter with"),
 }  # fmt: skip
 
 

@@ -102,6 +102,11 @@ class Key:
     tensor: str | None = None
 
 
+def keys(kind: Kind, *names: str) -> dict[str, Key]:
+    """Settings of one kind by their names, without a default."""
+    return {name: Key(kind) for name in names}
+
+
 @dataclass(frozen=True)
 class Table:
     """The keys of a format. The loader acts on `keys` and those of layers; the others are refused or mean nothing.

@@ -11,7 +11,7 @@ from torch import nn
 from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
 from ..checkpoints.files import MASK_EMBEDDING, Checkpoint, Plan, register_format
-from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, one_of
+from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
 from ..checkpoints.layers import Embeddings, RotaryPositions, embeddings_of, read_layer_config
 from ..checkpoints.target_parts import DraftVocabulary, trained_for
 from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
@@ -24,20 +24,14 @@ _PROJECTORS = {
     "DFlashDraftModel": None, "DFlashSpeculator": None, "DominoDraftModel": "domino", "DSparkDraftModel": "dspark",
     "DSparkSpeculator": "dspark", "Qwen3DSparkModel": "dspark",
 }  # fmt: skip
-# Keys of the heads, and whether a file that gives them has one.
 _HEAD_KEYS = {
     "dspark": {
-        "markov_rank": Key(integer(0)),
+        **keys(integer(0), "markov_rank"),
         "markov_head_type": Key(one_of(*MARKOV_TYPES), default="vanilla"),
-        "enable_confidence_head": Key(FLAG),
-        "confidence_head_with_markov": Key(FLAG),
+        **keys(FLAG, "enable_confidence_head", "confidence_head_with_markov"),
         "confidence_head_alpha": Key(NUMBER, default=0.0),
     },
-    "domino": {
-        "emb_dim": Key(integer(0)),
-        "gru_hidden_dim": Key(integer(0)),
-        "pure_draft_prefix_len": Key(integer(0), default=0),
-    },
+    "domino": {**keys(integer(0), "emb_dim", "gru_hidden_dim"), "pure_draft_prefix_len": Key(integer(0), default=0)},
 }
 _TABLE = Table(
     {
@@ -46,8 +40,7 @@ _TABLE = Table(
         "projector": Key(one_of("dspark", "domino"), places=("projector_type",)),
         "block_size": Key(integer(0), places=("block_size", "dspark_block_size")),
         "mask_token_id": Key(
-            integer(0), default=...,
-            places=("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"),
+            integer(0), default=..., places=("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"),
         ),
         # z-lab and DeepSpec count the layers whose outputs are read, and -1 for the embeddings; speculators and vLLM those whose inputs are
         "tapped": Key(
@@ -55,19 +48,12 @@ _TABLE = Table(
             places=("target_layer_ids + 1", "dspark_target_layer_ids + 1", "aux_hidden_state_layer_ids",
                     ".eagle_aux_hidden_state_layer_ids", "layer_ids"),
         ),
-        "num_target_layers": Key(integer()),
-        "target_hidden_size": Key(integer()),
-        "draft_vocab_size": Key(integer()),
-        "use_aux_hidden_state": Key(FLAG, default=True),
+        **keys(integer(), "num_target_layers", "target_hidden_size", "draft_vocab_size", "swa_window_size"),
         "sample_from_anchor": Key(FLAG, places=("sample_from_anchor", "query_zero_predicts_next", "not dspark_bonus_anchor")),
-        "shift_label": Key(FLAG),
         "causal": Key(FLAG, places=("is_causal", "causal")),
-        "sliding_window_non_causal": Key(FLAG),
-        "use_swa": Key(FLAG, default=False),
-        "swa_window_size": Key(integer()),
-        "input_embedding_scale": Key(NUMBER),
+        **keys(FLAG, "shift_label", "sliding_window_non_causal", "use_swa"),
+        **keys(NUMBER, "input_embedding_scale", "final_logit_softcapping"),
         "output_multiplier": Key(NUMBER, default=1.0),
-        "final_logit_softcapping": Key(NUMBER),
         "attention_bias": Key(
             FLAG, places=(".attention_bias", f"{LAYERS}.attention_bias"), tensor="layers.0.self_attn.o_proj.bias"
         ),
@@ -75,6 +61,7 @@ _TABLE = Table(
         **_HEAD_KEYS["domino"],
     },
     section="dflash_config",
+    only={"use_aux_hidden_state": True},
     nothing=frozenset({"attention_mode"}),  # the number of heads says it
 )  # fmt: skip
 
@@ -103,45 +90,43 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     """The settings of a checkpoint.
 
     Args:
-        embedding_scale: of the target's embedding rows; None: as the checkpoint or its origin says (see `_embedding_scale`).
+        embedding_scale: factor of the target's embedding rows; None: as the checkpoint or its origin says.
 
     Raises:
         CheckpointError: a key is missing or does not fit the target, or the format is another drafter's.
     """
     plan = Plan(checkpoint, _canonical)
     given = _TABLE.read(checkpoint, plan)
-    if given.kind is not None and not checkpoint.section(LAYERS):
-        raise checkpoint.error(f"has no {LAYERS}.")
     config: Any = read_layer_config(checkpoint, plan, "qwen3", typed=True)
     config.attention_bias = "layers.0.self_attn.o_proj.bias" in plan
-    num_layers = target.config.num_hidden_layers
-    if given.num_target_layers not in (None, num_layers):
-        raise checkpoint.error(f"was made for a target of {given.num_target_layers} layers; this one has {num_layers}.")
-    if not given.use_aux_hidden_state:
-        raise checkpoint.error(
-            "has use_aux_hidden_state false: a drafter that does not read the target's layers is not supported."
-        )
+    sliding_is_causal = not given.sliding_window_non_causal
     if given.use_swa and "sliding_attention" not in config.layer_types:
+        window = (checkpoint.section(LAYERS) or checkpoint.config).get("sliding_window")
         config.layer_types = ["sliding_attention"] * config.num_hidden_layers
-        config.sliding_window = given.swa_window_size or (checkpoint.section(LAYERS) or checkpoint.config).get(
-            "sliding_window"
-        )
-        sliding_is_causal = False
-    else:
-        sliding_is_causal = not given.sliding_window_non_causal
-    tapped = given.tapped
-    if tapped is None and given.kind is not None:
-        raise checkpoint.error("names no layers of the target to read (aux_hidden_state_layer_ids).")
-    if tapped is None:
+        config.sliding_window, sliding_is_causal = given.swa_window_size or window, False
+    num_layers, tapped = target.config.num_hidden_layers, given.tapped
+    if tapped is None and given.kind is None:
         tapped = [i + 1 for i in default_target_layers(num_layers, config.num_hidden_layers)]
     heads = _heads(checkpoint, given, plan)
-    scale, is_scaled = _embedding_scale(checkpoint, given, target, plan, embedding_scale)
+    is_dspark, from_anchor = heads.get("projector_type") == "dspark", given.sample_from_anchor
+    scale = given.input_embedding_scale if embedding_scale is None else embedding_scale
+    scales_rows = hasattr(target_parts.target_embeddings(target), "embed_scale") and "embed_tokens.weight" not in plan
+    if scales_rows and scale is None:
+        # z-lab's earlier code and vLLM read the rows that a target like Gemma scales, and cap logits as it does; speculators
+        # and z-lab's newer files, which state the factor, read the rows of the table.
+        scale, how = (None, "scaled, as the target does,") if given.kind is None else (1.0, "as they are")
+        logger.info(
+            "%s: it reads the target's embeddings %s like drafters of its format; 'input_embedding_scale' overrides this.",
+            checkpoint.name, how,
+        )  # fmt: skip
+    cap = getattr(target.config, "final_logit_softcapping", None) if scales_rows and scale is None else None
     layout = DFlashLayout(
         layers=config,
         block_size=given.block_size or (8 if given.block_size is None and given.kind else 0),
         mask_token_id=given.mask_token_id,
-        tapped=tuple(tapped),
-        from_anchor=_from_anchor(checkpoint, given, heads),
+        tapped=tuple(tapped or ()),
+        # DSpark is trained to predict from the anchor's slot too; others only if config.json says so
+        from_anchor=is_dspark or bool(given.shift_label) if from_anchor is None else from_anchor,
         causal=(False, sliding_is_causal) if given.causal is None else (given.causal, given.causal),
         window_from_anchor=given.kind is not None,
         starts_in_anchor_slot=given.kind is not None,
@@ -149,32 +134,33 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
         draft_vocab_size=given.draft_vocab_size,
         embedding_scale=scale,
         logit_scale=given.output_multiplier,
-        softcap=given.final_logit_softcapping
-        or (is_scaled and getattr(target.config, "final_logit_softcapping", None))
-        or None,
+        softcap=given.final_logit_softcapping or cap,
     )
     _check(checkpoint, given, layout, target)
     return layout
 
 
 def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
-    """The keys of the DSpark or Domino heads; `projector_type` is that of the file.
+    """The keys of the DSpark or Domino heads, `projector_type` tells which; {} if the file has neither.
 
     Raises:
         CheckpointError: another drafter's class, or keys of a head that this file does not have.
     """
-    named = {_PROJECTORS.get(name, name) for name in given.architectures} - {None}
-    named |= {given.projector, given.kind} - {None, "dflash"}
+    named = {_PROJECTORS.get(name, name) for name in given.architectures} | {given.projector, given.kind}
+    named -= {None, "dflash"}
     if len(named) > 1 or not named <= set(_HEAD_KEYS):
         raise checkpoint.error(
             f"config.json has architectures = {given.architectures}, with projector_type {given.projector!r}; known are "
             f"{', '.join(_PROJECTORS)}."
         )
     projector = next(iter(named), None)
-    for head, keys in _HEAD_KEYS.items():
-        for key, spec in keys.items():
-            if head != projector and getattr(given, key) not in (None, False, 0, spec.default):
-                raise checkpoint.error(f"config.json has {key} = {getattr(given, key)!r}, but it is no {head} drafter.")
+    for key, spec in (
+        (key, spec) for head in _HEAD_KEYS if head != projector for key, spec in _HEAD_KEYS[head].items()
+    ):
+        if getattr(given, key) not in (None, False, 0, spec.default):
+            raise checkpoint.error(
+                f"config.json has {key} = {getattr(given, key)!r}, but it is no drafter with this head."
+            )
     if projector is None:
         return {}
     heads = {"projector_type": projector} | {key: getattr(given, key) for key in _HEAD_KEYS[projector]}
@@ -185,56 +171,26 @@ def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
             if not heads[key] or heads[key] != held:
                 raise checkpoint.error(f"has {key} = {heads[key]}, but its {tensor} reads {held} numbers.")
         return heads
-    defaults = {
-        "markov_rank": 256 if given.kind else 0,
-        "enable_confidence_head": given.kind is not None or given.confidence_head_alpha > 0,
-        "confidence_head_with_markov": given.kind is not None,
-    }
-    heads |= {key: value for key, value in defaults.items() if heads[key] is None}
+    is_own = given.kind is None
+    defaults = (0, given.confidence_head_alpha > 0, False) if is_own else (256, True, True)
+    for key, default in zip(
+        ("markov_rank", "enable_confidence_head", "confidence_head_with_markov"), defaults, strict=True
+    ):
+        heads[key] = default if heads[key] is None else heads[key]
     if heads["enable_confidence_head"] and heads["confidence_head_with_markov"] and not heads["markov_rank"]:
         raise checkpoint.error("has confidence_head_with_markov true and no Markov head (markov_rank 0).")
     return heads
 
 
-def _from_anchor(checkpoint: Checkpoint, given: Any, heads: dict[str, Any]) -> bool:
-    """Whether the anchor's slot predicts: DSpark is trained so, others only if config.json says so."""
-    is_dspark, stated = heads.get("projector_type") == "dspark", given.sample_from_anchor
-    if None not in (stated, given.shift_label) and stated != given.shift_label and not is_dspark:
-        raise checkpoint.error(
-            f"config.json has shift_label = {given.shift_label}, but says that the anchor's slot {'predicts' if stated else 'does not'}."
-        )
-    return stated if stated is not None else is_dspark or bool(given.shift_label)
-
-
-def _embedding_scale(
-    checkpoint: Checkpoint, given: Any, target: PackedModel, plan: Plan, wanted: float | None
-) -> tuple[float | None, bool]:
-    """What the embedding rows of the block's tokens are multiplied by (None: rows as the target's first layer reads them), and whether
-    the target's scaled ones are read, together with its soft cap of logits.
-
-    Drafters of z-lab's earlier code and of vLLM read scaled rows of a target like Gemma. speculators and z-lab's newer files, which
-    state `input_embedding_scale`, read the rows of the table.
-    """
-    if None not in (wanted, given.input_embedding_scale) and wanted != given.input_embedding_scale:
-        raise checkpoint.error(
-            f"config.json has input_embedding_scale = {given.input_embedding_scale}, but speculative_config says {wanted}."
-        )
-    scale = given.input_embedding_scale if wanted is None else wanted
-    is_scaled = hasattr(target_parts.target_embeddings(target), "embed_scale") and "embed_tokens.weight" not in plan
-    if scale is None and is_scaled:
-        scale = None if given.kind is None else 1.0
-        read = "as they are" if scale else "scaled, as the target does,"
-        logger.info(
-            "%s: it reads the target's embeddings %s like drafters of its format; 'input_embedding_scale' overrides this.",
-            checkpoint.name, read,
-        )  # fmt: skip
-    return scale, is_scaled and scale is None
-
-
 def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: PackedModel) -> None:
+    """Raise CheckpointError if keys contradict one another, or do not fit the target."""
+    num_layers, anchor, label = target.config.num_hidden_layers, given.sample_from_anchor, given.shift_label
     if layout.num_tokens < 1:
         raise checkpoint.error(f"has block_size {given.block_size}, which leaves nothing to draft.")
-    num_layers = target.config.num_hidden_layers
+    if given.num_target_layers not in (None, num_layers):
+        raise checkpoint.error(f"was made for a target of {given.num_target_layers} layers; this one has {num_layers}.")
+    if not layout.tapped:
+        raise checkpoint.error("names no layers of the target to read (aux_hidden_state_layer_ids).")
     if min(layout.tapped) < 0 or max(layout.tapped) > num_layers:
         raise checkpoint.error(
             f"reads hidden states {list(layout.tapped)}, but the target has {num_layers} layers. It is for another target."
@@ -245,10 +201,18 @@ def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: Pac
         raise checkpoint.error(
             f"config.json has sliding_window_non_causal = {given.causal} beside is_causal or causal."
         )
+    if None not in (anchor, label) and anchor != label and layout.heads.get("projector_type") != "dspark":
+        raise checkpoint.error(
+            f"config.json has shift_label = {label}, but says {anchor} to whether the anchor's slot predicts."
+        )
+    if given.input_embedding_scale not in (None, layout.embedding_scale):
+        raise checkpoint.error(
+            f"config.json has input_embedding_scale = {given.input_embedding_scale}, but speculative_config says {layout.embedding_scale}."
+        )
     target_parts.check_target(checkpoint, target, given.target_hidden_size, None)
     if (checkpoint.folder / MASK_EMBEDDING).exists():
         raise checkpoint.error(
-            "has a file mask_embedding.pt in place of the mask token's embedding, which is not supported."
+            f"has a file {MASK_EMBEDDING} in place of the mask token's embedding, which is not supported."
         )
 
 

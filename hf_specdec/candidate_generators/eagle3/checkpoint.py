@@ -14,7 +14,7 @@ from ...model.packed_model import PackedModel
 from ..checkpoints import layers as head_layers
 from ..checkpoints import target_parts
 from ..checkpoints.files import Checkpoint, Plan, register_format
-from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, one_of
+from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
 from ..checkpoints.target_parts import DraftVocabulary, trained_for
 from .head import Eagle3Head, Eagle3Options
 
@@ -24,8 +24,7 @@ _TABLE = Table(
         "kind": Key(one_of("eagle3", "peagle"), places=(".speculators_model_type", "speculators_config.algorithm")),
         "architectures": Key(NAMES, default=[], places=(".architectures",)),
         "vocab_size": Key(integer(), places=(".vocab_size", f"{LAYERS}.vocab_size")),
-        "draft_vocab_size": Key(integer()),
-        "target_hidden_size": Key(integer()),
+        **keys(integer(), "draft_vocab_size", "target_hidden_size"),
         # Ids at the top level (vLLM, speculators) are those of layers whose inputs are read. In `eagle_config` (SGLang, SpecForge,
         # ModelOpt) and in DeepSpec's files, outputs are read.
         "tapped": Key(
@@ -33,9 +32,7 @@ _TABLE = Table(
             places=(f".{_IDS}", f"eagle_config.{_IDS} + 1", "layer_ids", ".target_layer_ids + 1", ".aux_hidden_state_layer_ids"),
         ),
         "use_aux_hidden_state": Key(FLAG, default=True),
-        "norm_before_residual": Key(FLAG),
-        "norm_output": Key(FLAG),
-        "recycle_normed": Key(FLAG),
+        **keys(FLAG, "norm_before_residual", "norm_output", "recycle_normed"),
         "logit_scale": Key(NUMBER, default=1.0),
         "mask_token": Key(integer(0), places=("mask_token_id", "pard_token", "ptd_token_id")),
         "fc_norm": Key(FLAG, tensor="fc_norm.0.weight"),
@@ -142,7 +139,9 @@ def load_eagle3(
     if options.mask_token is not None:
         rows, _ = head_layers.embedding_shape(module.embeddings.table)
         if options.mask_token >= rows:
-            raise checkpoint.error(f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings.")
+            raise checkpoint.error(
+                f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
+            )
         with torch.no_grad():
             mask_features = module.fuse(module.mask_hidden.flatten())
     return LoadedEagle3(head, module, options, lm_head or module.lm_head, vocabulary, mask_features)
