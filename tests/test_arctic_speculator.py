@@ -179,5 +179,5 @@ def test_tensors_that_do_not_fit(tmp_path, model):
 def test_more_drafts_than_steps(tmp_path, model):
     lstm_checkpoint(tmp_path)
     config = parse_config({"method": "arctic", "model": str(tmp_path), "num_speculative_tokens": 4})
-    with pytest.raises(SpeculativeConfigError, match=r"drafts of 4 tokens.* has heads for 3"):
+    with pytest.raises(SpeculativeConfigError, match=r"drafts of 4 tokens.* drafts 3: use at most 3"):
         integration.get_decoder(model, config)

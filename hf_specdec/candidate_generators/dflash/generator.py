@@ -18,7 +18,6 @@ from ..checkpoints.config import HeadConfig, proposed_length
 from ..checkpoints.target_parts import gather_features, load_once
 from ..growing.features import FeatureGenerator, joined
 from ..growing.tree_growth import DraftLevel
-from ..growing.tree_shapes import TreeShape, cut_shape
 from ..registry import register
 from .checkpoint import is_dflash, load_dflash, read_layout
 
@@ -40,6 +39,7 @@ class DFlashConfig(HeadConfig):
         None,
         "factor of the embedding rows that a drafter without embeddings takes of a target that scales its rows (Gemma); by default "
         "as its file says, otherwise 1 in speculators' format, and the target's in others",
+        minimum=0.0,
     )
 
 
@@ -60,7 +60,7 @@ class DFlashGenerator(FeatureGenerator):
         scale = config.input_embedding_scale
         layout = self.layout = read_layout(checkpoint, target, scale)
         config = config.with_default_length(proposed_length(checkpoint) or layout.num_tokens)
-        shape = _fitting(config, layout.num_tokens)
+        shape = config.shape_within(layout.num_tokens)
         super().__init__(config, target, context, shape, has_loop=False)  # one forward has drafted all depths
         self.loaded = load_once(
             config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights), scale
@@ -183,19 +183,3 @@ class DFlashGenerator(FeatureGenerator):
     def log_survival(self) -> torch.Tensor | None:
         """The confidence head's estimates for the last logits, if the checkpoint has one; see `levels.NodeExpander`."""
         return self.survival
-
-
-def _fitting(config: DFlashConfig, longest: int) -> TreeShape:
-    """The configured shape; with draft_length "auto" it is cut to the block's length.
-
-    Raises:
-        SpeculativeConfigError: the shape is deeper than the block.
-    """
-    shape = config.shape()
-    cut = cut_shape(shape, longest) if config.draft_length == "auto" or shape.depth <= longest else None
-    if cut is None:
-        raise config.fail(
-            "num_speculative_tokens",
-            f"is {config.num_speculative_tokens}, but the drafter's block has {longest} tokens.",
-        )
-    return cut
