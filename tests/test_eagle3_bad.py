@@ -27,7 +27,7 @@ BAD = {
     "layer ids": ("yuhuili", lambda t, c: c.update({AUX: "1,2"}), r"'1,2'; it must be a list of layers"),
     "number of states": ("yuhuili", lambda t, c: c.update({AUX: [1, 2]}), r"fc reads 96 numbers.*2 × 32"),
     "d2t of ids": (
-        "yuhuili", lambda t, c: t.update(d2t=torch.tensor(DRAFT_IDS)), r"d2t names tokens 0 to \d+, the target has 61.*ids instead",
+        "yuhuili", lambda t, c: t.update(d2t=torch.tensor(DRAFT_IDS)), r"d2t names tokens 0 to \d+, the target has 61.*holds ids where",
     ),
     "d2t out of range": ("yuhuili", lambda t, c: t.update(d2t=t["d2t"] + 60), r"d2t names tokens 60 to"),
     "d2t twice": ("yuhuili", lambda t, c: t.update(d2t=t["d2t"] * 0 - torch.arange(40)), "names a token of the target twice"),

@@ -53,9 +53,11 @@ class HeadConfig(TreeDraftingConfig):
 
     def with_default_length(self: _Config, length: int | None) -> _Config:
         """This configuration, with `length` as `num_speculative_tokens` if the user gave none."""
-        if length is None or self.length_given:
-            return self
-        return dataclasses.replace(self, num_speculative_tokens=length)
+        return self if length is None or self.length_given else self.bounded(length)
+
+    def bounded(self: _Config, depth: int) -> _Config:
+        """This configuration with `depth` as its number of draft tokens."""
+        return self if self.num_speculative_tokens == depth else dataclasses.replace(self, num_speculative_tokens=depth)
 
     def shape_within(self, longest: int) -> TreeShape:
         """The configured shape, cut to the longest draft that a head can make unless the user asked for more.

@@ -101,18 +101,28 @@ def draft_vocabulary(
                 + trained_for(checkpoint)
             )
         return DraftVocabulary(target.vocab_size)
-    if tuple(offsets.shape) != (size,):
-        raise checkpoint.error(f"d2t has shape {list(offsets.shape)} for a draft vocabulary of {size} tokens.")
-    ids = torch.arange(size) + offsets.to("cpu", torch.long)
+    ids = offsets + (torch.arange(len(offsets)) if offsets.dim() == 1 else 0)
+    device_ids = checked_ids(checkpoint, target, "d2t", ids, size)
+    _check_t2d(checkpoint, ids)
+    return DraftVocabulary(target.vocab_size, device_ids)
+
+
+def checked_ids(checkpoint: Checkpoint, target: PackedModel, name: str, ids: torch.Tensor, size: int) -> torch.Tensor:
+    """The target's ids int64 [size] of a draft vocabulary's tokens, on the device for heads.
+
+    Raises:
+        CheckpointError: another length, ids out of the target's range, or a token twice.
+    """
+    if tuple(ids.shape) != (size,):
+        raise checkpoint.error(f"{name} has shape {list(ids.shape)} for a draft vocabulary of {size} tokens.")
     if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
         raise checkpoint.error(
-            f"d2t names tokens {int(ids.min())} to {int(ids.max())}, the target has {target.vocab_size}: it belongs to another "
-            "target, or holds ids instead of offsets." + trained_for(checkpoint)
+            f"{name} names tokens {int(ids.min())} to {int(ids.max())}, the target has {target.vocab_size}: it belongs to another "
+            "target, or holds ids where offsets belong." + trained_for(checkpoint)
         )
     if len(torch.unique(ids)) != size:
-        raise checkpoint.error("d2t names a token of the target twice.")
-    _check_t2d(checkpoint, ids)
-    return DraftVocabulary(target.vocab_size, ids.to(device_and_dtype(target)[0]))
+        raise checkpoint.error(f"{name} names a token of the target twice.")
+    return ids.to(device_and_dtype(target)[0])
 
 
 def vocabulary_of(

@@ -170,8 +170,8 @@ class DFlashGenerator(FeatureGenerator):
         assert self.confidence is not None
         features = hidden[:, None].expand(-1, previous.shape[1], -1)
         if self.block.module.confidence_reads_markov:
-            assert self.sequential is not None
-            summary = self.sequential.summary(previous.flatten()).view(*previous.shape, -1)
+            assert self.block.module.markov_head is not None
+            summary = self.block.module.markov_head.summary(previous.flatten()).view(*previous.shape, -1)
             features = torch.cat([features, summary], dim=-1)
         return self.confidence(features)
 
@@ -181,5 +181,5 @@ class DFlashGenerator(FeatureGenerator):
         return self.loaded.embeddings(ids[None].to(device), self.block.module.fc.weight)[0]
 
     def log_survival(self) -> torch.Tensor | None:
-        """The confidence head's estimates for the last logits, if the checkpoint has one; see `levels.NodeExpander`."""
+        """The confidence head's estimates, if the checkpoint has one."""
         return self.survival

@@ -104,10 +104,6 @@ class SequentialHead(nn.Module):
         Returns: the new state [n, S]; the correction of the logits [n, Vd] (None: no correction at this depth).
         """
 
-    def summary(self, previous: torch.Tensor) -> torch.Tensor:
-        """The features [n, r] of the previous token for a confidence head."""
-        raise TypeError(f"{type(self).__name__} has nothing for a confidence head to read.")
-
 
 class MarkovHead(SequentialHead):
     """DSpark's low-rank bias B[previous] = W2 W1[previous].
@@ -132,7 +128,7 @@ class MarkovHead(SequentialHead):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def summary(self, previous: torch.Tensor) -> torch.Tensor:
-        """W1[previous]: [n, r]."""
+        """W1[previous] [n, r], which a confidence head may read too."""
         # The target's embeddings may have more padding rows than the head's.
         return self.markov_w1(previous.clamp(max=self.markov_w1.num_embeddings - 1))
 

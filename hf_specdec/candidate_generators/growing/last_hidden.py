@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,20 +21,12 @@ from ..checkpoints.config import HeadConfig
 from ..checkpoints.target_parts import device_and_dtype
 from .grower import Grower, GrowsDrafts
 
-LastHidden = TypeVar("LastHidden", bound="LastHiddenConfig")
-
 
 @dataclass
 class LastHiddenConfig(HeadConfig):
     """Keys of methods whose checkpoints have one head per depth; by default drafts use all heads."""
 
     default_num_speculative_tokens = 8  # an upper bound: published checkpoints have 3 to 7 heads
-
-    def bounded(self: LastHidden, depth: int) -> LastHidden:
-        """This configuration with `depth` as its number of draft tokens."""
-        if self.num_speculative_tokens == depth:
-            return self
-        return dataclasses.replace(self, num_speculative_tokens=depth)
 
 
 class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -44,29 +43,26 @@ TABLE = Table(
 )
 
 
-def has_mlp(checkpoint: Checkpoint) -> bool:
-    """True for IBM's format; tied checkpoints may hold only one copy of each tensor."""
+def kind_of(checkpoint: Checkpoint) -> str | None:
+    """ "mlp" (IBM's format), "sum_lstm" or "sum_rnn" by the tensors' names; None: another format."""
     names = set(map(unprefixed, checkpoint.names()))
-    if has_lstm(names) or has_rnn(names):
-        return False
-    kinds = {match[1] for match in (re.fullmatch(r"(emb|proj|head|ln)\.\d+\.\w+", name) for name in names) if match}
-    return len(kinds) == 4 or checkpoint.config.get("model_type") == "mlp_speculator"
-
-
-def has_arctic(checkpoint: Checkpoint) -> bool:
-    names = set(map(unprefixed, checkpoint.names()))
-    return has_lstm(names) or has_rnn(names)
+    if any(name.startswith(("forget_emb.", "forget_proj.")) for name in names):
+        return "sum_lstm"
+    if any(re.match(r"(emb|proj|ln)\.\d+\.\d+\.", name) for name in names):
+        return "sum_rnn"
+    parts = {match[1] for match in (re.fullmatch(r"(emb|proj|head|ln)\.\d+\.\w+", name) for name in names) if match}
+    return "mlp" if len(parts) == 4 or checkpoint.config.get("model_type") == "mlp_speculator" else None
 
 
 register_format(
     "MLP speculator (ibm-fms/*-accelerator, ibm-ai-platform, ibm-granite, ArcticMLPSpeculator: speculator.{emb,proj,ln,head}.{i})",
     "mlp_speculator",
-    has_mlp,
+    lambda checkpoint: kind_of(checkpoint) == "mlp",
 )
 register_format(
     "Arctic speculator (Snowflake/Arctic-LSTM-Speculator-*: forget_emb.0, {forget,input,output,cell}_proj.{0,1}; sum_rnn: emb.0.0)",
     "arctic",
-    has_arctic,
+    lambda checkpoint: kind_of(checkpoint) in ("sum_lstm", "sum_rnn"),
 )
 
 
@@ -76,14 +72,16 @@ def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
     Raises:
         CheckpointError: it does not fit its configuration or the target.
     """
-    given, names = TABLE.read(checkpoint), set(map(unprefixed, checkpoint.names()))
+    given, kind = TABLE.read(checkpoint), kind_of(checkpoint)
     emb, inner, proj = (_widths(width) or [] for width in (given.emb_dim, given.inner_dim, given.proj_dim or []))
-    kind = "sum_lstm" if has_lstm(names) else "sum_rnn"
-    if given.method not in (None, kind):
-        raise checkpoint.error(f"config.json has method = {given.method!r}, but its tensors are those of {kind!r}.")
+    recurrence = "sum_lstm" if kind == "sum_lstm" else "sum_rnn"
+    if given.method not in (None, recurrence):
+        raise checkpoint.error(
+            f"config.json has method = {given.method!r}, but its tensors are those of {recurrence!r}."
+        )
     if given.tie_lstm_embs and kind != "sum_lstm":
         raise checkpoint.error("config.json has tie_lstm_embs = true, but its tensors are not those of an LSTM.")
-    if kind == "sum_lstm" or has_rnn(names):
+    if kind != "mlp":
         if given.input_hidden_dim is None or given.proj_dim is None:
             raise checkpoint.error("config.json has no input_hidden_dim and proj_dim, which its tensors need.")
         hidden_size, others = given.input_hidden_dim, inner if kind == "sum_lstm" else inner[:1]
@@ -137,16 +135,6 @@ def _load_sum(
 
     rename = one_copy(checkpoint, lambda name: tied_name(unprefixed(name), n_predict)) if tied else unprefixed
     return built(checkpoint, Plan(checkpoint, rename), target, make)
-
-
-def has_lstm(names: Collection[str]) -> bool:
-    """True for the tensor names (without prefix) of an LSTM."""
-    return any(name.startswith(("forget_emb.", "forget_proj.")) for name in names)
-
-
-def has_rnn(names: Collection[str]) -> bool:
-    """True for the tensor names (without prefix) of a "sum_rnn"."""
-    return any(re.match(r"(emb|proj|ln)\.\d+\.\d+\.", name) for name in names)
 
 
 def _lstm_name(name: str, n_predict: int, tie_embeddings: bool) -> str:

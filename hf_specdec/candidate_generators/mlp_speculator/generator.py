@@ -16,7 +16,7 @@ from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from ..growing.tree_growth import DraftLevel
 from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..registry import register
-from .checkpoint import TABLE, has_arctic, has_mlp, load_speculator
+from .checkpoint import TABLE, kind_of, load_speculator
 
 _SHAPE_KEYS = ("branching_factors", "speculative_token_tree", "top_k", "total_tokens")
 
@@ -78,7 +78,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
     config: MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig, target: PackedModel, context: DrafterContext | None = None):
-        checkpoint = config.open_head(lambda checkpoint: has_mlp(checkpoint) or has_arctic(checkpoint))
+        checkpoint = config.open_head(lambda checkpoint: kind_of(checkpoint) is not None)
         self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
         super().__init__(config, target, self.speculator, self.speculator.n_predict)
         given = TABLE.read(checkpoint)
