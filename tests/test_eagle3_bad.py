@@ -71,7 +71,7 @@ BAD = {
     "flat queries": (
         "yuhuili",
         lambda t, c: t.update({"midlayer.self_attn.q_proj.weight": torch.zeros(32)}),
-        r"q_proj.weight has shape \[32\]; .*matrix",
+        r"q_proj.weight has shape \[32\]",
     ),
     "mask token": ("p-eagle", lambda t, c: c.update(pard_token=VOCAB), "mask token 61 is not among the 61 tokens"),
     "peagle": ("speculators, p-eagle", lambda t, c: t.pop("mask_hidden"), "without mask_hidden"),

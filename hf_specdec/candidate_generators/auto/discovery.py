@@ -188,11 +188,6 @@ def _small_models(target: PackedModel, found: Found) -> Iterator[Candidate]:
 
 
 def _method_of(folder: Path) -> str:
-    """The method of a head.
-
-    Raises:
-        CheckpointError: it is not a head.
-    """
     return infer_format(Checkpoint(folder)).method
 
 

@@ -351,34 +351,30 @@ class Plan:
         return self.checkpoint.tensor(self.sources[canonical])
 
 
-def load_module(
-    module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype, absent: Iterable[str] = ()
-) -> nn.Module:
+def load_module(module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Fill a module built on the meta device. All names and shapes are checked before any tensor is read.
 
     Args:
         plan: its canonical names are those of the module's `state_dict`.
-        absent: prefixes of parameters that are not in the file (shared with the target).
 
     Raises:
         CheckpointError: tensors that are missing, unused or of another shape, by their names in the file.
     """
-    checkpoint, parameters = plan.checkpoint, module.state_dict()
-    expected = {name for name in parameters if not name.startswith(tuple(absent))}
-    problems = [f"missing {name}" for name in sorted(expected - set(plan.sources))]
+    checkpoint, expected = plan.checkpoint, module.state_dict()
+    problems = [f"missing {name}" for name in sorted(expected.keys() - plan.sources.keys())]
     for canonical, source in sorted(plan.sources.items()):
         if canonical not in expected:
             problems.append(f"unused {source}{nearest_hint(canonical, expected)}")
-        elif checkpoint.shape(source) != tuple(parameters[canonical].shape):
-            wanted = list(parameters[canonical].shape)
+        elif checkpoint.shape(source) != tuple(expected[canonical].shape):
+            wanted = list(expected[canonical].shape)
             problems.append(f"{source} has shape {list(checkpoint.shape(source))}, the configuration says {wanted}")
     if problems:
         shown = "; ".join(problems[:12]) + ("; .." if len(problems) > 12 else "")
         raise checkpoint.error(f"does not fit {type(module).__name__}: {shown}.")
     state = {}
-    for name in expected:
+    for name, parameter in expected.items():
         value = plan.tensor(name)
-        if parameters[name].is_floating_point() and value.dtype not in _PLAIN_FLOATS:
+        if parameter.is_floating_point() and value.dtype not in _PLAIN_FLOATS:
             kind = str(value.dtype).removeprefix("torch.")
             raise checkpoint.error(
                 f"{plan.sources[name]} is quantised ({kind}), which is not supported: use the original weights."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -25,9 +24,7 @@ _KEYS = (
 )  # fmt: skip
 
 
-def read_layer_config(
-    checkpoint: Checkpoint, plan: Plan, kind: str | None = None, typed: bool = False
-) -> PretrainedConfig:
+def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = None) -> PretrainedConfig:
     """The configuration of a head's layers: Llama's, or Qwen3's if the file has `q_norm`.
 
     Keys that are missing have the defaults of Llama or Qwen3, whatever the target is, since the heads were trained that way (a
@@ -35,46 +32,38 @@ def read_layer_config(
 
     Args:
         plan: the file's tensors, the layers' under `layers.{i}.`.
-        kind: "llama" or "qwen3"; None: as the tensors say.
-        typed: use the defaults of the model type in any format.
+        kind: "qwen3", with the defaults of the configuration's model type; None: as the tensors say.
 
     Raises:
         CheckpointError: values that do not describe a layer.
     """
     nested = checkpoint.section(LAYERS)
     given = {key: value for key, value in plain_rope(nested or checkpoint.config).items() if key in LAYER_KEYS}
-    count, held = (
-        given.get("num_hidden_layers"),
-        {name.split(".")[1] for name in plan.sources if name.startswith("layers.")},
-    )
-    if count is not None and count > len(held):
+    count, uses_window = given.get("num_hidden_layers"), given.get("use_sliding_window")
+    held = len({name.split(".")[1] for name in plan.sources if name.startswith("layers.")})
+    if count is not None and count > held:
         raise checkpoint.error(
-            f"config.json has num_hidden_layers = {count}, but the file has tensors of {len(held)} of them."
+            f"config.json has num_hidden_layers = {count}, but the file has tensors of {held} of them."
         )
-    kind = kind or ("qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
+    class_name = kind or ("qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
     if given.get("layer_types"):  # often copied from the target, with a value for each of the target's layers
         given["layer_types"] = given["layer_types"][:count]
-    if nested or typed:
-        whole = layer_config(checkpoint, given, kind)
+    if nested or kind:
+        whole = layer_config(checkpoint, given, class_name)
         given |= {key: getattr(whole, key, None) for key in _KEYS}
     values = {key: given[key] for key in _KEYS if given.get(key) is not None}
     kinds, window = values.pop("layer_types", None), values.pop("sliding_window", None)
     # speculators' DFlash uses that of sliding layers for all
-    _one_rope(checkpoint, values, ["sliding_attention"] if nested and typed else kinds)
-    out_proj = "layers.0.self_attn.o_proj.weight"
-    heads = values.get("num_attention_heads")
+    _one_rope(checkpoint, values, ["sliding_attention"] if nested and kind else kinds)
+    out_proj, heads = "layers.0.self_attn.o_proj.weight", values.get("num_attention_heads")
     if "head_dim" not in values and out_proj in plan and heads:
         values["head_dim"] = plan.matrix(out_proj)[1] // heads
-    for name in plan.sources:
-        if re.fullmatch(r"layers\.\d+\.self_attn\.[qkvo]_proj\.weight", name):
-            plan.matrix(name)
-    config = layer_config(checkpoint, values, kind)
+    config = layer_config(checkpoint, values, class_name)
     if kinds is not None and set(kinds) != {"full_attention"}:
         fits = set(kinds) <= {"full_attention", "sliding_attention"} and len(kinds) == config.num_hidden_layers
-        if not fits or not window or given.get("use_sliding_window") is False:
-            used = given.get("use_sliding_window")
+        if not fits or not window or uses_window is False:
             raise checkpoint.error(
-                f"its layer_types {kinds} with sliding_window {window} (use_sliding_window {used}) cannot be run."
+                f"its layer_types {kinds} with sliding_window {window} (use_sliding_window {uses_window}) cannot be run."
             )
         config.layer_types, config.sliding_window = kinds, window
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
@@ -85,16 +74,12 @@ def read_layer_config(
 def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] | None) -> None:
     """If rotary parameters are given by kind of layer, keep those of the head's kind."""
     for key in ("rope_parameters", "rope_scaling"):
-        rope = values.get(key)
-        by_kind = (
-            {kind: part for kind, part in rope.items() if isinstance(part, dict)} if isinstance(rope, dict) else {}
-        )
-        if by_kind:
-            used = [by_kind[kind] for kind in sorted(set(kinds or by_kind)) if kind in by_kind] or list(
-                by_kind.values()
-            )
-            if not used or any(parameters != used[0] for parameters in used):
-                raise checkpoint.error(f"its {key} {values[key]} are not one set for all its layers.")
+        parts = (values.get(key) or {}).items() if isinstance(values.get(key), dict) else ()
+        by_kind = {kind: part for kind, part in parts if isinstance(part, dict)}
+        used = [part for kind, part in by_kind.items() if kinds is None or kind in kinds] or list(by_kind.values())
+        if any(part != used[0] for part in used):
+            raise checkpoint.error(f"its {key} {values[key]} are not one set for all its layers.")
+        if used:
             values[key] = used[0]
 
 
@@ -106,11 +91,11 @@ def decoder_layer(config: PretrainedConfig, index: int) -> nn.Module:
     return LlamaDecoderLayer(config, index)
 
 
-def fit_biases(module: nn.Module, plan: Plan) -> None:
-    """Give the module's linear layers a bias exactly where the file has one."""
+def fit_biases(module: nn.Module, plan: Plan, prefix: str = "") -> None:
+    """Give the module's linear layers a bias exactly where the file has one; `prefix` is that of the module's names in the plan."""
     for name, linear in module.named_modules():
         if isinstance(linear, nn.Linear):
-            has = f"{name}.bias" in plan
+            has = f"{prefix}{name}.bias" in plan
             linear.register_parameter(
                 "bias", nn.Parameter(torch.empty(linear.out_features, device="meta")) if has else None
             )

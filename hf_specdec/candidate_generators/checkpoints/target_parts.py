@@ -86,27 +86,6 @@ def gather_features(
     return drafting.gather_features(layers, index.to(first.device), dtype).to(device)
 
 
-def draft_vocabulary(
-    checkpoint: Checkpoint, target: PackedModel, offsets: torch.Tensor | None, size: int
-) -> DraftVocabulary:
-    """The vocabulary of a head with `size` logits; a reduced one has the table `d2t` [size] of offsets.
-
-    Raises:
-        CheckpointError: the table has another length, ids out of the target's range, or a token twice.
-    """
-    if offsets is None:
-        if not fits_vocabulary(size, target.vocab_size):
-            raise checkpoint.error(
-                f"has logits for {size} tokens and no table d2t, but the target has {target.vocab_size} tokens."
-                + trained_for(checkpoint)
-            )
-        return DraftVocabulary(target.vocab_size)
-    ids = offsets + (torch.arange(len(offsets)) if offsets.dim() == 1 else 0)
-    device_ids = checked_ids(checkpoint, target, "d2t", ids, size)
-    _check_t2d(checkpoint, ids)
-    return DraftVocabulary(target.vocab_size, device_ids)
-
-
 def checked_ids(checkpoint: Checkpoint, target: PackedModel, name: str, ids: torch.Tensor, size: int) -> torch.Tensor:
     """The target's ids int64 [size] of a draft vocabulary's tokens, on the device for heads.
 
@@ -128,8 +107,8 @@ def checked_ids(checkpoint: Checkpoint, target: PackedModel, name: str, ids: tor
 def vocabulary_of(
     checkpoint: Checkpoint, plan: Plan, target: PackedModel, width: int, stated: int | None = None, whole: int | None = None
 ) -> tuple[DraftVocabulary, nn.Module | None]:  # fmt: skip
-    """The draft vocabulary of a head of that width, and the target's language-model head if the file has none. The table of a reduced
-    vocabulary is removed from the plan.
+    """The draft vocabulary of a head of that width, and the target's language-model head if the file has none. The table `d2t` of a
+    reduced vocabulary, offsets from its ids to the target's, is removed from the plan.
 
     Args:
         stated, whole: number of tokens of the draft vocabulary and of the whole one, as config.json says.
@@ -156,16 +135,17 @@ def vocabulary_of(
         raise checkpoint.error(f"has draft_vocab_size {stated} and no table d2t of these tokens.")
     if stated not in (None, size) and offsets is not None:
         raise checkpoint.error(f"has draft_vocab_size {stated}, but logits for {size} tokens.")
-    return draft_vocabulary(checkpoint, target, offsets, size), shared
-
-
-def _check_t2d(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
-    """Raise CheckpointError if t2d [V], true for the tokens of the draft vocabulary, contradicts d2t (`ids` [Vd])."""
-    for name in ("t2d", "model.t2d"):
+    if offsets is None:
+        check_vocabulary(checkpoint, target, size)
+        return DraftVocabulary(target.vocab_size), shared
+    ids = offsets + (torch.arange(len(offsets)) if offsets.dim() == 1 else 0)
+    vocabulary = DraftVocabulary(target.vocab_size, checked_ids(checkpoint, target, "d2t", ids, size))
+    for name in ("t2d", "model.t2d"):  # bool [V], true for the tokens of the draft vocabulary
         if name in checkpoint:
             known = checkpoint.tensor(name).to(torch.bool).nonzero().flatten()
             if not torch.equal(known, ids.sort().values):
                 raise checkpoint.error(f"t2d and d2t name different tokens: {len(known)} and {len(ids)} of them.")
+    return vocabulary, shared
 
 
 def target_embeddings(target: PackedModel) -> nn.Module:

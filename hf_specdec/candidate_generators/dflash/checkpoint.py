@@ -97,7 +97,7 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     """
     plan = Plan(checkpoint, _canonical)
     given = _TABLE.read(checkpoint, plan)
-    config: Any = read_layer_config(checkpoint, plan, "qwen3", typed=True)
+    config: Any = read_layer_config(checkpoint, plan, "qwen3")
     config.attention_bias = "layers.0.self_attn.o_proj.bias" in plan
     sliding_is_causal = not given.sliding_window_non_causal
     if given.use_swa and "sliding_attention" not in config.layer_types:
@@ -141,11 +141,7 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
 
 
 def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
-    """The keys of the DSpark or Domino heads, `projector_type` tells which; {} if the file has neither.
-
-    Raises:
-        CheckpointError: another drafter's class, or keys of a head that this file does not have.
-    """
+    """The keys of the DSpark or Domino heads, `projector_type` tells which; {} if the file has neither."""
     named = {_PROJECTORS.get(name, name) for name in given.architectures} | {given.projector, given.kind}
     named -= {None, "dflash"}
     if len(named) > 1 or not named <= set(_HEAD_KEYS):

@@ -176,7 +176,6 @@ class DFlashGenerator(FeatureGenerator):
         return self.confidence(features)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [n, H] of ids [n] of the target's vocabulary."""
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device
         return self.loaded.embeddings(ids[None].to(device), self.block.module.fc.weight)[0]
 

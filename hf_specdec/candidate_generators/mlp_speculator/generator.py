@@ -11,7 +11,7 @@ from ...config import config_key
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, HasHead
 from ..checkpoints.files import Checkpoint
-from ..checkpoints.target_parts import draft_vocabulary, load_once
+from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from ..growing.tree_growth import DraftLevel
 from ..growing.tree_shapes import TreeShape, TreeTemplate
@@ -83,7 +83,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
         super().__init__(config, target, self.speculator, self.speculator.n_predict)
         given = TABLE.read(checkpoint)
         vocab_size = given.vocab_size
-        self.vocabulary = draft_vocabulary(checkpoint, target, None, vocab_size)
+        self.vocabulary = DraftVocabulary(target.vocab_size)
         self.last_token = vocab_size - 1 if vocab_size < target.vocab_size else None
         if config.use_checkpoint_tree:
             kept = config.n_candidates or given.n_candidates

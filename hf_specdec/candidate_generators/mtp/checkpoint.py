@@ -185,7 +185,6 @@ def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
 
 
 def _rename_parts(plan: Plan, expected: set[str]) -> None:
-    """Rename parts of the layer to transformers' names."""
     for name in [name for name in plan.sources if name not in expected]:
         for pattern, replacement in LAYER_NAMES:
             renamed = re.sub(pattern, replacement, name)
