@@ -24,7 +24,8 @@ _TABLE = Table(
         "kind": Key(one_of("eagle3", "peagle"), places=(".speculators_model_type", "speculators_config.algorithm")),
         "architectures": Key(NAMES, default=[], places=(".architectures",)),
         "vocab_size": Key(integer(), places=(".vocab_size", f"{LAYERS}.vocab_size")),
-        **keys(integer(), "draft_vocab_size", "target_hidden_size"),
+        "draft_vocab_size": Key(integer(), places=("draft_vocab_size", "truncated_vocab_size")),
+        **keys(integer(), "target_hidden_size"),
         # Ids at the top level (vLLM, speculators) are those of layers whose inputs are read. In `eagle_config` (SGLang, SpecForge,
         # ModelOpt) and in DeepSpec's files, outputs are read.
         "tapped": Key(

@@ -33,7 +33,7 @@ TABLE = Table(
         "inner_dim": Key(_WIDTHS, default=0),
         "proj_dim": Key(_WIDTHS),
         "tie_weights": Key(FLAG, default=False),
-        "tie_lstm_embs": Key(FLAG, default=False),
+        "tie_lstm_embs": Key(FLAG, default=False),  # read for an LSTM only, as in the reference
         "scale_input": Key(FLAG, default=False),
         "top_k_tokens_per_head": Key(list_of("integers", int)),
         "n_candidates": Key(integer()),
@@ -79,8 +79,6 @@ def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
         raise checkpoint.error(
             f"config.json has method = {given.method!r}, but its tensors are those of {recurrence!r}."
         )
-    if given.tie_lstm_embs and kind != "sum_lstm":
-        raise checkpoint.error("config.json has tie_lstm_embs = true, but its tensors are not those of an LSTM.")
     if kind != "mlp":
         if given.input_hidden_dim is None or given.proj_dim is None:
             raise checkpoint.error("config.json has no input_hidden_dim and proj_dim, which its tensors need.")
@@ -91,16 +89,11 @@ def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
             )
         stacks = len(emb) - 1, len(proj) - 1
     else:  # IBM's format, and Snowflake's ArcticMLPSpeculator
-        hidden_size, stacks = emb[0], None
+        hidden_size, stacks = given.input_hidden_dim or emb[0], None
         inner = inner if inner[0] else emb
         if len(emb) > 1 or len(inner) > 1:
             raise checkpoint.error(
                 "config.json has several widths in emb_dim or inner_dim, but its tensors are those of one layer."
-            )
-        if given.input_hidden_dim not in (None, hidden_size) or proj not in ([], inner):
-            raise checkpoint.error(
-                f"config.json has emb_dim {emb}, inner_dim {inner}, and another input_hidden_dim {given.input_hidden_dim} or "
-                f"proj_dim {proj}."
             )
     check_target(checkpoint, target, hidden_size, given.vocab_size)
     if kind == "sum_lstm":
