@@ -49,10 +49,10 @@ LAYER_KEYS = {
     "rope_scaling": ANYTHING, "rope_parameters": ANYTHING, "partial_rotary_factor": NUMBER, "use_sliding_window": FLAG,
     **dict.fromkeys(
         ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-         "vocab_size", "max_position_embeddings", "sliding_window"),
+         "vocab_size", "max_position_embeddings"),
         integer(),
     ),
-    "max_window_layers": integer(0),
+    **dict.fromkeys(("sliding_window", "max_window_layers"), integer(0)),
 }  # fmt: skip
 # Refused unless they have this value, with which they change nothing.
 _ONLY = {
