@@ -53,6 +53,24 @@ class DraftLevel:
         return self.ancestors.cpu().numpy() if isinstance(self.ancestors, torch.Tensor) else self.ancestors
 
 
+class AllDepths:
+    """Logits of all depths of a round, which one forward has made: all nodes of one depth share them.
+
+    Args:
+        logits: [sum of limits, Vd], each row's depths one after the other.
+    """
+
+    def __init__(self, logits: torch.Tensor, limits: list[int]):
+        self.logits, self.first = logits, np.cumsum([0, *limits[:-1]])
+
+    def at(self, level: DraftLevel | None = None) -> torch.Tensor:
+        """[R, 1, Vd], of the tokens after a level's nodes; None: after the texts."""
+        if level is not None and len(level.kept) < len(self.first):
+            self.first = self.first[level.kept]
+        index = upload(self.first + (level.depth if level is not None else 0), self.logits.device)
+        return self.logits.index_select(0, index)[:, None]
+
+
 class Vocabulary(Protocol):
     """How a drafter's logits become scores of the target's tokens."""
 

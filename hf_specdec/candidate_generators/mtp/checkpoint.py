@@ -73,7 +73,9 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     """
     device, dtype = device_and_dtype(target)
     family = _family(source, target)
-    stacks = any(name.endswith("experts.gate_up_proj") for name in _expert_names(family))
+    with torch.device("meta"):
+        layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
+    stacks = any(name.endswith("experts.gate_up_proj") for name in layer.state_dict())
     nothing = (
         "holds no MTP tensors. transformers drops them when it saves a model: name the folder or Hub id of the original "
         "weights as 'model'."
@@ -134,12 +136,6 @@ def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:
     with source.building():
         model = AutoModelForCausalLM.from_config(config)
     return TargetFamily.of(model, source)
-
-
-def _expert_names(family: TargetFamily) -> list[str]:
-    with torch.device("meta"):
-        layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
-    return list(layer.state_dict())
 
 
 def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> Plan:
