@@ -406,7 +406,8 @@ GOOD = {
     "Domino": Good("dflash", dflash._TABLE, dflash_file("domino"), DOMINO_KEYS),
     "MLP": Good(
         "mlp_speculator", mlp.TABLE, speculator_file(helpers_speculators.mlp_checkpoint),
-        {"scale_input": {"scale_input": True}} | alike("method=sum_rnn", "top_k_tokens_per_head", "n_candidates", "tie_lstm_embs", "proj_dim"),
+        {"scale_input": {"scale_input": True}}
+        | alike("method=sum_rnn", "top_k_tokens_per_head", "n_candidates", "tie_lstm_embs", "proj_dim"),
     ),
     "LSTM": Good(
         "arctic", mlp.TABLE, speculator_file(helpers_speculators.lstm_checkpoint),

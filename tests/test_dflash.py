@@ -247,7 +247,7 @@ def test_default_length_is_the_blocks(target, tmp_path):
     ):
         generator = get_decoder(target, parse_config({"method": "dflash", "model": made.folder, **config})).generator
         assert generator.grower.shape.depth == depth, config
-    with pytest.raises(SpeculativeConfigError, match="asks for drafts of 6 tokens.* use at most 5"):
+    with pytest.raises(SpeculativeConfigError, match=r"asks for drafts of 6 tokens.* use at most 5"):
         get_decoder(target, parse_config({"method": "dflash", "model": made.folder, "num_speculative_tokens": 6}))
 
 

@@ -160,6 +160,6 @@ def test_bad_checkpoints(target, tmp_path, case):
 def test_block_lengths(target, tmp_path):
     """From the anchor's slot on, a block of 5 drafts 5 tokens."""
     made = make(tmp_path, target, head="dspark", block=5)
-    with pytest.raises(SpeculativeConfigError, match="asks for drafts of 6 tokens.* use at most 5"):
+    with pytest.raises(SpeculativeConfigError, match=r"asks for drafts of 6 tokens.* use at most 5"):
         config = {"method": "dflash", "model": made.folder, "num_speculative_tokens": 6}
         target.generate(**ragged([5]), max_new_tokens=4, speculative_config=config)

@@ -84,7 +84,8 @@ class PardGenerator(DraftModelGenerator):
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read the new tokens of each text followed by masks; logits [R, Vd] of the first depth."""
         self.limits = {seq.id: limit for seq, limit in zip(sequences, limits, strict=True)}
-        self.made = AllDepths(*super().roots(sequences, limits), limits)
+        (logits,) = super().roots(sequences, limits)
+        self.made = AllDepths(logits, limits)
         return (self.made.at()[:, 0],)
 
     def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:

@@ -168,9 +168,8 @@ class Checkpoint:
     def _checked(self, path: Path, state: Any) -> dict[str, torch.Tensor]:
         if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
             state = state["state_dict"]
-        if not isinstance(state, dict) or not all(
-            isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in state.items()
-        ):
+        items = state.items() if isinstance(state, dict) else [(None, None)]
+        if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in items):
             raise self.error(f"{path.name} does not hold a dictionary of tensors by name.")
         return state
 

@@ -12,8 +12,6 @@ from .files import Checkpoint, Plan
 
 LAYERS, PROPOSALS = "transformer_layer_config", "speculators_config"  # sections of speculators' format
 
-# ---- kinds of values ------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -40,8 +38,6 @@ NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 NAME = Kind("a name", lambda value: isinstance(value, str))
 NAMES, IDS = list_of("names", str), list_of("layers", int)
 ANYTHING = Kind("anything", lambda value: True)
-
-# ---- keys of several formats ----------------------------------------------------------------------------------------
 
 # Describe the layers of a head; `read_layer_config` reads them.
 LAYER_KEYS = {
@@ -78,9 +74,6 @@ mlp_only_layers output_router_logits router_aux_loss_coef first_k_dense_replace 
 q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
 target_model_type target_text_model_type target_model_name_or_path num_anchors ttt_length step_loss_decay loss_type
 """
-
-
-# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

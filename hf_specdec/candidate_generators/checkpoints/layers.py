@@ -17,11 +17,7 @@ from .keys import LAYER_KEYS, LAYERS
 from .target_parts import device_and_dtype, layer_config, plain_rope, target_embeddings
 
 # What is taken of a configuration that describes the layers, or a whole language model.
-_KEYS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
-    "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
-    "partial_rotary_factor", "layer_types", "sliding_window", "vocab_size",
-)  # fmt: skip
+_KEYS = [key for key in LAYER_KEYS if key not in ("model_type", "use_sliding_window", "max_window_layers")]
 
 
 def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = None) -> PretrainedConfig:
@@ -175,12 +171,6 @@ class Embeddings:
         return nn.functional.embedding(input_ids, rows).to(like.device, like.dtype) * self.scale
 
 
-def embedding_shape(table: nn.Module) -> tuple[int, int]:
-    """Number of tokens and width of an embedding table."""
-    assert isinstance(table.weight, torch.Tensor)
-    return table.weight.shape[0], table.weight.shape[1]
-
-
 def embeddings_of(
     checkpoint: Checkpoint, target: PackedModel, table: nn.Embedding | None, width: int, scale: float | None = None
 ) -> Embeddings:
@@ -193,10 +183,9 @@ def embeddings_of(
     if table is not None:
         last = table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None
         return Embeddings(table, last, scale)
-    shared = target_embeddings(target)
-    shared_width = embedding_shape(shared)[1]
-    if shared_width != width:
+    shared: Any = target_embeddings(target)
+    if (own := shared.weight.shape[1]) != width:
         raise checkpoint.error(
-            f"has no embed_tokens.weight, and the target's embeddings have width {shared_width}, not {width}."
+            f"has no embed_tokens.weight, and the target's embeddings have width {own}, not {width}."
         )
     return Embeddings(shared, scale=scale)

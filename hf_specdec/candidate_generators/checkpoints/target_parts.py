@@ -41,11 +41,16 @@ def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded
         target.device,
         *more,
     )
-    loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
-    head = loaded.get(key)
-    if head is None:
-        head = loaded[key] = load()
-    return head
+    return once_per(target.model, key, load)
+
+
+def once_per(model: nn.Module, key: tuple, load: Callable[[], Loaded]) -> Loaded:
+    """The result of `load`, which is kept by this key as long as the model and some user of the result are."""
+    loaded = _loaded.setdefault(model, weakref.WeakValueDictionary())
+    made = loaded.get(key)
+    if made is None:
+        made = loaded[key] = load()
+    return made
 
 
 class DraftVocabulary:
@@ -198,10 +203,9 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
             f"config.json has hidden_act = {act!r}{nearest_hint(act, ACT2FN)}, which transformers does not know."
         )
     try:
-        config = AutoConfig.for_model(model_type, **values)
+        return AutoConfig.for_model(model_type, **values)
     except BAD_VALUES as error:
         raise checkpoint.error(f"its configuration of model_type {model_type!r} cannot be read: {error}") from None
-    return config
 
 
 def plain_rope(values: dict[str, Any]) -> dict[str, Any]:

@@ -150,13 +150,10 @@ def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
             f"{', '.join(_PROJECTORS)}."
         )
     projector = next(iter(named), None)
-    for key, spec in (
-        (key, spec) for head in _HEAD_KEYS if head != projector for key, spec in _HEAD_KEYS[head].items()
-    ):
-        if getattr(given, key) not in (None, False, 0, spec.default):
-            raise checkpoint.error(
-                f"config.json has {key} = {getattr(given, key)!r}, but it is no drafter with this head."
-            )
+    for head in _HEAD_KEYS.keys() - {projector}:
+        for key, spec in _HEAD_KEYS[head].items():
+            if (value := getattr(given, key)) not in (None, False, 0, spec.default):
+                raise checkpoint.error(f"config.json has {key} = {value!r}, but it is no drafter with this head.")
     if projector is None:
         return {}
     heads = {"projector_type": projector} | {key: getattr(given, key) for key in _HEAD_KEYS[projector]}

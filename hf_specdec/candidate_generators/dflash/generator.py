@@ -66,18 +66,15 @@ class DFlashGenerator(FeatureGenerator):
             config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights), scale
         )
         self.vocabulary, self.lm_head = self.loaded.vocabulary, self.loaded.lm_head
-        self.head = self.block = self.captured(
-            self.loaded.head, native=False
-        )  # its blocks are packed once per kind of attention
+        # not native: its blocks are packed once per kind of attention
+        self.head = self.block = self.captured(self.loaded.head, native=False)
         self.sequential, self.confidence = self.block.module.sequential, self.block.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(layout.tapped)))
         self.num_slots = shape.depth + (not layout.from_anchor)
         # of the current round:
         self.hidden: torch.Tensor | None = None  # [R, depths, H], for the heads
         self.base: torch.Tensor | None = None  # [R, depths, Vd], the block's own logits
-        self.survival: torch.Tensor | None = (
-            None  # [R, F], log-probabilities that the token after each node is accepted
-        )
+        self.survival: torch.Tensor | None = None  # [R, F], log-probabilities that the token after a node is accepted
 
     def moved_caches(self) -> None:
         """None: moving the rows of its cache is not supported."""
@@ -132,13 +129,11 @@ class DFlashGenerator(FeatureGenerator):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""
         assert self.base is not None and self.hidden is not None
-        state, survival = self.grower.remaining(level), self.survival
+        state, survival = self.grower.carried(level), self.survival
         if len(level.kept) < len(self.base):
             kept = upload(level.kept, self.base.device)
             self.base, self.hidden = self.base[kept], self.hidden[kept]
             survival = survival[kept] if survival is not None else None
-        if self.sequential is not None:
-            state = state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
         if survival is not None:
             survival = survival.gather(1, level.parents)
         return self._follow_paths(level.depth + 1, level.tokens, state, survival)

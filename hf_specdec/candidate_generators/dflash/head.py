@@ -206,15 +206,12 @@ class DFlashDrafter(nn.Module):
         self.domino: DominoHead | None = None
         self.confidence_head: ConfidenceHead | None = None
         self.confidence_reads_markov = bool(heads.get("confidence_head_with_markov"))
-        rank = heads.get("markov_rank", 0) if kind == "dspark" else 0
+        rank = heads.get("markov_rank", 0)
         if kind == "domino":
-            self.domino = DominoHead(
-                vocab, heads["emb_dim"], size, heads["gru_hidden_dim"], heads.get("pure_draft_prefix_len", 0)
-            )
+            sizes = heads["emb_dim"], size, heads["gru_hidden_dim"]
+            self.domino = DominoHead(vocab, *sizes, heads["pure_draft_prefix_len"])
         elif rank:
-            self.markov_head = MarkovHead(
-                config.vocab_size, vocab, rank, size, heads.get("markov_head_type", "vanilla")
-            )
+            self.markov_head = MarkovHead(config.vocab_size, vocab, rank, size, heads["markov_head_type"])
         if kind == "dspark" and heads["enable_confidence_head"]:
             self.confidence_head = ConfidenceHead(size + (rank if self.confidence_reads_markov else 0))
         for layer in self.layers:
@@ -276,13 +273,11 @@ class BlockHead(PackedHead):
     def block(self, rows: list[RowInput], embedded: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
         """Final hidden states [T, H] of the rows' blocks, from their embeddings [T, H]."""
         views = [self._seen(rows, kind) for kind in self.kinds]
-        if self.graphs is not None:
-            hidden = self.graphs.run(views, cache, embedded)
-            if hidden is not None:
-                return hidden
-        return self.forward_batch(
-            *(PackedBatch.pack(view, cache, self.device, self.gather) for view in views), features=embedded
-        )
+        hidden = None if self.graphs is None else self.graphs.run(views, cache, embedded)
+        if hidden is not None:
+            return hidden
+        batches = (PackedBatch.pack(view, cache, self.device, self.gather) for view in views)
+        return self.forward_batch(*batches, features=embedded)
 
     def forward_batch(
         self, batch: PackedBatch | CapturedBatch, *others: PackedBatch | CapturedBatch, features: torch.Tensor

@@ -138,7 +138,8 @@ def load_eagle3(
     head = head_layers.packed(checkpoint, target, module, config, prepack_weights, fuse=fuse)
     mask_features = None
     if options.mask_token is not None:
-        rows, _ = head_layers.embedding_shape(module.embeddings.table)
+        table: Any = module.embeddings.table
+        rows = len(table.weight)
         if options.mask_token >= rows:
             raise checkpoint.error(
                 f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."

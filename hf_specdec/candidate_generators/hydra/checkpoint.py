@@ -24,9 +24,7 @@ _LAYER_KEYS = (
 _TABLE = Table(
     {"arch": Key(one_of("mlp", "prefix-mlp"), places=("hydra_head_arch",)), "grounded_heads": Key(FLAG)},
     only={"hidden_state_offset": 0},
-    nothing=frozenset(
-        {"hydra_num_heads", "hydra_num_layers", "version", "model_type"}
-    ),  # the file's tensors are counted
+    nothing=frozenset({"hydra_num_heads", "hydra_num_layers", "version", "model_type"}),  # tensors are counted
     has_layers=False,
 )
 

@@ -56,9 +56,8 @@ class PrefixLayer(nn.Module):
         """The prefix embeddings [1, T, H] of hidden states [1, T, H]."""
         position_embeddings = self.rotary(position_ids, features.dtype)
         (layer,) = self.layers
-        return self.norm(
-            layer(features, position_ids=position_ids, position_embeddings=position_embeddings, **attention)
-        )
+        out = layer(features, position_ids=position_ids, position_embeddings=position_embeddings, **attention)
+        return self.norm(out)
 
 
 class HydraHeads(nn.Module):

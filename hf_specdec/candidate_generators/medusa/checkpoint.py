@@ -14,7 +14,6 @@ from .head import MedusaHeads
 
 logger = logging.getLogger(__name__)
 
-
 _PREFIX = re.compile(r"medusa_heads?\.")
 _TABLE = Table(
     {
