@@ -48,9 +48,9 @@ class DraftLevel:
     ancestors: np.ndarray | torch.Tensor
     depths: np.ndarray
 
-    @property
-    def host_ancestors(self) -> np.ndarray:
-        return self.ancestors.cpu().numpy() if isinstance(self.ancestors, torch.Tensor) else self.ancestors
+
+def on_host(ancestors: np.ndarray | torch.Tensor) -> np.ndarray:
+    return ancestors.cpu().numpy() if isinstance(ancestors, torch.Tensor) else ancestors
 
 
 class AllDepths:
