@@ -119,15 +119,14 @@ class Table:
     has_layers: bool = True
     class_keys: frozenset[str] = frozenset()
 
-    def places(self, name: str) -> dict[str, Callable[[Any], Any]]:
-        """Where a setting may be, and what makes the setting of the value there."""
-        out: dict[str, Callable[[Any], Any]] = {}
+    def places(self, name: str) -> dict[str, str]:
+        """The paths at which a setting may be, with their places in `Key.places`."""
+        out: dict[str, str] = {}
         for place in self.keys[name].places or (name,):
-            path, _, shift = place.removeprefix("not ").partition(" + ")
-            convert = (lambda value: not value) if place.startswith("not ") else _shifted if shift else _same
+            path = place.removeprefix("not ").removesuffix(" + 1")
             if "." not in path and self.section:
-                out[f"{self.section}.{path}"] = convert
-            out[path.removeprefix(".")] = convert
+                out[f"{self.section}.{path}"] = place
+            out[path.removeprefix(".")] = place
         return out
 
     @property
@@ -158,7 +157,7 @@ class Table:
             here = {path: given[path] for path in places if path in given}
             for path, value in here.items():
                 _check(checkpoint, path, value, key.kind)
-            made = [places[path](value) for path, value in here.items()]
+            made = [_setting(value, places[path]) for path, value in here.items()]
             for path, other in zip(here, made, strict=True):
                 if other != made[0]:
                     both = " and ".join(f"{p} = {reprlib.repr(here[p])}" for p in (next(iter(here)), path))
@@ -205,12 +204,10 @@ class Table:
             )
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _shifted(ids: list[int]) -> list[int]:
-    return [i + 1 for i in ids]
+def _setting(value: Any, place: str) -> Any:
+    if place.startswith("not "):
+        return not value
+    return [i + 1 for i in value] if place.endswith(" + 1") else value
 
 
 def _check(checkpoint: Checkpoint, path: str, value: Any, kind: Kind) -> None:
