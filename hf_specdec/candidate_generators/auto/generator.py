@@ -56,9 +56,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters):
         self.names, self.num_lookups = list(self.by_name), len(lookups)
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
-        longest = int(max(self.longest, default=0))  # no part drafts more
-        if 0 < longest < config.longest_draft:
-            self.config = dataclasses.replace(config, num_speculative_tokens=longest)
+        self.config = self._bounded(config)
         known = [
             Drafter(name, int(longest), not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5)
             for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)
@@ -101,6 +99,13 @@ class AutoGenerator(CombinedGenerator, HasDrafters):
                 name, number = f"{config.method}-{number}", number + 1
             made[name] = part
         return made
+
+    def _bounded(self, config: AutoConfig) -> AutoConfig:
+        """The configuration, with drafts no longer than the longest that a part can make."""
+        longest = int(max(self.longest, default=0)) if len(self.longest) else 0
+        if config.longest_draft <= longest or not longest:
+            return config
+        return dataclasses.replace(config, num_speculative_tokens=longest)
 
     @property
     def drafters(self) -> list[str]:
