@@ -46,17 +46,14 @@ class HybridConfig(LookupCacheConfig):
     def __post_init__(self) -> None:
         self.check_keys()
         for key in ("first", "second"):
-            self._check_part(key)
+            part = getattr(self, key)
+            if part is None:
+                raise self.fail(key, "is missing: give the configuration of a drafter, e.g. {'method': 'ngram'}.")
+            setattr(self, key, checked_part(self, key, part))
         if self.num_speculative_tokens is None and self.first and self.second:
             lengths = [parse_config(part).num_speculative_tokens or 0 for part in (self.first, self.second)]
             self.num_speculative_tokens = sum(lengths) if self.strategy == "extend" else max(lengths)
         super().__post_init__()
-
-    def _check_part(self, key: str) -> None:
-        part = getattr(self, key)
-        if part is None:
-            raise self.fail(key, "is missing: give the configuration of a drafter, e.g. {'method': 'ngram'}.")
-        setattr(self, key, checked_part(self, key, part))
 
     def part(self, key: str) -> SpeculativeConfig:
         """The configuration `first` or `second`, with common keys taken from this one."""

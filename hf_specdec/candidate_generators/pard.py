@@ -10,12 +10,11 @@ import torch
 from ..config import config_key
 from ..core.rows import RowInput
 from ..core.sequence import Sequence
-from ..kernels.transfer import upload
 from ..model.packed_model import PackedModel
 from .base import DrafterContext
 from .checkpoints.files import Checkpoint, register_format
 from .draft_model import DraftModelConfig, DraftModelGenerator
-from .growing.tree_growth import Draft, DraftLevel
+from .growing.tree_growth import AllDepths, Draft, DraftLevel
 from .registry import register
 
 # Keys of the mask token in a drafter's config.json: AMD's, vLLM's, and the plain name.
@@ -64,9 +63,9 @@ class PardGenerator(DraftModelGenerator):
     def __init__(self, config: PardConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.mask_token_id = self._find_mask_token(config)
-        self.limits: dict[int, int] = {}  # per sequence of the current round, its draft length
-        self.logits: torch.Tensor | None = None  # [sum of limits, Vd] of the current round
-        self.first: np.ndarray | None = None  # int64 [R], where each row's logits begin
+        # of the current round:
+        self.limits: dict[int, int] = {}  # each sequence's draft length
+        self.made: AllDepths | None = None
 
     def _find_mask_token(self, config: PardConfig) -> int:
         token = config.mask_token_id
@@ -85,9 +84,9 @@ class PardGenerator(DraftModelGenerator):
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read the new tokens of each text followed by masks; logits [R, Vd] of the first depth."""
         self.limits = {seq.id: limit for seq, limit in zip(sequences, limits, strict=True)}
-        (self.logits,) = super().roots(sequences, limits)
-        self.first = np.cumsum([0, *limits[:-1]])
-        return (self._at_depth(1)[:, 0],)
+        (logits,) = super().roots(sequences, limits)
+        self.made = AllDepths(logits, limits)
+        return (self.made.at()[:, 0],)
 
     def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:
         """As in the base, with masks after each text that this forward completes; logits [sum of limits, Vd]."""
@@ -106,16 +105,9 @@ class PardGenerator(DraftModelGenerator):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The forward's logits at the next depth [R, 1, Vd], which all nodes of a row share."""
-        assert self.first is not None
-        if len(level.kept) < len(self.first):
-            self.first = self.first[level.kept]
-        return self._at_depth(level.depth + 1)
-
-    def _at_depth(self, depth: int) -> torch.Tensor:
-        assert self.logits is not None and self.first is not None
-        index = upload(self.first + depth - 1, self.logits.device)
-        return self.logits.index_select(0, index)[:, None]
+        assert self.made is not None
+        return self.made.at(level)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
         """Drop the round's logits. No keys and values of nodes are kept: they belong to masks."""
-        self.logits = self.first = None
+        self.made = None

@@ -169,21 +169,20 @@ def _quantize(generator: CandidateGenerator) -> None:
 def _check_size(config: SpeculativeConfig, target: PackedModel) -> None:
     size, ranks = config.draft_tensor_parallel_size, target.ranks
     if size in (None, 1):
-        return None
+        return
     if ranks is None:
-        return _say_once(
+        _say_once(
             f"draft_tensor_parallel_size={size} has no effect: the target is not sharded, so its drafter is not sharded either."
         )
-    if size != ranks.size:
+    elif size != ranks.size:
         raise config.fail(
             "draft_tensor_parallel_size",
             f"is {size}, and the target has {ranks.size} ranks: it can be 1 (a whole drafter on every rank) or {ranks.size}.",
         )
-    if config.method != "draft_model":
+    elif config.method != "draft_model":
         _say_once(
             f"draft_tensor_parallel_size={size} has no effect: every rank holds a whole drafter of method {config.method!r}."
         )
-    return None
 
 
 @functools.cache  # once per process

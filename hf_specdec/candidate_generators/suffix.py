@@ -227,7 +227,6 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
 
 
 def _state(spaces: Spaces[_Trees]) -> State:
-    """The outputs in the shared trees, as a file keeps them."""
     return {
         space: {
             "tokens": np.concatenate([*trees.outputs, np.empty(0, dtype=np.int32)]),

@@ -31,6 +31,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         "block_inside": False, "non_causal_window": False, "from_anchor": head is not None, "draft_ids": None,
         "own_embeddings": False, "own_head": False, "rank": 6, "markov": "vanilla", "confidence": True,
         "confidence_markov": True, "pure": 1, "prefix": "", "heads": (4, 2, 8), "extra": {}, "name_taps": True,
+        "embedding_scale": 1.0, "multiplier": 1.0, "softcap": None, "eps": EPS, "theta": THETA, "stretch": 1.0, "mask": MASK,
     } | options  # fmt: skip
     assert not set(options) - set(o), options
     h, v = target.config.hidden_size, target.config.vocab_size
@@ -141,13 +142,13 @@ class Reference:
     """The drafter's formulas, one sequence at a time, from the whole text each time, in float64."""
 
     def __init__(self, target, made):
-        self.w, self.o = made.weights, made.options
+        self.w, self.o, self.known = made.weights, made.options, {}
         self.target = copy.deepcopy(target).double()
         self.embeddings = self.w.get("embed_tokens.weight", self.target.get_input_embeddings().weight.detach())
         self.head = self.w.get("lm_head.weight", self.target.get_output_embeddings().weight.detach())
 
     def norm(self, x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.w[name + ".weight"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.o["eps"]).sqrt() * self.w[name + ".weight"]
 
     def linear(self, x, name):
         return x @ self.w[name + ".weight"].T + self.w.get(name + ".bias", 0)
@@ -155,7 +156,9 @@ class Reference:
     def rotate(self, x, positions):
         """x [n, heads, d]: pairs (i, i + d/2) turned by position / THETA ** (2 i / d)."""
         d = x.shape[2]
-        angle = positions[:, None].double() / THETA ** (torch.arange(0, d, 2).double() / d)
+        angle = (
+            positions[:, None].double() / self.o["theta"] ** (torch.arange(0, d, 2).double() / d) / self.o["stretch"]
+        )
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         a, b = x[..., : d // 2], x[..., d // 2 :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -163,7 +166,10 @@ class Reference:
     @torch.no_grad()
     def context(self, text):
         """[n - 1, H]: what the drafter reads of all tokens but the last."""
-        states = self.target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        states = self.known.get(tuple(text))
+        if states is None:
+            states = self.target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+            self.known[tuple(text)] = states
         features = torch.cat([states[i][0] for i in self.o["taps"]], dim=-1)
         return self.norm(self.linear(features, "fc"), "hidden_norm")
 
@@ -189,7 +195,7 @@ class Reference:
         """Final hidden states [slots, H] of the block behind a text."""
         heads, kv_heads, d = self.o["heads"]
         context, anchor = self.context(text), len(text) - 1
-        x = self.embeddings[torch.tensor([text[-1]] + [MASK] * (slots - 1))]
+        x = self.embeddings[torch.tensor([text[-1]] + [self.o["mask"]] * (slots - 1))] * self.o["embedding_scale"]
         positions = torch.arange(anchor, anchor + slots)
         for i in range(self.o["layers"]):
             y, p = self.norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.self_attn."
@@ -215,7 +221,8 @@ class Reference:
         o, w = self.o, self.w
         first, depth = (0 if o["from_anchor"] else 1), len(path) + 1
         hidden, before = block[first + depth - 1], [text[-1], *path]
-        logits = hidden @ self.head.T
+        logits, cap = o["multiplier"] * hidden @ self.head.T, o["softcap"]
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
         previous = before[-1]
         if o["head"] == "dspark" and o["rank"]:
             e = w["markov_head.markov_w1.weight"]
@@ -236,7 +243,9 @@ class Reference:
         if o["head"] == "domino" and depth > o["pure"]:
             state = torch.zeros(10).double()
             for token in before:
-                i_r, i_z, i_n = (w["prefix_gru.weight_ih_l0"] @ self.embeddings[token]).split(10)
+                i_r, i_z, i_n = (
+                    w["prefix_gru.weight_ih_l0"] @ self.embeddings[token] * self.o["embedding_scale"]
+                ).split(10)
                 h_r, h_z, h_n = (w["prefix_gru.weight_hh_l0"] @ state).split(10)
                 z = torch.sigmoid(i_z + h_z)
                 state = (1 - z) * torch.tanh(i_n + torch.sigmoid(i_r + h_r) * h_n) + z * state

@@ -150,7 +150,7 @@ def assert_four_heads_bound_the_length(model, base: dict[str, Any], too_deep: Se
         assert decoder.generator.grower.shape.depth == decoder.generator.config.num_speculative_tokens == depth
         assert decoder.config.num_speculative_tokens == depth
     for more in ({"num_speculative_tokens": 5}, {"branching_factors": [2, 1, 1, 1, 1]}, *too_deep):
-        with pytest.raises(SpeculativeConfigError, match=r"drafts of 5 tokens.* has heads for 4"):
+        with pytest.raises(SpeculativeConfigError, match=r"drafts of 5 tokens.* drafts 4: use at most 4"):
             integration.get_decoder(model, parse_config(base | more))
     with pytest.raises(SpeculativeConfigError, match=r"drafts of 1000000000000 tokens"):
         integration.get_decoder(model, parse_config(base | {"num_speculative_tokens": 10**12}))

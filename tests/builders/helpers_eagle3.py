@@ -101,7 +101,7 @@ LAYOUTS = {
         without(BASE, "fc.weight"), {**CONFIG, "eagle_config": {AUX: [], "use_aux_hidden_state": False}}, states=(-2,),
     ),
     "full vocabulary": Layout({**BASE, "lm_head.weight": (VOCAB, HIDDEN)}, {**CONFIG, "draft_vocab_size": VOCAB}, reduced=False),
-    "target's head": Layout(without(BASE, "lm_head.weight"), CONFIG, reduced=False),
+    "target's head": Layout(without(BASE, "lm_head.weight"), {**CONFIG, "draft_vocab_size": VOCAB}, reduced=False),
     "two layers": Layout(
         {**BASE, **SECOND, "layers.1.hidden_norm.weight": NORM}, {**CONFIG, "num_hidden_layers": 2}, prefix="layers.0.",
         plain={"num_layers": 2},
@@ -180,6 +180,7 @@ class PlainEagle3(PlainDrafter):
         self.states = layout.states
         self.norm_before_residual = layout.flags.get("norm_before_residual", False)
         self.norm_output = layout.flags.get("norm_output", False)
+        self.norm_before_head = layout.flags.get("norm_before_head", True)
         self.window_stays = layout.flags.get("window_stays", False)
         self.scale, self.mask_token = layout.flags.get("logit_scale", 1.0), layout.flags.get("mask_token")
         self.layers = PlainLayers(tensors, **layout.plain)
@@ -211,7 +212,7 @@ class PlainEagle3(PlainDrafter):
         return rms(out, self.w["norm.weight"]) if self.norm_output else out
 
     def logits(self, out):
-        return self.head @ rms(out, self.w["norm.weight"]) * self.scale
+        return self.head @ (rms(out, self.w["norm.weight"]) if self.norm_before_head else out) * self.scale
 
     def follow(self, text, path, states):
         if self.mask_token is None or not path:

@@ -424,13 +424,14 @@ def downloads_to(monkeypatch, folder):
     """Hub ids of heads resolve to a folder, as if they had been downloaded."""
     taken = []
 
-    def drafting_with(model, real=discovery._drafting_with):
+    def drafting(real=discovery._drafting, **keys):
+        model = keys.get("model", "")
         if "/" in model and not Path(model).exists():
             taken.append(model)
-            model = folder
-        return real(model)
+            keys["model"] = folder
+        return real(**keys)
 
-    monkeypatch.setattr(discovery, "_drafting_with", drafting_with)
+    monkeypatch.setattr(discovery, "_drafting", drafting)
     return taken
 
 

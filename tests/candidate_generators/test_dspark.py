@@ -131,13 +131,13 @@ def test_bfloat16(tmp_path):
 
 
 BAD = {
-    "kind": ("dspark", {}, {"dflash_config": {"markov_head_type": "lstm"}}, "markov_head_type 'lstm'; known are vanilla"),
+    "kind": ("dspark", {}, {"dflash_config": {"markov_head_type": "lstm"}}, "markov_head_type = 'lstm'; it must be 'vanilla' or 'gated'"),
     "rank": ("dspark", {}, {"dflash_config": {"markov_rank": 7}}, r"markov_w1.weight has shape \[61, 6\]"),
     "no gate": ("dspark", {}, {"dflash_config": {"markov_head_type": "gated"}}, "missing markov_head.gate_proj"),
     "confidence of nothing": ("dspark", {}, {"dflash_config": {"markov_rank": 0}}, "no Markov head"),
-    "width": ("domino", {}, {"dflash_config": {"gru_hidden_dim": None}}, "dflash_config.gru_hidden_dim"),
+    "width": ("domino", {}, {"dflash_config": {"gru_hidden_dim": None}}, "gru_hidden_dim = None"),
     "heads nobody asked for": ("dspark", {}, {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": None}},
-                               "unused (confidence_head|markov_head)"),
+                               "markov_rank = 6, but it is no drafter with"),
 }  # fmt: skip
 
 
@@ -160,6 +160,6 @@ def test_bad_checkpoints(target, tmp_path, case):
 def test_block_lengths(target, tmp_path):
     """From the anchor's slot on, a block of 5 drafts 5 tokens."""
     made = make(tmp_path, target, head="dspark", block=5)
-    with pytest.raises(SpeculativeConfigError, match="block has 5 tokens"):
+    with pytest.raises(SpeculativeConfigError, match=r"asks for drafts of 6 tokens.* use at most 5"):
         config = {"method": "dflash", "model": made.folder, "num_speculative_tokens": 6}
         target.generate(**ragged([5]), max_new_tokens=4, speculative_config=config)

@@ -94,7 +94,7 @@ def test_a_mask_token_from_the_configuration(tmp_path, model):
     check_against(PlainEagle3(tensors, model, LAYOUTS["p-eagle"]), recording, model)
     _, named = write(tmp_path / "named", "p-eagle")
     _, stepwise = write(tmp_path / "stepwise", "yuhuili")
-    for head, message in ((named, "pard_token is 7 .* says mask_token_id 8"), (stepwise, "is for P-EAGLE heads")):
+    for head, message in ((named, "mask token 7.* says mask_token_id 8"), (stepwise, "is for P-EAGLE heads")):
         with pytest.raises(hf_specdec.SpeculativeConfigError, match=message):
             model.generate(
                 **ragged([6]), max_new_tokens=4, speculative_config={**config, "model": head, "mask_token_id": 8}
@@ -151,7 +151,7 @@ def test_output_is_the_targets_own(tmp_path, family, shape, parallel):
         "fc.weight": (hidden, 3 * hidden), **layer_shapes("midlayer.", 2 * hidden, hidden=hidden, width=12),
         "lm_head.weight": (vocab, hidden), **({"mask_hidden": (3 * hidden,)} if parallel else {}),
     } | {f"{name}.weight": (hidden,) for name in ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm")}  # fmt: skip
-    config = {**CONFIG, "hidden_size": hidden, "vocab_size": vocab, "mask_token_id": 1}
+    config = {**CONFIG, "hidden_size": hidden, "vocab_size": vocab, "draft_vocab_size": vocab, "mask_token_id": 1}
     config = {"method": "eagle3", "model": save_checkpoint(tmp_path, weights(shapes), config), **SHAPES[shape]}
     assert_lossless(target, config, max_new_tokens=10, temperature=0.8)
 
@@ -239,15 +239,17 @@ def test_draft_length_is_the_checkpoints_unless_given(tmp_path, model):
             assert 1 + max(len(path) for _, path, _ in recording.logits) == expected
 
 
-def test_contradicting_layer_ids_are_named(tmp_path, model, caplog):
+def test_contradicting_layer_ids_are_named(tmp_path, model):
     layout = {**CONFIG, AUX: [1, 2, 3], "eagle_config": {AUX: [1, 2, 3]}}
     tensors = {**weights(BASE), **table_tensors()}
     folder = save_checkpoint(tmp_path, tensors, layout)
     with pytest.raises(hf_specdec.SpeculativeConfigError, match="fc reads 96"):
         parse = {"method": "eagle3", "model": save_checkpoint(tmp_path / "two", tensors, {**CONFIG, AUX: [1, 2]})}
         model.generate(**ragged([5]), max_new_tokens=4, speculative_config=parse)
-    model.generate(**ragged([5]), max_new_tokens=4, speculative_config={"method": "eagle3", "model": folder})
-    assert "the first is used" in caplog.text
+    with pytest.raises(
+        hf_specdec.SpeculativeConfigError, match=rf"{AUX} = \[1, 2, 3\] and eagle_config.{AUX} = .* contradict"
+    ):
+        model.generate(**ragged([5]), max_new_tokens=4, speculative_config={"method": "eagle3", "model": folder})
 
 
 # ---- the speculators library as the oracle --------------------------------------------------------------------------

@@ -334,8 +334,8 @@ def test_the_target_s_embeddings_stay_its_own(tmp_path, model):
 LAYER = "prefix_embeding_layer.layers.0."
 # case → (options of the heads, change of tensors and config.json, message)
 BAD = {
-    "cross-attn": ({}, lambda t, c: c.update(hydra_head_arch="cross-attn"), "'cross-attn' and tensors of 'mlp'.*can be run"),
-    "eagle-attn": (dict(prefix=True), lambda t, c: c.update(hydra_head_arch="eagle-attn"), "'eagle-attn' and tensors of 'prefix"),
+    "cross-attn": ({}, lambda t, c: c.update(hydra_head_arch="cross-attn"), "hydra_head_arch = 'cross-attn'; it must be 'mlp' or"),
+    "eagle-attn": (dict(prefix=True), lambda t, c: c.update(hydra_head_arch="eagle-attn"), "hydra_head_arch = 'eagle-attn'; it must be"),
     "no prefix": ({}, lambda t, c: c.update(hydra_head_arch="prefix-mlp"), "'prefix-mlp' and tensors of 'mlp'"),
     "offset": ({}, lambda t, c: c.update(hidden_state_offset=1), "hidden_state_offset"),
     "grounded": ({}, lambda t, c: c.update(grounded_heads=False), "grounded_heads = False, but the first head reads width 64"),

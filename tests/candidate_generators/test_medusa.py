@@ -314,10 +314,10 @@ BAD = {
     "copies differ": (
         "original_lm_head", lambda t, c: t.update({"lm_heads.1.weight": torch.zeros(VOCAB, HIDDEN)}), r"lm_heads?\..* differ",
     ),
-    "map too short": ("token_map", lambda t, c: t.update(token_map=TOKEN_MAP[:30]), r"token_map has shape \[30\].*40 logits"),
-    "map out of range": ("token_map", lambda t, c: t.update(token_map=TOKEN_MAP + 30), r"token_map holds ids from"),
-    "negative map": ("token_map", lambda t, c: t.update(token_map=TOKEN_MAP - 1 - TOKEN_MAP.min()), r"ids from -1 to"),
-    "map twice": ("token_map", lambda t, c: t.update(token_map=torch.zeros(40, dtype=torch.long)), r"they must all differ"),
+    "map too short": ("token_map", lambda t, c: t.update(token_map=TOKEN_MAP[:30]), r"token_map has shape \[30\].*40 tokens"),
+    "map out of range": ("token_map", lambda t, c: t.update(token_map=TOKEN_MAP + 30), r"token_map names tokens \d+ to"),
+    "negative map": ("token_map", lambda t, c: t.update(token_map=TOKEN_MAP - 1 - TOKEN_MAP.min()), r"token_map names tokens -1 to"),
+    "map twice": ("token_map", lambda t, c: t.update(token_map=torch.zeros(40, dtype=torch.long)), "token of the target twice"),
     "scale": ("logit_scale", lambda t, c: c.update(logit_scale="big"), r"logit_scale = 'big'"),
     "quantised": (
         "v0.1", lambda t, c: t.update({"1.1.weight": t["1.1.weight"].to(torch.float8_e4m3fn)}), r"1\.1\.weight is quantised",

@@ -149,12 +149,14 @@ def test_a_whole_language_model_is_no_mtp_checkpoint_unless_said(tmp_path):
     assert parse_config({"model": stored.folder}).method == "draft_model"
 
 
-@pytest.mark.parametrize("layer_type", ["qwen3", "qwen3_next"])
-def test_speculators_format(tmp_path, layer_type):
-    """A repository of its own, with its own configuration of the layer; embeddings first."""
+def in_speculators(folder, layer_type: str, **changes):
+    """A target, its tensors in a file of speculators' format, and what they mean; embeddings first.
+
+    changes: keys of the layer's configuration that differ from the target's.
+    """
     target = build("qwen3", 0)
     options = {} if layer_type == "qwen3" else KINDS["Qwen3-Next"].options
-    donor = target if layer_type == "qwen3" else build(layer_type, 1, **options)
+    donor = build(layer_type, 1, **{**options, **changes})
     kind = Kind(layer_type, options, lambda part, i, n: _mimo(part, i, n, "mtp_layers"))
     generator = torch.Generator().manual_seed(3)
     hidden = target.config.hidden_size
@@ -165,7 +167,7 @@ def test_speculators_format(tmp_path, layer_type):
     for key, module in part.items():
         for name, value in module.state_dict().items():
             tensors[kind.rename(f"{key}.{name}", 0, 0)] = value.contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     layers = donor.config.to_dict() | {"name_or_path": ""}
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
     config = {
@@ -175,11 +177,18 @@ def test_speculators_format(tmp_path, layer_type):
             "algorithm": "mtp", "proposal_methods": [proposal], "verifier": {"name_or_path": "some/Target-8B", "architectures": []},
         },
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     part |= {"embed_tokens": target.get_input_embeddings(), "lm_head": target.lm_head}
-    stored = Stored(target, str(tmp_path), kind, [part], tensors)
+    stored = Stored(target, str(folder), kind, [part], tensors)
     plain = PlainMtp(stored)
     plain.rotary = donor.model.rotary_emb
+    return target, tensors, plain
+
+
+@pytest.mark.parametrize("layer_type", ["qwen3", "qwen3_next"])
+def test_speculators_format(tmp_path, layer_type):
+    """A repository of its own, with its own configuration of the layer."""
+    target, tensors, plain = in_speculators(tmp_path, layer_type)
     recording = drafted(target, model=str(tmp_path), num_speculative_tokens=None)
     check_logits(plain, recording, target)
     assert max(len(path) for _, path, _ in recording.logits) == 2, "as many drafts as the checkpoint proposes"

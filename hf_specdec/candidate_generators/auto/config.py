@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...config import config_key
 from ..combined import checked_part
 from ..lookup_cache import LookupCacheConfig
 
@@ -18,35 +19,21 @@ class AutoConfig(LookupCacheConfig):
     has_parts = True
     default_num_speculative_tokens: ClassVar[int] = 16
 
-    draft_length: str = field(default="auto", metadata={"help": "'auto': this method always measures"})
-    methods: Any = field(
-        default=None,
-        metadata={"help": "drafters to choose among, by name or configuration; by default all that are found"},
+    draft_length: str = config_key("auto", "'auto': this method always measures", choices=("auto",))
+    methods: Any = config_key(None, "drafters to choose among, by name or configuration; by default all that are found")
+    model: str | None = config_key(
+        None, "a head or a small model to draft with, besides the look-ups; by default one is searched for"
     )
-    model: str | None = field(
-        default=None,
-        metadata={
-            "help": "a head or a small model to draft with, besides the look-ups; by default one is searched for"
-        },
-    )
-    max_download_gb: float = field(
-        default=2.0, metadata={"help": "largest head that may be downloaded from the Hub; 0: none"}
-    )
-    memory: bool | str = field(
-        default=True,
-        metadata={
-            "help": "keep measured costs and rates of acceptance from process to process: true (in $HF_SPECDEC_CACHE, or a folder "
-            "of the Hub's cache), a folder, or false; no text is kept"
-        },
+    max_download_gb: float = config_key(2.0, "largest head that may be downloaded from the Hub; 0: none", minimum=0)
+    memory: bool | str = config_key(
+        True,
+        "keep measured costs and rates of acceptance from process to process: true (in $HF_SPECDEC_CACHE, or a folder "
+        "of the Hub's cache), a folder, or false; no text is kept",
     )
 
     def __post_init__(self) -> None:
-        self.method = self.method or self.name
-        self.read_auto()
-        self.check_choice("draft_length", ("auto",))
+        self.check_keys()
         super().__post_init__()
-        self.check_text("model")
-        self.check_number("max_download_gb", minimum=0)
         if not isinstance(self.memory, (bool, str)) or self.memory == "":
             raise self.fail("memory", f"must be true, false or a folder, not {self.memory!r}.")
         if self.methods is not None:

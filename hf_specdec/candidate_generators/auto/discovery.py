@@ -90,17 +90,15 @@ def _lookup(method: str, target: PackedModel) -> SpeculativeConfig:
     keys: dict[str, Any] = {}
     if method == "token_recycling":
         keys = {"matrix_per_sequence": False, "use_tree": target.device.type != "cpu"}
-    return parse_config({"method": method, "num_speculative_tokens": "auto", **keys})
+    return _drafting(method=method, **keys)
 
 
 def _named(config: AutoConfig, context: DrafterContext | None) -> Candidate | None:
     """The drafter that `model` or `generate(assistant_model=)` names."""
     if config.model is not None:
-        part = parse_config({"model": config.model, "num_speculative_tokens": "auto"})
-        return Candidate(part, config.model, is_given=True)
+        return Candidate(_drafting(model=config.model), config.model, is_given=True)
     if context is not None and context.assistant_model is not None:
-        part = parse_config({"method": "draft_model", "num_speculative_tokens": "auto"})
-        return Candidate(part, "assistant_model", is_given=True)
+        return Candidate(_drafting(method="draft_model"), "assistant_model", is_given=True)
     return None
 
 
@@ -125,8 +123,7 @@ def _own_layers(target: PackedModel, found: Found) -> Iterator[Candidate]:
         found.notes.append(f"the target's own MTP layers: {error}")
         return
     if find_layout(names, target.config.num_hidden_layers) is not None:
-        config = parse_config({"method": "mtp", "model": str(folder), "num_speculative_tokens": "auto"})
-        yield Candidate(config, "the target's own MTP layers")
+        yield Candidate(_drafting(method="mtp", model=str(folder)), "the target's own MTP layers")
 
 
 def _bundled_heads(target: PackedModel) -> Iterator[Candidate]:
@@ -137,7 +134,7 @@ def _bundled_heads(target: PackedModel) -> Iterator[Candidate]:
     ]
     heads = [head for head in bundled_names() if set(base_models(Path(bundled(head)))) & set(names)]
     for head in sorted(heads, key=lambda head: rank(_method_of(Path(bundled(head))))):
-        yield Candidate(_drafting_with(head), f"the bundled {head}")
+        yield Candidate(_drafting(model=head), f"the bundled {head}")
 
 
 def _heads(config: AutoConfig, target: PackedModel, found: Found) -> Iterator[Candidate]:
@@ -183,27 +180,21 @@ def _small_models(target: PackedModel, found: Found) -> Iterator[Candidate]:
         else:
             sized.append((abs(math.log(share / BEST_SHARE)), where, other))
     for _, where, other in sorted(sized):
-        config = parse_config({"method": "draft_model", "model": str(other), "num_speculative_tokens": "auto"})
-        yield Candidate(config, where)
+        yield Candidate(_drafting(method="draft_model", model=str(other)), where)
 
 
 def _method_of(folder: Path) -> str:
-    """The method of a head.
-
-    Raises:
-        CheckpointError: it is not a head.
-    """
     return infer_format(Checkpoint(folder)).method
 
 
 def _made(model: str, why: str, found: Found) -> Iterator[Candidate]:
     """The head as a candidate; only a note if it cannot be used after all."""
     try:
-        yield Candidate(_drafting_with(model), why)
+        yield Candidate(_drafting(model=model), why)
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         found.notes.append(f"{why}: {reason[0]}")
 
 
-def _drafting_with(model: str) -> SpeculativeConfig:
-    return parse_config({"model": model, "num_speculative_tokens": "auto"})
+def _drafting(**keys: Any) -> SpeculativeConfig:
+    return parse_config({"num_speculative_tokens": "auto", **keys})

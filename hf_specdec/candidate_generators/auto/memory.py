@@ -89,7 +89,6 @@ class AutoMemory:
 
 
 def _processor() -> str:
-    """The name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...config import config_key
-from ..growing.tree_shapes import TreeDraftingConfig
+from ..growing.tree_shapes import TreeDraftingConfig, TreeShape, cut_shape
 from .files import Checkpoint, infer_format, open_checkpoint
 
 _Config = TypeVar("_Config", bound="HeadConfig")
@@ -53,9 +53,29 @@ class HeadConfig(TreeDraftingConfig):
 
     def with_default_length(self: _Config, length: int | None) -> _Config:
         """This configuration, with `length` as `num_speculative_tokens` if the user gave none."""
-        if length is None or self.length_given:
-            return self
-        return dataclasses.replace(self, num_speculative_tokens=length)
+        return self if length is None or self.length_given else self.bounded(length)
+
+    def bounded(self: _Config, depth: int) -> _Config:
+        """This configuration with `depth` as its number of draft tokens."""
+        return self if self.num_speculative_tokens == depth else dataclasses.replace(self, num_speculative_tokens=depth)
+
+    def shape_within(self, longest: int) -> TreeShape:
+        """The configured shape, cut to the longest draft that a head can make unless the user asked for more.
+
+        Raises:
+            SpeculativeConfigError: the configuration asks for deeper drafts.
+        """
+        shape = self.shape()
+        is_bound = not self.length_given or (self.draft_length == "auto" and self.depth is None)
+        cut = cut_shape(shape, longest) if is_bound or shape.depth <= longest else None
+        if cut is not None:
+            return cut
+        asked = max(shape.depth, self.num_speculative_tokens or 0)  # the shape's depth is bounded
+        raise self.fail(
+            "num_speculative_tokens",
+            f"(or the tree) asks for drafts of {asked} tokens, but {self.model!r} drafts {longest}: use at most {longest}, or leave "
+            "it out.",
+        )
 
     def open(self, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
         """Open the configured checkpoint.

@@ -24,28 +24,16 @@ from ...config import SpeculativeConfigError, nearest_hint
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")  # of weight files; those of the first kind that is there are read
-_NO_WEIGHTS = ("training_args", "optimizer", "scheduler")  # what trainers store beside the weights
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "mask_embedding")  # what trainers store beside the weights
 _WRAPPED = "module."  # prefix of all names in files saved from a DistributedDataParallel
 _PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MASK_EMBEDDING = "mask_embedding.pt"  # beside the weights of some DFlash drafters
 _NEWLINE = re.compile(r"\s*\n\s*")  # in messages of other libraries
 # Left in files by trainers; drafting does not use them.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
 
 # What torch and transformers raise for values that do not describe a model.
 BAD_VALUES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, StrictDataclassError)
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-# Keys of config.json, or of its section of the layers, that mean the same in every format and are read in several places.
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "architectures": ("a list of names", _is_names),
-    "layer_types": ("a list of names", _is_names),
-    "hidden_act": ("a name", lambda value: isinstance(value, str)),
-    "draft_vocab_size": ("an integer", lambda value: type(value) is int),
-}
 
 
 class CheckpointError(SpeculativeConfigError):
@@ -99,19 +87,14 @@ class Checkpoint:
         nothing: str | None = None,
     ):  # fmt: skip
         self.folder, self.name, self.wanted, self.nothing = Path(folder), name or os.fspath(folder), wanted, nothing
+        self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.name!r} is not a folder with a checkpoint.")
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """`config.json`, {} if there is none; keys that are read in several places have values of the right kind, or are null."""
-        content = self._object("config.json") if (self.folder / "config.json").is_file() else {}
-        nested = content.get("transformer_layer_config")
-        for values in (content, nested if isinstance(nested, dict) else {}):
-            for key, (kind, fits) in _KINDS.items():
-                if values.get(key) is not None and not fits(values[key]):
-                    raise self.error(f"config.json has {key} = {values[key]!r}; it must be {kind}.")
-        return content
+        """`config.json`, {} if there is none."""
+        return self._object("config.json") if (self.folder / "config.json").is_file() else {}
 
     def _object(self, file: str) -> dict[str, Any]:
         try:
@@ -131,13 +114,14 @@ class Checkpoint:
         return sorted({shard for name, shard in unwrapped.items() if self.wanted is None or self.wanted(name)})
 
     @cached_property
-    def files(self) -> dict[str, Path]:
-        """Which file each tensor is in."""
-        out: dict[str, Path] = {}
+    def files(self) -> dict[str, tuple[Path, str]]:
+        """Which file each tensor is in, and its name there, which may have the prefix of a wrapper."""
+        out: dict[str, tuple[Path, str]] = {}
         for path in self._weight_files():
-            for name in self._names_in(path):
+            stored = list(self._read(path).keys())
+            for name, there in zip(_unwrapped(stored), stored, strict=True):
                 if self.wanted is None or self.wanted(name):
-                    out[name] = path
+                    out[name] = path, there
         if not out:
             what = " with tensors of the drafter." if self.wanted else "."
             nothing = self.nothing or f"holds no weights: looked for *.safetensors, *.bin, *.pt and *.pth{what}"
@@ -158,55 +142,36 @@ class Checkpoint:
             return [self.folder / shard for shard in self.shards(self.index)]
         return next(filter(None, map(self.unsharded, _SUFFIXES)), [])
 
-    def _names_in(self, path: Path) -> list[str]:
-        """The tensors' names in a file, without the prefix of a wrapper."""
-        stored = list(self._opened(path).keys()) if path.suffix == ".safetensors" else list(self._pickled(path))
-        names = _unwrapped(stored)
-        if names != stored:
-            self._wrapped.add(path)
-        return names
-
-    def _stored(self, name: str) -> str:
-        return _WRAPPED + name if self.files[name] in self._wrapped else name
-
-    def _opened(self, path: Path):
+    def _read(self, path: Path) -> Any:
+        """A file's tensors by name: a dictionary, or safetensors' reader."""
         try:
-            return safe_open(path, framework="pt")
+            if path.suffix == ".safetensors":
+                return safe_open(path, framework="pt")
+            if path not in self._pickles:
+                self._pickles[path] = self._checked(path, torch.load(path, map_location="cpu", weights_only=True))
+            return self._pickles[path]
         except FileNotFoundError:
             raise self.error(f"has no file {path.name}, which its index names.") from None
-        except (SafetensorError, OSError) as error:
-            raise self.error(
-                f"{path.name} cannot be read as safetensors: it is damaged or incomplete ({error})."
-            ) from None
-
-    def _pickled(self, path: Path) -> dict[str, torch.Tensor]:
-        if path not in self._pickles:
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-            except FileNotFoundError:
-                raise self.error(f"has no file {path.name}, which its index names.") from None
-            except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        except SpeculativeConfigError:
+            raise
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+            if path.suffix == ".safetensors":
+                what = f"cannot be read as safetensors: it is damaged or incomplete ({error})."
+            else:
                 first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise self.error(
-                    f"{path.name} is not a plain file of tensors (damaged, or a pickle with code, which is never run): "
+                what = (
+                    "is not a plain file of tensors (damaged, or a pickle with code, which is never run): "
                     f"{first_line} Convert it to safetensors where you trust it."
-                ) from None
-            if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-                state = state["state_dict"]
-            if not isinstance(state, dict) or not all(
-                isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in state.items()
-            ):
-                raise self.error(f"{path.name} does not hold a dictionary of tensors by name.")
-            self._pickles[path] = state
-        return self._pickles[path]
+                )
+            raise self.error(f"{path.name} {what}") from None
 
-    @cached_property
-    def _pickles(self) -> dict[Path, dict[str, torch.Tensor]]:
-        return {}
-
-    @cached_property
-    def _wrapped(self) -> set[Path]:
-        return set()
+    def _checked(self, path: Path, state: Any) -> dict[str, torch.Tensor]:
+        if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+            state = state["state_dict"]
+        items = state.items() if isinstance(state, dict) else [(None, None)]
+        if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in items):
+            raise self.error(f"{path.name} does not hold a dictionary of tensors by name.")
+        return state
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -220,49 +185,19 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
-        path = self.files[name]
-        if path.suffix == ".safetensors":
-            with self._opened(path) as f:
-                return tuple(f.get_slice(self._stored(name)).get_shape())
-        return tuple(self._pickled(path)[self._stored(name)].shape)
+        path, there = self.files[name]
+        tensors = self._read(path)
+        return tuple(tensors[there].shape if isinstance(tensors, dict) else tensors.get_slice(there).get_shape())
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, as stored."""
-        path = self.files[name]
-        if path.suffix == ".safetensors":
-            with self._opened(path) as f:
-                return f.get_tensor(self._stored(name))
-        return self._pickled(path)[self._stored(name)]
+        path, there = self.files[name]
+        tensors = self._read(path)
+        return tensors[there] if isinstance(tensors, dict) else tensors.get_tensor(there)
 
     def error(self, what: str) -> CheckpointError:
         """An error about this checkpoint, on one line; the caller raises it."""
         return CheckpointError(f"Draft checkpoint {self.name!r}: {_NEWLINE.sub(' ', what)}")
-
-    def integer(self, key: str, value: Any = ..., minimum: int = 1) -> int:
-        """A value that config.json has under `key`: by default the one at its top level.
-
-        Raises:
-            CheckpointError: it is not an integer of at least `minimum`.
-        """
-        value = self.config.get(key) if value is ... else value
-        if type(value) is not int or value < minimum:
-            raise self.error(f"config.json has {key} = {value!r}; it must be an integer of at least {minimum}.")
-        return value
-
-    def flag(self, key: str) -> bool:
-        """A boolean at the top level of config.json, False by default. Other values raise CheckpointError."""
-        value = self.config.get(key, False)
-        if not isinstance(value, bool):
-            raise self.error(f"config.json has {key} = {value!r}; it must be true or false.")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A number at the top level of config.json. Other values than numbers and null raise CheckpointError."""
-        value = self.config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(f"config.json has {key} = {value!r}; it must be a number.")
-        return float(value)
 
     def section(self, key: str) -> dict[str, Any]:
         """An object inside config.json; {} if there is none. Other values raise CheckpointError."""
@@ -303,7 +238,7 @@ def open_checkpoint(
     if os.path.isdir(path):
         return Checkpoint(path, name, wanted)
     try:
-        folder = snapshot_download(path, revision=revision, token=token, allow_patterns=["*.json"])
+        folder = snapshot_download(path, revision=revision, token=token, allow_patterns=["*.json", MASK_EMBEDDING])
         checkpoint = Checkpoint(folder, name, wanted)
         commit = os.path.basename(folder)  # the branch may move on between two calls
         index = checkpoint.index
@@ -415,34 +350,30 @@ class Plan:
         return self.checkpoint.tensor(self.sources[canonical])
 
 
-def load_module(
-    module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype, absent: Iterable[str] = ()
-) -> nn.Module:
+def load_module(module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Fill a module built on the meta device. All names and shapes are checked before any tensor is read.
 
     Args:
         plan: its canonical names are those of the module's `state_dict`.
-        absent: prefixes of parameters that are not in the file (shared with the target).
 
     Raises:
         CheckpointError: tensors that are missing, unused or of another shape, by their names in the file.
     """
-    checkpoint, parameters = plan.checkpoint, module.state_dict()
-    expected = {name for name in parameters if not name.startswith(tuple(absent))}
-    problems = [f"missing {name}" for name in sorted(expected - set(plan.sources))]
+    checkpoint, expected = plan.checkpoint, module.state_dict()
+    problems = [f"missing {name}" for name in sorted(expected.keys() - plan.sources.keys())]
     for canonical, source in sorted(plan.sources.items()):
         if canonical not in expected:
             problems.append(f"unused {source}{nearest_hint(canonical, expected)}")
-        elif checkpoint.shape(source) != tuple(parameters[canonical].shape):
-            wanted = list(parameters[canonical].shape)
+        elif checkpoint.shape(source) != tuple(expected[canonical].shape):
+            wanted = list(expected[canonical].shape)
             problems.append(f"{source} has shape {list(checkpoint.shape(source))}, the configuration says {wanted}")
     if problems:
         shown = "; ".join(problems[:12]) + ("; .." if len(problems) > 12 else "")
         raise checkpoint.error(f"does not fit {type(module).__name__}: {shown}.")
     state = {}
-    for name in expected:
+    for name, parameter in expected.items():
         value = plan.tensor(name)
-        if parameters[name].is_floating_point() and value.dtype not in _PLAIN_FLOATS:
+        if parameter.is_floating_point() and value.dtype not in _PLAIN_FLOATS:
             kind = str(value.dtype).removeprefix("torch.")
             raise checkpoint.error(
                 f"{plan.sources[name]} is quantised ({kind}), which is not supported: use the original weights."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -11,99 +10,72 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from .files import BAD_VALUES, Checkpoint, Plan
-from .target_parts import layer_config, plain_rope, target_embeddings
+from .keys import LAYER_KEYS, LAYERS
+from .target_parts import device_and_dtype, layer_config, plain_rope, target_embeddings
 
-# Keys that describe the layers; the others describe a whole language model, which the head is not.
-_KEYS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
-    "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
-    "partial_rotary_factor", "layer_types", "sliding_window",
-)  # fmt: skip
+# What is taken of a configuration that describes the layers, or a whole language model.
+_KEYS = [key for key in LAYER_KEYS if key not in ("model_type", "use_sliding_window", "max_window_layers")]
 
 
-def read_layer_config(checkpoint: Checkpoint, plan: Plan) -> PretrainedConfig:
+def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = None) -> PretrainedConfig:
     """The configuration of a head's layers: Llama's, or Qwen3's if the file has `q_norm`.
 
-    Keys that a plain configuration lacks have Llama's defaults whatever the target is, since the heads were trained that way (a
+    Keys that are missing have the defaults of Llama or Qwen3, whatever the target is, since the heads were trained that way (a
     missing `rope_theta` is 10000). A configuration in speculators' format names a model type, whose defaults are used.
 
     Args:
         plan: the file's tensors, the layers' under `layers.{i}.`.
+        kind: "qwen3", with the defaults of the configuration's model type; None: as the tensors say.
 
     Raises:
         CheckpointError: values that do not describe a layer.
     """
-    values = _read_values(checkpoint, plan)
+    nested = checkpoint.section(LAYERS)
+    given = {key: value for key, value in plain_rope(nested or checkpoint.config).items() if key in LAYER_KEYS}
+    count, uses_window = given.get("num_hidden_layers"), given.get("use_sliding_window")
+    held = len({name.split(".")[1] for name in plan.sources if name.startswith("layers.")})
+    if count is not None and count > held:
+        raise checkpoint.error(
+            f"config.json has num_hidden_layers = {count}, but the file has tensors of {held} of them."
+        )
+    class_name = kind or ("qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
+    if given.get("layer_types"):  # often copied from the target, with a value for each of the target's layers
+        given["layer_types"] = given["layer_types"][:count]
+    if nested or kind:
+        whole = layer_config(checkpoint, given, class_name)
+        given |= {key: getattr(whole, key, None) for key in _KEYS}
+    values = {key: given[key] for key in _KEYS if given.get(key) is not None}
     kinds, window = values.pop("layer_types", None), values.pop("sliding_window", None)
-    _one_rope(checkpoint, values, kinds)
-    out_proj = "layers.0.self_attn.o_proj.weight"
-    heads = values.get("num_attention_heads")
-    if "head_dim" not in values and out_proj in plan and isinstance(heads, int) and heads > 0:
+    # speculators' DFlash uses that of sliding layers for all
+    _one_rope(checkpoint, values, ["sliding_attention"] if nested and kind else kinds)
+    out_proj, heads = "layers.0.self_attn.o_proj.weight", values.get("num_attention_heads")
+    if "head_dim" not in values and out_proj in plan and heads:
         values["head_dim"] = plan.matrix(out_proj)[1] // heads
-    for name in plan.sources:
-        if re.fullmatch(r"layers\.\d+\.self_attn\.[qkvo]_proj\.weight", name):
-            plan.matrix(name)
-    config = layer_config(checkpoint, values, "qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
+    config = layer_config(checkpoint, values, class_name)
     if kinds is not None and set(kinds) != {"full_attention"}:
-        if not set(kinds) <= {"full_attention", "sliding_attention"} or not window:
-            raise checkpoint.error(f"its layer_types {kinds} with sliding_window {window} cannot be run.")
+        fits = set(kinds) <= {"full_attention", "sliding_attention"} and len(kinds) == config.num_hidden_layers
+        if not fits or not window or uses_window is False:
+            raise checkpoint.error(
+                f"its layer_types {kinds} with sliding_window {window} (use_sliding_window {uses_window}) cannot be run."
+            )
         config.layer_types, config.sliding_window = kinds, window
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise checkpoint.error("rotates only a part of each head (partial_rotary_factor), which is not supported.")
     return config
 
 
-def check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan) -> None:
-    """Raise CheckpointError if config.json gives more layers than the file has tensors for.
-
-    Args:
-        values: the keys that describe the layers.
-        plan: the file's tensors, the layers' under `layers.{i}.`.
-    """
-    layers = {match[1] for match in (re.match(r"layers\.(\d+)\.", name) for name in plan.sources) if match}
-    given = values.get("num_hidden_layers")
-    if type(given) is int and given > len(layers):
-        raise checkpoint.error(
-            f"config.json has num_hidden_layers = {given}, but the file has tensors of {len(layers)} of them."
-        )
-
-
-def vocab_size_of(checkpoint: Checkpoint) -> int | None:
-    """The size of the target's vocabulary according to config.json."""
-    size = (checkpoint.section("transformer_layer_config") or checkpoint.config).get("vocab_size")
-    if size is not None and type(size) is not int:
-        raise checkpoint.error(f"config.json has vocab_size = {size!r}; it must be an integer.")
-    return size
-
-
-def _read_values(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
-    nested = checkpoint.section("transformer_layer_config")
-    given = plain_rope(nested or checkpoint.config)
-    check_layer_count(checkpoint, given, plan)
-    if isinstance(given.get("layer_types"), list) and isinstance(given.get("num_hidden_layers"), int):
-        # Often copied from the target, with a value for each of the target's layers.
-        given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]
-    if nested:
-        whole = layer_config(checkpoint, given)
-        given = {key: getattr(whole, key, None) for key in _KEYS}
-    return {key: given[key] for key in _KEYS if given.get(key) is not None}
-
-
 def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] | None) -> None:
     """If rotary parameters are given by kind of layer, keep those of the head's kind."""
     for key in ("rope_parameters", "rope_scaling"):
-        rope = values.get(key)
-        by_kind = (
-            {kind: parameters for kind, parameters in rope.items() if isinstance(parameters, dict)}
-            if isinstance(rope, dict)
-            else {}
-        )
-        if by_kind:
-            used = [by_kind[kind] for kind in sorted(set(kinds or by_kind)) if kind in by_kind]
-            if not used or any(parameters != used[0] for parameters in used):
-                raise checkpoint.error(f"its {key} {values[key]} are not one set for all its layers.")
+        parts = (values.get(key) or {}).items() if isinstance(values.get(key), dict) else ()
+        by_kind = {kind: part for kind, part in parts if isinstance(part, dict)}
+        used = [part for kind, part in by_kind.items() if kinds is None or kind in kinds] or list(by_kind.values())
+        if any(part != used[0] for part in used):
+            raise checkpoint.error(f"its {key} {values[key]} are not one set for all its layers.")
+        if used:
             values[key] = used[0]
 
 
@@ -115,28 +87,35 @@ def decoder_layer(config: PretrainedConfig, index: int) -> nn.Module:
     return LlamaDecoderLayer(config, index)
 
 
-def fit_biases(module: nn.Module, plan: Plan) -> None:
-    """Give the module's linear layers a bias exactly where the file has one."""
+def fit_biases(module: nn.Module, plan: Plan, prefix: str = "") -> None:
+    """Give the module's linear layers a bias exactly where the file has one; `prefix` is that of the module's names in the plan."""
     for name, linear in module.named_modules():
         if isinstance(linear, nn.Linear):
-            has = f"{name}.bias" in plan
+            has = f"{prefix}{name}.bias" in plan
             linear.register_parameter(
                 "bias", nn.Parameter(torch.empty(linear.out_features, device="meta")) if has else None
             )
 
 
-def check_flags(checkpoint: Checkpoint, plan: Plan, tensors: dict[str, str]) -> None:
-    """Raise CheckpointError if a true/false key of config.json (or of its eagle_config) contradicts the tensors in the file.
+def add_tables(module: nn.Module, plan: Plan, width: int) -> None:
+    """Give a head the embeddings and the language-model head that the file has, and biases where it has them."""
+    if "embed_tokens.weight" in plan:
+        module.embed_tokens = nn.Embedding(plan.matrix("embed_tokens.weight")[0], width)
+    if "lm_head.weight" in plan:
+        module.lm_head = nn.Linear(width, plan.matrix("lm_head.weight")[0])
+    fit_biases(module, plan)
 
-    Args:
-        tensors: by key, the canonical tensor that is in the file if and only if the key is true.
-    """
-    given_flags = checkpoint.section("eagle_config") | checkpoint.config
-    for key, tensor in tensors.items():
-        given = given_flags.get(key)
-        if isinstance(given, bool) and given != (tensor in plan):
-            has = "has" if tensor in plan else "has no"
-            raise checkpoint.error(f"config.json says {key} = {str(given).lower()}, but the file {has} {tensor}.")
+
+def packed(
+    checkpoint: Checkpoint, target: PackedModel, module: Any, config: PretrainedConfig, prepack_weights: bool | None, **more: Any
+) -> PackedHead:  # fmt: skip
+    """A loaded head over packed rows, with rotary positions, and the target's embeddings if it has none."""
+    device, dtype = device_and_dtype(target)
+    module.rotary = RotaryPositions(checkpoint, config, device)
+    table = getattr(module, "embed_tokens", None)
+    module.embeddings = embeddings_of(checkpoint, target, table, config.hidden_size)
+    count = config.num_hidden_layers
+    return PackedHead(module, config, count, prepack_weights=prepack_weights, device=device, dtype=dtype, **more)
 
 
 class RotaryPositions(nn.Module):
@@ -173,25 +152,28 @@ class Embeddings:
     """Embeds ids of the target's vocabulary with the head's own table or the target's.
 
     Not a module, so that the target's table does not become a parameter of the head.
+
+    Args:
+        last: the last id in the table, which stands for greater ones; None: all are in it.
+        scale: of the table's rows; None: the table's module decides.
     """
 
-    def __init__(self, table: nn.Module, last: int | None = None):
-        self.table, self.last = table, last
+    def __init__(self, table: nn.Module, last: int | None = None, scale: float | None = None):
+        self.table, self.last, self.scale = table, last, scale
 
     def __call__(self, input_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """[1, T, H] from ids [1, T], on the device and in the dtype of `like`."""
         if self.last is not None:
             input_ids = input_ids.clamp(max=self.last)
-        return self.table(input_ids).to(like.device, like.dtype)
+        if self.scale is None:
+            return self.table(input_ids).to(like.device, like.dtype)
+        rows: Any = self.table.weight
+        return nn.functional.embedding(input_ids, rows).to(like.device, like.dtype) * self.scale
 
 
-def embedding_shape(table: nn.Module) -> tuple[int, int]:
-    """Number of tokens and width of an embedding table."""
-    assert isinstance(table.weight, torch.Tensor)
-    return table.weight.shape[0], table.weight.shape[1]
-
-
-def embeddings_of(checkpoint: Checkpoint, target: PackedModel, table: nn.Embedding | None, width: int) -> Embeddings:
+def embeddings_of(
+    checkpoint: Checkpoint, target: PackedModel, table: nn.Embedding | None, width: int, scale: float | None = None
+) -> Embeddings:
     """A head's own embeddings, or the target's if it has no `table`. Ids of padding rows that only the target has use the last row of the
     head's own.
 
@@ -199,11 +181,11 @@ def embeddings_of(checkpoint: Checkpoint, target: PackedModel, table: nn.Embeddi
         CheckpointError: the target's are not as wide as the head.
     """
     if table is not None:
-        return Embeddings(table, table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None)
-    shared = target_embeddings(target)
-    shared_width = embedding_shape(shared)[1]
-    if shared_width != width:
+        last = table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None
+        return Embeddings(table, last, scale)
+    shared: Any = target_embeddings(target)
+    if (own := shared.weight.shape[1]) != width:
         raise checkpoint.error(
-            f"has no embed_tokens.weight, and the target's embeddings have width {shared_width}, not {width}."
+            f"has no embed_tokens.weight, and the target's embeddings have width {own}, not {width}."
         )
-    return Embeddings(shared)
+    return Embeddings(shared, scale=scale)

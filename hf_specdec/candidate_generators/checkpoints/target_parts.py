@@ -41,11 +41,16 @@ def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded
         target.device,
         *more,
     )
-    loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
-    head = loaded.get(key)
-    if head is None:
-        head = loaded[key] = load()
-    return head
+    return once_per(target.model, key, load)
+
+
+def once_per(model: nn.Module, key: tuple, load: Callable[[], Loaded]) -> Loaded:
+    """The result of `load`, which is kept by this key as long as the model and some user of the result are."""
+    loaded = _loaded.setdefault(model, weakref.WeakValueDictionary())
+    made = loaded.get(key)
+    if made is None:
+        made = loaded[key] = load()
+    return made
 
 
 class DraftVocabulary:
@@ -86,42 +91,66 @@ def gather_features(
     return drafting.gather_features(layers, index.to(first.device), dtype).to(device)
 
 
-def draft_vocabulary(
-    checkpoint: Checkpoint, target: PackedModel, offsets: torch.Tensor | None, size: int
-) -> DraftVocabulary:
-    """The vocabulary of a head with `size` logits; a reduced one has the table `d2t` [size] of offsets.
+def checked_ids(checkpoint: Checkpoint, target: PackedModel, name: str, ids: torch.Tensor, size: int) -> torch.Tensor:
+    """The target's ids int64 [size] of a draft vocabulary's tokens, on the device for heads.
 
     Raises:
-        CheckpointError: the table has another length, ids out of the target's range, or a token twice.
+        CheckpointError: another length, ids out of the target's range, or a token twice.
     """
-    if offsets is None:
-        if not fits_vocabulary(size, target.vocab_size):
-            raise checkpoint.error(
-                f"has logits for {size} tokens and no table d2t, but the target has {target.vocab_size} tokens."
-                + trained_for(checkpoint)
-            )
-        return DraftVocabulary(target.vocab_size)
-    if tuple(offsets.shape) != (size,):
-        raise checkpoint.error(f"d2t has shape {list(offsets.shape)} for a draft vocabulary of {size} tokens.")
-    ids = torch.arange(size) + offsets.to("cpu", torch.long)
+    if tuple(ids.shape) != (size,):
+        raise checkpoint.error(f"{name} has shape {list(ids.shape)} for a draft vocabulary of {size} tokens.")
     if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
         raise checkpoint.error(
-            f"d2t names tokens {int(ids.min())} to {int(ids.max())}, the target has {target.vocab_size}: it belongs to another "
-            "target, or holds ids instead of offsets." + trained_for(checkpoint)
+            f"{name} names tokens {int(ids.min())} to {int(ids.max())}, the target has {target.vocab_size}: it belongs to another "
+            "target, or holds ids where offsets belong." + trained_for(checkpoint)
         )
     if len(torch.unique(ids)) != size:
-        raise checkpoint.error("d2t names a token of the target twice.")
-    _check_t2d(checkpoint, ids)
-    return DraftVocabulary(target.vocab_size, ids.to(device_and_dtype(target)[0]))
+        raise checkpoint.error(f"{name} names a token of the target twice.")
+    return ids.to(device_and_dtype(target)[0])
 
 
-def _check_t2d(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
-    """Raise CheckpointError if t2d [V], true for the tokens of the draft vocabulary, contradicts d2t (`ids` [Vd])."""
-    for name in ("t2d", "model.t2d"):
+def vocabulary_of(
+    checkpoint: Checkpoint, plan: Plan, target: PackedModel, width: int, stated: int | None = None, whole: int | None = None
+) -> tuple[DraftVocabulary, nn.Module | None]:  # fmt: skip
+    """The draft vocabulary of a head of that width, and the target's language-model head if the file has none. The table `d2t` of a
+    reduced vocabulary, offsets from its ids to the target's, is removed from the plan.
+
+    Args:
+        stated, whole: number of tokens of the draft vocabulary and of the whole one, as config.json says.
+
+    Raises:
+        CheckpointError: the file contradicts itself or the target.
+    """
+    source = plan.sources.pop("d2t", None)
+    offsets = None if source is None else checkpoint.tensor(source).to(torch.long)
+    shared: Any = None
+    if "lm_head.weight" in plan:
+        size = plan.matrix("lm_head.weight")[0]
+    elif offsets is not None:
+        raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight for it.")
+    elif width != target.config.hidden_size:
+        raise checkpoint.error(
+            f"has no lm_head.weight, and the target's reads hidden states of width {target.config.hidden_size}, not {width}."
+        )
+    else:
+        shared = target_head(target)
+        size = shared.weight.shape[0]
+    whole = whole or target.vocab_size
+    if stated is not None and offsets is None and (stated < whole or stated not in (size, whole)):
+        raise checkpoint.error(f"has draft_vocab_size {stated} and no table d2t of these tokens.")
+    if stated not in (None, size) and offsets is not None:
+        raise checkpoint.error(f"has draft_vocab_size {stated}, but logits for {size} tokens.")
+    if offsets is None:
+        check_vocabulary(checkpoint, target, size)
+        return DraftVocabulary(target.vocab_size), shared
+    ids = offsets + (torch.arange(len(offsets)) if offsets.dim() == 1 else 0)
+    vocabulary = DraftVocabulary(target.vocab_size, checked_ids(checkpoint, target, "d2t", ids, size))
+    for name in ("t2d", "model.t2d"):  # bool [V], true for the tokens of the draft vocabulary
         if name in checkpoint:
             known = checkpoint.tensor(name).to(torch.bool).nonzero().flatten()
             if not torch.equal(known, ids.sort().values):
                 raise checkpoint.error(f"t2d and d2t name different tokens: {len(known)} and {len(ids)} of them.")
+    return vocabulary, shared
 
 
 def target_embeddings(target: PackedModel) -> nn.Module:
@@ -168,19 +197,15 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
     """
     values = {"model_type": default_type} | {k: v for k, v in values.items() if k not in ("architectures", "auto_map")}
     model_type = values.pop("model_type")
-    for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim"):
-        if values.get(key) is not None:
-            checkpoint.integer(key, values[key])
     act = values.get("hidden_act")
     if act is not None and act not in ACT2FN:
         raise checkpoint.error(
             f"config.json has hidden_act = {act!r}{nearest_hint(act, ACT2FN)}, which transformers does not know."
         )
     try:
-        config = AutoConfig.for_model(model_type, **values)
+        return AutoConfig.for_model(model_type, **values)
     except BAD_VALUES as error:
         raise checkpoint.error(f"its configuration of model_type {model_type!r} cannot be read: {error}") from None
-    return config
 
 
 def plain_rope(values: dict[str, Any]) -> dict[str, Any]:

@@ -2,28 +2,68 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import PretrainedConfig, Qwen3Config
 
 from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
-from ..checkpoints.files import Checkpoint, Plan, register_format
-from ..checkpoints.layers import Embeddings, RotaryPositions, check_layer_count, embeddings_of
-from ..checkpoints.target_parts import DraftVocabulary, layer_config, plain_rope, trained_for
+from ..checkpoints.files import MASK_EMBEDDING, Checkpoint, Plan, register_format
+from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
+from ..checkpoints.layers import Embeddings, RotaryPositions, embeddings_of, read_layer_config
+from ..checkpoints.target_parts import DraftVocabulary, trained_for
 from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
 
-# Keys in the configurations of z-lab and SpecForge besides those of the layers.
-_OTHER_KEYS = ("block_size", "dflash_config", "num_target_layers", "target_hidden_size")
-_QWEN3_KEYS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_act",
-    "max_position_embeddings", "rms_norm_eps",
+logger = logging.getLogger(__name__)
+
+# `vocabulary_of` reads t2d; some trainers leave the verifier's norm and head in the file.
+_NOT_IN_MODULE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+_PROJECTORS = {
+    "DFlashDraftModel": None, "DFlashSpeculator": None, "DominoDraftModel": "domino", "DSparkDraftModel": "dspark",
+    "DSparkSpeculator": "dspark", "Qwen3DSparkModel": "dspark",
+}  # fmt: skip
+_HEAD_KEYS = {
+    "dspark": {
+        **keys(integer(0), "markov_rank"),
+        "markov_head_type": Key(one_of(*MARKOV_TYPES), default="vanilla"),
+        **keys(FLAG, "enable_confidence_head", "confidence_head_with_markov"),
+        "confidence_head_alpha": Key(NUMBER, default=0.0),
+    },
+    "domino": {**keys(integer(0), "emb_dim", "gru_hidden_dim"), "pure_draft_prefix_len": Key(integer(0), default=0)},
+}
+_TABLE = Table(
+    {
+        "kind": Key(one_of("dflash", "dspark"), places=(".speculators_model_type", "speculators_config.algorithm")),
+        "architectures": Key(NAMES, default=[], places=(".architectures",)),
+        "projector": Key(one_of("dspark", "domino"), places=("projector_type",)),
+        "block_size": Key(integer(0), places=("block_size", "dspark_block_size")),
+        "mask_token_id": Key(
+            integer(0), default=..., places=("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"),
+        ),
+        # z-lab and DeepSpec count the layers whose outputs are read, and -1 for the embeddings; speculators and vLLM those whose inputs are
+        "tapped": Key(
+            IDS,
+            places=("target_layer_ids + 1", "dspark_target_layer_ids + 1", "aux_hidden_state_layer_ids",
+                    ".eagle_aux_hidden_state_layer_ids", "layer_ids"),
+        ),
+        **keys(integer(), "num_target_layers", "target_hidden_size", "draft_vocab_size", "swa_window_size"),
+        "sample_from_anchor": Key(FLAG, places=("sample_from_anchor", "query_zero_predicts_next", "not dspark_bonus_anchor")),
+        "causal": Key(FLAG, places=("is_causal", "causal")),
+        **keys(FLAG, "shift_label", "sliding_window_non_causal", "use_swa"),
+        **keys(NUMBER, "input_embedding_scale", "final_logit_softcapping"),
+        "output_multiplier": Key(NUMBER, default=1.0),
+        "attention_bias": Key(
+            FLAG, places=(".attention_bias", f"{LAYERS}.attention_bias"), tensor="layers.0.self_attn.o_proj.bias"
+        ),
+        **_HEAD_KEYS["dspark"],
+        **_HEAD_KEYS["domino"],
+    },
+    section="dflash_config",
+    only={"use_aux_hidden_state": True},
+    nothing=frozenset({"attention_mode"}),  # the number of heads says it
 )  # fmt: skip
-# `draft_vocabulary` reads the vocabulary's tables; some trainers leave the verifier's norm and head in the file.
-_NOT_IN_MODULE = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
@@ -46,157 +86,127 @@ def default_target_layers(num_target_layers: int, num_layers: int) -> list[int]:
     return [round(1 + i * (num_target_layers - 4) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def read_layout(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
+def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: float | None = None) -> DFlashLayout:
     """The settings of a checkpoint.
+
+    Args:
+        embedding_scale: factor of the target's embedding rows; None: as the checkpoint or its origin says.
 
     Raises:
         CheckpointError: a key is missing or does not fit the target, or the format is another drafter's.
     """
-    kind = checkpoint.config.get("speculators_model_type")
-    if kind is None:
-        layout = _read_own(checkpoint, target)
-    elif kind in ("dflash", "dspark"):
-        layout = _read_speculators(checkpoint, kind)
-    else:
-        raise checkpoint.error(f"is of speculators type {kind!r}; method 'dflash' reads 'dflash' and 'dspark'.")
-    _check(checkpoint, layout, target)
+    plan = Plan(checkpoint, _canonical)
+    given = _TABLE.read(checkpoint, plan)
+    config: Any = read_layer_config(checkpoint, plan, "qwen3")
+    config.attention_bias = "layers.0.self_attn.o_proj.bias" in plan
+    sliding_is_causal = not given.sliding_window_non_causal
+    if given.use_swa and "sliding_attention" not in config.layer_types:
+        window = (checkpoint.section(LAYERS) or checkpoint.config).get("sliding_window")
+        config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+        config.sliding_window, sliding_is_causal = given.swa_window_size or window, False
+    num_layers, tapped = target.config.num_hidden_layers, given.tapped
+    if tapped is None and given.kind is None:
+        tapped = [i + 1 for i in default_target_layers(num_layers, config.num_hidden_layers)]
+    heads = _heads(checkpoint, given, plan)
+    is_dspark, from_anchor = heads.get("projector_type") == "dspark", given.sample_from_anchor
+    scale = given.input_embedding_scale if embedding_scale is None else embedding_scale
+    scales_rows = hasattr(target_parts.target_embeddings(target), "embed_scale") and "embed_tokens.weight" not in plan
+    if scales_rows and scale is None:
+        # z-lab's earlier code and vLLM read the rows that a target like Gemma scales, and cap logits as it does; speculators
+        # and z-lab's newer files, which state the factor, read the rows of the table.
+        scale, how = (None, "scaled, as the target does,") if given.kind is None else (1.0, "as they are")
+        logger.info(
+            "%s: it reads the target's embeddings %s like drafters of its format; 'input_embedding_scale' overrides this.",
+            checkpoint.name, how,
+        )  # fmt: skip
+    cap = getattr(target.config, "final_logit_softcapping", None) if scales_rows and scale is None else None
+    layout = DFlashLayout(
+        layers=config,
+        block_size=given.block_size or (8 if given.block_size is None and given.kind else 0),
+        mask_token_id=given.mask_token_id,
+        tapped=tuple(tapped or ()),
+        # DSpark is trained to predict from the anchor's slot too; others only if config.json says so
+        from_anchor=is_dspark or bool(given.shift_label) if from_anchor is None else from_anchor,
+        causal=(False, sliding_is_causal) if given.causal is None else (given.causal, given.causal),
+        window_from_anchor=given.kind is not None,
+        starts_in_anchor_slot=given.kind is not None,
+        heads=heads,
+        draft_vocab_size=given.draft_vocab_size,
+        embedding_scale=scale,
+        logit_scale=given.output_multiplier,
+        softcap=given.final_logit_softcapping or cap,
+    )
+    _check(checkpoint, given, layout, target)
     return layout
 
 
-def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
-    """z-lab's and SpecForge's configuration: the layers' keys at the top level, the drafter's in `dflash_config`."""
-    config = checkpoint.config
-    settings = checkpoint.section("dflash_config")
-    layers = _read_layers(checkpoint, {k: v for k, v in config.items() if k not in _OTHER_KEYS})
-    num_target_layers = config.get("num_target_layers") or target.config.num_hidden_layers
-    if num_target_layers != target.config.num_hidden_layers:
+def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
+    """The keys of the DSpark or Domino heads, `projector_type` tells which; {} if the file has neither."""
+    named = {_PROJECTORS.get(name, name) for name in given.architectures} | {given.projector, given.kind}
+    named -= {None, "dflash"}
+    if len(named) > 1 or not named <= set(_HEAD_KEYS):
         raise checkpoint.error(
-            f"was made for a target of {num_target_layers} layers; this one has {target.config.num_hidden_layers}."
+            f"config.json has architectures = {given.architectures}, with projector_type {given.projector!r}; known are "
+            f"{', '.join(_PROJECTORS)}."
         )
-    if not settings.get("use_aux_hidden_state", True):
-        raise checkpoint.error(
-            "has use_aux_hidden_state false: a drafter that does not read the target's layers is not supported."
-        )
-    taps = settings.get("target_layer_ids") or default_target_layers(num_target_layers, layers.num_hidden_layers)
-    projector = settings.get("projector_type") or {"DSparkDraftModel": "dspark", "DominoDraftModel": "domino"}.get(
-        (config.get("architectures") or [""])[0]
-    )
-    causal = bool(settings.get("causal", False))
-    alpha = settings.get("confidence_head_alpha") or 0
-    if not isinstance(alpha, (int, float)):
-        raise checkpoint.error(f"needs a number 'confidence_head_alpha' in its configuration, not {alpha!r}.")
-    return DFlashLayout(
-        layers=layers,
-        block_size=checkpoint.integer("block_size", config.get("block_size") or settings.get("block_size"), minimum=0),
-        mask_token_id=checkpoint.integer("dflash_config.mask_token_id", settings.get("mask_token_id"), minimum=0),
-        tapped=tuple(i + 1 for i in _integers(checkpoint, taps, "dflash_config.target_layer_ids")),
-        # DSpark is trained to predict the next token from every slot; Domino only if config.json says so.
-        from_anchor=projector == "dspark" or bool(settings.get("shift_label", False)),
-        causal=(causal, True),
-        window_from_anchor=False,
-        starts_in_anchor_slot=False,
-        heads={
-            "markov_rank": 0,
-            "enable_confidence_head": alpha > 0,
-            "confidence_head_with_markov": False,
-            **settings,
-            "projector_type": projector,
-        },
-    )
+    projector = next(iter(named), None)
+    for head in _HEAD_KEYS.keys() - {projector}:
+        for key, spec in _HEAD_KEYS[head].items():
+            if (value := getattr(given, key)) not in (None, False, 0, spec.default):
+                raise checkpoint.error(f"config.json has {key} = {value!r}, but it is no drafter with this head.")
+    if projector is None:
+        return {}
+    heads = {"projector_type": projector} | {key: getattr(given, key) for key in _HEAD_KEYS[projector]}
+    if projector == "domino":
+        # Weights that are read: the state by the GRU, the bottleneck by the last layer.
+        for key, tensor in (("emb_dim", "embed_proj.2.weight"), ("gru_hidden_dim", "prefix_gru.weight_hh_l0")):
+            held = plan.matrix(f"domino.{tensor}")[1] if f"domino.{tensor}" in plan else heads[key]
+            if not heads[key] or heads[key] != held:
+                raise checkpoint.error(f"has {key} = {heads[key]}, but its {tensor} reads {held} numbers.")
+        return heads
+    is_own = given.kind is None
+    defaults = (0, given.confidence_head_alpha > 0, False) if is_own else (256, True, True)
+    for key, default in zip(
+        ("markov_rank", "enable_confidence_head", "confidence_head_with_markov"), defaults, strict=True
+    ):
+        heads[key] = default if heads[key] is None else heads[key]
+    if heads["enable_confidence_head"] and heads["confidence_head_with_markov"] and not heads["markov_rank"]:
+        raise checkpoint.error("has confidence_head_with_markov true and no Markov head (markov_rank 0).")
+    return heads
 
 
-def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
-    """speculators' configuration: the layers' keys in `transformer_layer_config`, the drafter's at the top level."""
-    config = checkpoint.config
-    if not isinstance(config.get("transformer_layer_config"), dict):
-        raise checkpoint.error("has no transformer_layer_config.")
-    defaults = {
-        "markov_rank": 256,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    }
-    return DFlashLayout(
-        layers=_read_layers(checkpoint, config["transformer_layer_config"]),
-        block_size=checkpoint.integer("block_size", config.get("block_size", 8), minimum=0),
-        mask_token_id=checkpoint.integer("mask_token_id", config.get("mask_token_id"), minimum=0),
-        tapped=tuple(_integers(checkpoint, config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")),
-        from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
-        causal=(False, not config.get("sliding_window_non_causal", False)),
-        window_from_anchor=True,
-        starts_in_anchor_slot=True,
-        heads={k: config.get(k, v) for k, v in defaults.items()} | {"projector_type": kind} if kind == "dspark" else {},
-    )
-
-
-def _read_layers(checkpoint: Checkpoint, values: dict[str, Any]) -> Qwen3Config:
-    """The layers are always Qwen3's; the configuration's model type only sets defaults."""
-    values = plain_rope(values)
-    check_layer_count(checkpoint, values, Plan(checkpoint, _canonical))
-    source = layer_config(checkpoint, values, "qwen3")
-    with checkpoint.building():
-        return _qwen3(checkpoint, source)
-
-
-def _qwen3(checkpoint: Checkpoint, source: PretrainedConfig) -> Qwen3Config:
-    rope = getattr(source, "rope_parameters", None) or {}
-    rope = rope.get("sliding_attention", rope)  # if kinds of layers differ, speculators uses this one
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise checkpoint.error("rotates only a part of each head (partial_rotary_factor), which Qwen3's layers do not.")
-    layer_types = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
-    window = getattr(source, "sliding_window", None)
-    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-    if unknown or len(layer_types) != source.num_hidden_layers:
-        raise checkpoint.error(f"has layer_types {layer_types} for {source.num_hidden_layers} layers.")
-    if "sliding_attention" in layer_types and not window:
-        raise checkpoint.error("has sliding_attention layers and no sliding_window (or use_sliding_window false).")
-    return Qwen3Config(
-        **{key: getattr(source, key) for key in _QWEN3_KEYS},
-        head_dim=getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
-        rope_parameters=rope,
-        attention_bias=getattr(source, "attention_bias", False),
-        use_sliding_window=window is not None,
-        sliding_window=window,
-        layer_types=list(layer_types),
-    )
-
-
-def _integers(checkpoint: Checkpoint, values: Any, key: str) -> list[int]:
-    if not isinstance(values, list) or not values:
-        raise checkpoint.error(f"needs a list of layers {key!r} in its configuration, not {values!r}.")
-    return [checkpoint.integer(key, value, minimum=0) for value in values]
-
-
-def _check(checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel) -> None:
+def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: PackedModel) -> None:
+    """Raise CheckpointError if keys contradict one another, or do not fit the target."""
+    num_layers, anchor, label = target.config.num_hidden_layers, given.sample_from_anchor, given.shift_label
     if layout.num_tokens < 1:
-        raise checkpoint.error(f"has block_size {layout.block_size}, which leaves nothing to draft.")
-    num_layers = target.config.num_hidden_layers
-    if max(layout.tapped) > num_layers:
+        raise checkpoint.error(f"has block_size {given.block_size}, which leaves nothing to draft.")
+    if given.num_target_layers not in (None, num_layers):
+        raise checkpoint.error(f"was made for a target of {given.num_target_layers} layers; this one has {num_layers}.")
+    if not layout.tapped:
+        raise checkpoint.error("names no layers of the target to read (aux_hidden_state_layer_ids).")
+    if min(layout.tapped) < 0 or max(layout.tapped) > num_layers:
         raise checkpoint.error(
             f"reads hidden states {list(layout.tapped)}, but the target has {num_layers} layers. It is for another target."
         )
-    heads = layout.heads
-    if heads.get("markov_rank"):
-        checkpoint.integer("markov_rank", heads["markov_rank"], minimum=0)
-    if (
-        heads.get("enable_confidence_head")
-        and heads.get("confidence_head_with_markov")
-        and not heads.get("markov_rank")
-    ):
-        raise checkpoint.error("has confidence_head_with_markov true and no Markov head (markov_rank 0).")
-    if heads.get("markov_rank") and heads.get("markov_head_type", "vanilla") not in MARKOV_TYPES:
+    if given.use_swa and not layout.layers.sliding_window:
+        raise checkpoint.error("has use_swa true and no swa_window_size or sliding_window.")
+    if given.causal is not None and given.causal is given.sliding_window_non_causal:
         raise checkpoint.error(
-            f"has markov_head_type {heads['markov_head_type']!r}; known are {', '.join(MARKOV_TYPES)}."
+            f"config.json has sliding_window_non_causal = {given.causal} beside is_causal or causal."
         )
-    if heads.get("projector_type") == "domino":
-        checkpoint.integer("dflash_config.pure_draft_prefix_len", heads.get("pure_draft_prefix_len", 0), minimum=0)
-        plan = Plan(checkpoint, _canonical)
-        # Weights that are read: the state by the GRU, the bottleneck by the last layer.
-        for key, tensor in (("emb_dim", "embed_proj.2.weight"), ("gru_hidden_dim", "prefix_gru.weight_hh_l0")):
-            size = checkpoint.integer(f"dflash_config.{key}", heads.get(key), minimum=0)
-            held = plan.matrix(f"domino.{tensor}")[1] if f"domino.{tensor}" in plan else size
-            if size < 1 or size != held:
-                raise checkpoint.error(f"has dflash_config.{key} = {size}, but its {tensor} reads {held} numbers.")
+    if None not in (anchor, label) and anchor != label and layout.heads.get("projector_type") != "dspark":
+        raise checkpoint.error(
+            f"config.json has shift_label = {label}, but says {anchor} to whether the anchor's slot predicts."
+        )
+    if given.input_embedding_scale not in (None, layout.embedding_scale):
+        raise checkpoint.error(
+            f"config.json has input_embedding_scale = {given.input_embedding_scale}, but speculative_config says {layout.embedding_scale}."
+        )
+    target_parts.check_target(checkpoint, target, given.target_hidden_size, None)
+    if (checkpoint.folder / MASK_EMBEDDING).exists():
+        raise checkpoint.error(
+            f"has a file {MASK_EMBEDDING} in place of the mask token's embedding, which is not supported."
+        )
 
 
 def _canonical(name: str) -> str | None:
@@ -237,33 +247,20 @@ def load_dflash(
             f"fc.weight reads {reads} numbers, but {len(layout.tapped)} of the target's layers have "
             f"{len(layout.tapped) * feature_size}. It is for another target." + trained_for(checkpoint)
         )
-    shared_head: Any = target_parts.target_head(target)
-    size = (owns["lm_head"] or tuple(shared_head.weight.shape))[0]
-    vocabulary = target_parts.draft_vocabulary(
-        checkpoint, target, _offsets(checkpoint, layout, bool(owns["lm_head"])), size
-    )
+    stated = layout.draft_vocab_size, config.vocab_size
+    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
+    shared: Any = lm_head
+    size = (owns["lm_head"] or shared.weight.shape)[0]
     table: Any = target_parts.target_embeddings(target)
     rows = (owns["embed_tokens"] or table.weight.shape)[0]
     if layout.mask_token_id >= rows:
         raise checkpoint.error(f"has mask_token_id {layout.mask_token_id}, but there are {rows} embeddings.")
     rotary = RotaryPositions(checkpoint, config, target_parts.device_and_dtype(target)[0])
     drafter = target_parts.built(checkpoint, plan, target, lambda: DFlashDrafter(layout, feature_size, size, owns))
-    embeddings = embeddings_of(checkpoint, target, drafter.embed_tokens, config.hidden_size)
+    embeddings = embeddings_of(checkpoint, target, drafter.embed_tokens, config.hidden_size, layout.embedding_scale)
     return LoadedDFlash(
         head=BlockHead(drafter, layout, rotary, prepack_weights),
         embeddings=embeddings,
-        lm_head=shared_head if drafter.lm_head is None else drafter.lm_head,
+        lm_head=drafter.lm_head or shared,
         vocabulary=vocabulary,
     )
-
-
-def _offsets(checkpoint: Checkpoint, layout: DFlashLayout, has_head: bool) -> torch.Tensor | None:
-    """The table d2t [Vd] of a reduced vocabulary, or None."""
-    if "d2t" not in checkpoint:
-        declared = checkpoint.config.get("draft_vocab_size")
-        if declared is not None and declared < layout.layers.vocab_size:
-            raise checkpoint.error(f"has draft_vocab_size {declared} and no table d2t of these tokens.")
-        return None
-    if not has_head:
-        raise checkpoint.error("has a draft vocabulary (d2t) and no lm_head.weight for it.")
-    return checkpoint.tensor("d2t").to(torch.long)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...config import config_key
 from ...core.output import PackedOutput, Taps
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
@@ -17,7 +18,6 @@ from ..checkpoints.config import HeadConfig, proposed_length
 from ..checkpoints.target_parts import gather_features, load_once
 from ..growing.features import FeatureGenerator, joined
 from ..growing.tree_growth import DraftLevel
-from ..growing.tree_shapes import TreeShape, cut_shape
 from ..registry import register
 from .checkpoint import is_dflash, load_dflash, read_layout
 
@@ -35,6 +35,13 @@ class DFlashConfig(HeadConfig):
     requires = ("a DFlash, DSpark or Domino drafter trained for the target: 'model'",)
     default_longest_draft = 15
 
+    input_embedding_scale: float | None = config_key(
+        None,
+        "factor of the embedding rows that a drafter without embeddings takes of a target that scales its rows (Gemma); by default "
+        "as its file says, otherwise 1 in speculators' format, and the target's in others",
+        minimum=0.0,
+    )
+
 
 @register(DFlashConfig)
 class DFlashGenerator(FeatureGenerator):
@@ -50,24 +57,24 @@ class DFlashGenerator(FeatureGenerator):
 
     def __init__(self, config: DFlashConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_dflash)
-        layout = self.layout = read_layout(checkpoint, target)
+        scale = config.input_embedding_scale
+        layout = self.layout = read_layout(checkpoint, target, scale)
         config = config.with_default_length(proposed_length(checkpoint) or layout.num_tokens)
-        shape = _fitting(config, layout.num_tokens)
+        shape = config.shape_within(layout.num_tokens)
         super().__init__(config, target, context, shape, has_loop=False)  # one forward has drafted all depths
-        self.loaded = load_once(config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights))
+        self.loaded = load_once(
+            config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights), scale
+        )
         self.vocabulary, self.lm_head = self.loaded.vocabulary, self.loaded.lm_head
-        self.head = self.block = self.captured(
-            self.loaded.head, native=False
-        )  # its blocks are packed once per kind of attention
+        # not native: its blocks are packed once per kind of attention
+        self.head = self.block = self.captured(self.loaded.head, native=False)
         self.sequential, self.confidence = self.block.module.sequential, self.block.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(layout.tapped)))
         self.num_slots = shape.depth + (not layout.from_anchor)
         # of the current round:
         self.hidden: torch.Tensor | None = None  # [R, depths, H], for the heads
         self.base: torch.Tensor | None = None  # [R, depths, Vd], the block's own logits
-        self.survival: torch.Tensor | None = (
-            None  # [R, F], log-probabilities that the token after each node is accepted
-        )
+        self.survival: torch.Tensor | None = None  # [R, F], log-probabilities that the token after a node is accepted
 
     def moved_caches(self) -> None:
         """None: moving the rows of its cache is not supported."""
@@ -108,7 +115,7 @@ class DFlashGenerator(FeatureGenerator):
         hidden = self.block.block(rows, self._embed(ids.flatten()), self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
-        self.base = self.lm_head(self.hidden)
+        self.base = self.layout.capped(self.lm_head(self.hidden))
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
         self.grower.state = hidden.new_zeros(len(sequences), 1, size)
@@ -122,13 +129,11 @@ class DFlashGenerator(FeatureGenerator):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""
         assert self.base is not None and self.hidden is not None
-        state, survival = self.grower.remaining(level), self.survival
+        state, survival = self.grower.carried(level), self.survival
         if len(level.kept) < len(self.base):
             kept = upload(level.kept, self.base.device)
             self.base, self.hidden = self.base[kept], self.hidden[kept]
             survival = survival[kept] if survival is not None else None
-        if self.sequential is not None:
-            state = state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
         if survival is not None:
             survival = survival.gather(1, level.parents)
         return self._follow_paths(level.depth + 1, level.tokens, state, survival)
@@ -160,32 +165,15 @@ class DFlashGenerator(FeatureGenerator):
         assert self.confidence is not None
         features = hidden[:, None].expand(-1, previous.shape[1], -1)
         if self.block.module.confidence_reads_markov:
-            assert self.sequential is not None
-            summary = self.sequential.summary(previous.flatten()).view(*previous.shape, -1)
+            assert self.block.module.markov_head is not None
+            summary = self.block.module.markov_head.summary(previous.flatten()).view(*previous.shape, -1)
             features = torch.cat([features, summary], dim=-1)
         return self.confidence(features)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [n, H] of ids [n] of the target's vocabulary."""
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device
         return self.loaded.embeddings(ids[None].to(device), self.block.module.fc.weight)[0]
 
     def log_survival(self) -> torch.Tensor | None:
-        """The confidence head's estimates for the last logits, if the checkpoint has one; see `levels.NodeExpander`."""
+        """The confidence head's estimates, if the checkpoint has one."""
         return self.survival
-
-
-def _fitting(config: DFlashConfig, longest: int) -> TreeShape:
-    """The configured shape; with draft_length "auto" it is cut to the block's length.
-
-    Raises:
-        SpeculativeConfigError: the shape is deeper than the block.
-    """
-    shape = config.shape()
-    cut = cut_shape(shape, longest) if config.draft_length == "auto" or shape.depth <= longest else None
-    if cut is None:
-        raise config.fail(
-            "num_speculative_tokens",
-            f"is {config.num_speculative_tokens}, but the drafter's block has {longest} tokens.",
-        )
-    return cut

@@ -47,6 +47,9 @@ class DFlashLayout:
         starts_in_anchor_slot: a recurrent head runs on the anchor's slot before the first slot that predicts (speculators);
             otherwise its state is zero there (SpecForge).
         heads: keys of the DSpark or Domino heads; `projector_type` tells which.
+        draft_vocab_size: number of logits that the configuration states, if it does.
+        embedding_scale: of the embedding rows of the block's tokens; None: as the target's first layer reads them.
+        logit_scale, softcap: see `capped`.
     """
 
     layers: Qwen3Config
@@ -58,11 +61,20 @@ class DFlashLayout:
     window_from_anchor: bool
     starts_in_anchor_slot: bool
     heads: dict[str, Any]
+    draft_vocab_size: int | None = None
+    embedding_scale: float | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens that a whole block drafts."""
         return self.block_size - (not self.from_anchor)
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """The block's logits before heads correct them: c tanh(s logits / c), with the softcap c (none: s logits) and `logit_scale` s."""
+        logits = logits if self.logit_scale == 1.0 else logits * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 # ---- heads that correct a block's logits for the tokens chosen earlier on a path ---------------------------------
@@ -92,10 +104,6 @@ class SequentialHead(nn.Module):
         Returns: the new state [n, S]; the correction of the logits [n, Vd] (None: no correction at this depth).
         """
 
-    def summary(self, previous: torch.Tensor) -> torch.Tensor:
-        """The features [n, r] of the previous token for a confidence head."""
-        raise TypeError(f"{type(self).__name__} has nothing for a confidence head to read.")
-
 
 class MarkovHead(SequentialHead):
     """DSpark's low-rank bias B[previous] = W2 W1[previous].
@@ -120,7 +128,7 @@ class MarkovHead(SequentialHead):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def summary(self, previous: torch.Tensor) -> torch.Tensor:
-        """W1[previous]: [n, r]."""
+        """W1[previous] [n, r], which a confidence head may read too."""
         # The target's embeddings may have more padding rows than the head's.
         return self.markov_w1(previous.clamp(max=self.markov_w1.num_embeddings - 1))
 
@@ -198,15 +206,12 @@ class DFlashDrafter(nn.Module):
         self.domino: DominoHead | None = None
         self.confidence_head: ConfidenceHead | None = None
         self.confidence_reads_markov = bool(heads.get("confidence_head_with_markov"))
-        rank = heads.get("markov_rank", 0) if kind == "dspark" else 0
+        rank = heads.get("markov_rank", 0)
         if kind == "domino":
-            self.domino = DominoHead(
-                vocab, heads["emb_dim"], size, heads["gru_hidden_dim"], heads.get("pure_draft_prefix_len", 0)
-            )
+            sizes = heads["emb_dim"], size, heads["gru_hidden_dim"]
+            self.domino = DominoHead(vocab, *sizes, heads["pure_draft_prefix_len"])
         elif rank:
-            self.markov_head = MarkovHead(
-                config.vocab_size, vocab, rank, size, heads.get("markov_head_type", "vanilla")
-            )
+            self.markov_head = MarkovHead(config.vocab_size, vocab, rank, size, heads["markov_head_type"])
         if kind == "dspark" and heads["enable_confidence_head"]:
             self.confidence_head = ConfidenceHead(size + (rank if self.confidence_reads_markov else 0))
         for layer in self.layers:
@@ -255,30 +260,24 @@ class BlockHead(PackedHead):
     def write_context(self, batch: PackedBatch | CapturedBatch, features: torch.Tensor) -> torch.Tensor:
         """`read_context` for a packed batch; returns `features`."""
         cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
-        cache = batch.cache
-        cache.batch = batch
-        try:
+        with batch.cache.running(batch):
             for index, layer in enumerate(self.module.layers):
                 attention: Any = layer.self_attn
                 shape = (1, len(features), -1, attention.head_dim)
                 keys = attention.k_norm(attention.k_proj(features).view(shape)).transpose(1, 2)
                 values = attention.v_proj(features).view(shape).transpose(1, 2)
-                cache.update(keys * cos + rotate_half(keys) * sin, values, index)
-        finally:
-            cache.batch = None
+                batch.cache.update(keys * cos + rotate_half(keys) * sin, values, index)
         return features
 
     @torch.no_grad()
     def block(self, rows: list[RowInput], embedded: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
         """Final hidden states [T, H] of the rows' blocks, from their embeddings [T, H]."""
         views = [self._seen(rows, kind) for kind in self.kinds]
-        if self.graphs is not None:
-            hidden = self.graphs.run(views, cache, embedded)
-            if hidden is not None:
-                return hidden
-        return self.forward_batch(
-            *(PackedBatch.pack(view, cache, self.device, self.gather) for view in views), features=embedded
-        )
+        hidden = None if self.graphs is None else self.graphs.run(views, cache, embedded)
+        if hidden is not None:
+            return hidden
+        batches = (PackedBatch.pack(view, cache, self.device, self.gather) for view in views)
+        return self.forward_batch(*batches, features=embedded)
 
     def forward_batch(
         self, batch: PackedBatch | CapturedBatch, *others: PackedBatch | CapturedBatch, features: torch.Tensor
@@ -287,8 +286,7 @@ class BlockHead(PackedHead):
         by_kind = dict(zip(self.kinds, (batch, *others), strict=True))
         hidden = features[None]
         position_embeddings = self.rotary(batch.position_ids, hidden.dtype)
-        batch.cache.batch = batch
-        try:
+        with batch.cache.running(batch):
             for kind, layer in zip(self.config.layer_types, self.module.layers, strict=True):
                 hidden = layer(
                     hidden,
@@ -297,8 +295,6 @@ class BlockHead(PackedHead):
                     specdec=by_kind[kind],
                     **{CACHE: batch.cache},
                 )
-        finally:
-            batch.cache.batch = None
         return self.module.norm(hidden)[0]
 
     def _seen(self, rows: list[RowInput], kind: str) -> list[RowInput]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
 from ..base import CandidateGenerator, DrafterContext, MayMissSteps, RunsModel
 from ..checkpoints.files import Checkpoint, register_format, versions_of
+from ..checkpoints.target_parts import once_per
 from ..growing.grower import Grower, GrowsDrafts
 from ..growing.own_cache import OwnCache, OwnsCache
 from ..growing.tree_growth import Draft, DraftLevel
@@ -78,7 +78,6 @@ def _matches(checkpoint: Checkpoint) -> bool:
 register_format("a causal language model of transformers", "draft_model", _matches, last=True)
 
 _loading = threading.Lock()
-_loaded = weakref.WeakKeyDictionary[PreTrainedModel, "weakref.WeakValueDictionary[tuple, PreTrainedModel]"]()
 
 
 def load_drafter(config: DraftModelConfig, target: PackedModel, context: DrafterContext) -> PreTrainedModel:
@@ -106,21 +105,21 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         sharding["distributed_config"] = DistributedConfig(tp_size=shards)
     quantization = config.quantization and (config.quantization, quantizes_natively(config))
     key = (name, versions_of(name), config.revision, quantization, target.model.dtype, target.device, len(sharding))
+
+    def load() -> Any:
+        try:
+            revision = config.revision or "main"
+            trusted = has_repository_code(target.model) and not is_known(name, revision)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                name, revision=revision, dtype=target.model.dtype, trust_remote_code=trusted, **sharding
+            )
+        except (OSError, ValueError) as error:
+            raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
+        return (model if sharding else model.to(target.device)).eval()
+
     # transformers patches its own classes while it loads: two loads at once would leave them patched.
     with _loading:
-        loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
-        model: Any = loaded.get(key)
-        if model is None:
-            try:
-                revision = config.revision or "main"
-                trusted = has_repository_code(target.model) and not is_known(name, revision)
-                model = AutoModelForCausalLM.from_pretrained(
-                    name, revision=revision, dtype=target.model.dtype, trust_remote_code=trusted, **sharding
-                )
-            except (OSError, ValueError) as error:
-                raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
-            model = loaded[key] = (model if sharding else model.to(target.device)).eval()
-    return model
+        return once_per(target.model, ("draft_model", *key), load)
 
 
 def is_known(name: str, revision: str) -> bool:
@@ -166,9 +165,8 @@ class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel,
         self.pages.has_graphs = has_graphs
         # per sequence, the cache index of each node of the last draft (or -1)
         self.kept_nodes: dict[int, list[int]] = {}
-        self._resting: contextlib.ExitStack | None = (
-            None  # where to enter the drafter's context, before it is first asked
-        )
+        # where to enter the drafter's context, before it is first asked
+        self._resting: contextlib.ExitStack | None = None
         self.texts: dict[int, list[int]] = {}  # per sequence of the current round, its text in the drafter's tokens
 
     # ---- memory -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints import layers, target_parts
 from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.keys import FLAG, LAYERS, Key, Table, integer, one_of
 from .head import EagleHead
 
 _RENAMED = {
@@ -18,6 +19,22 @@ _RENAMED = {
     "embedding_layernorm.": "enorm.",
     "pre_lm_head_layernorm.": "norm.",
 }
+_TABLE = Table(
+    {
+        "speculators_model_type": Key(
+            one_of("eagle"), places=(".speculators_model_type", "speculators_config.algorithm")
+        ),
+        "vocab_size": Key(integer(), places=("vocab_size", f"{LAYERS}.vocab_size")),
+        "bias": Key(FLAG, tensor="fc.bias"),
+        "fusion_bias": Key(FLAG, tensor="fc.bias"),
+        "qkv_bias": Key(FLAG, tensor="layers.0.self_attn.q_proj.bias"),
+        "add_para_norm": Key(FLAG, tensor="enorm.weight"),
+        "layernorms": Key(FLAG, tensor="enorm.weight"),
+    },
+    section="eagle_config",
+    only={"transformer_layer_architecture": "LlamaDecoderLayer"},
+    nothing=frozenset({"attention_bias"}),
+)
 
 
 def _canonical(name: str) -> str:
@@ -52,25 +69,12 @@ class LoadedEagle:
 def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedEagle:
     """Load an EAGLE-1/2 head on the target's device, in its dtype."""
     plan = Plan(checkpoint, _canonical)
-    layers.check_flags(
-        checkpoint,
-        plan,
-        {"bias": "fc.bias", "fusion_bias": "fc.bias", "qkv_bias": "layers.0.self_attn.q_proj.bias",
-         "add_para_norm": "enorm.weight", "layernorms": "enorm.weight"},
-    )  # fmt: skip
+    settings = _TABLE.read(checkpoint, plan)
     config = layers.read_layer_config(checkpoint, plan)
-    has_embeddings, has_lm_head = "embed_tokens.weight" in plan, "lm_head.weight" in plan
-    vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else layers.vocab_size_of(checkpoint)
+    has_embeddings = "embed_tokens.weight" in plan
+    vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else settings.vocab_size
     target_parts.check_target(checkpoint, target, config.hidden_size, vocab_size)
-    vocabulary = target_parts.DraftVocabulary(target.vocab_size)
-    if has_lm_head:
-        vocabulary = target_parts.draft_vocabulary(checkpoint, target, None, plan.matrix("lm_head.weight")[0])
+    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size)
     module = target_parts.built(checkpoint, plan, target, lambda: EagleHead(config, plan))
-    device, dtype = target_parts.device_and_dtype(target)
-    module.rotary = layers.RotaryPositions(checkpoint, config, device)
-    table = module.embed_tokens if has_embeddings else None
-    module.embeddings = layers.embeddings_of(checkpoint, target, table, config.hidden_size)
-    head = PackedHead(
-        module, config, config.num_hidden_layers, prepack_weights=prepack_weights, device=device, dtype=dtype
-    )
-    return LoadedEagle(head, module.lm_head if has_lm_head else target_parts.target_head(target), vocabulary)
+    head = layers.packed(checkpoint, target, module, config, prepack_weights)
+    return LoadedEagle(head, lm_head or module.lm_head, vocabulary)

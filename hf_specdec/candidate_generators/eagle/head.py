@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..checkpoints.files import Plan
-from ..checkpoints.layers import Embeddings, RotaryPositions, decoder_layer, fit_biases
+from ..checkpoints.layers import Embeddings, RotaryPositions, add_tables, decoder_layer
 
 
 class EagleHead(nn.Module):
@@ -24,6 +24,7 @@ class EagleHead(nn.Module):
 
     embeddings: Embeddings
     rotary: RotaryPositions
+    lm_head: nn.Linear  # if the file has one
 
     def __init__(self, config: PretrainedConfig, plan: Plan):
         super().__init__()
@@ -37,11 +38,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList(decoder_layer(config, i) for i in range(config.num_hidden_layers))
         if "layers.0.input_layernorm.weight" not in plan:
             self.layers[0].input_layernorm = nn.Identity()
-        if "embed_tokens.weight" in plan:
-            self.embed_tokens = nn.Embedding(plan.matrix("embed_tokens.weight")[0], width)
-        if "lm_head.weight" in plan:
-            self.lm_head = nn.Linear(width, plan.matrix("lm_head.weight")[0])
-        fit_biases(self, plan)
+        add_tables(self, plan, width)
 
     def borrowed(self) -> list[nn.Module]:
         return [self.embeddings.table]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +14,46 @@ from ...model.packed_model import PackedModel
 from ..checkpoints import layers as head_layers
 from ..checkpoints import target_parts
 from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
 from ..checkpoints.target_parts import DraftVocabulary, trained_for
 from .head import Eagle3Head, Eagle3Options
 
-logger = logging.getLogger(__name__)
-
-_LAYERS = "transformer_layer_config"
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_TABLE = Table(
+    {
+        "kind": Key(one_of("eagle3", "peagle"), places=(".speculators_model_type", "speculators_config.algorithm")),
+        "architectures": Key(NAMES, default=[], places=(".architectures",)),
+        "vocab_size": Key(integer(), places=(".vocab_size", f"{LAYERS}.vocab_size")),
+        "draft_vocab_size": Key(integer(), places=("draft_vocab_size", "truncated_vocab_size")),
+        **keys(integer(), "target_hidden_size"),
+        # Ids at the top level (vLLM, speculators) are those of layers whose inputs are read. In `eagle_config` (SGLang, SpecForge,
+        # ModelOpt) and in DeepSpec's files, outputs are read.
+        "tapped": Key(
+            IDS,
+            places=(f".{_IDS}", f"eagle_config.{_IDS} + 1", "layer_ids", ".target_layer_ids + 1", ".aux_hidden_state_layer_ids"),
+        ),
+        "use_aux_hidden_state": Key(FLAG, default=True),
+        **keys(FLAG, "norm_before_residual", "norm_output", "recycle_normed"),
+        "logit_scale": Key(NUMBER, default=1.0),
+        "mask_token": Key(integer(0), places=("mask_token_id", "pard_token", "ptd_token_id")),
+        "fc_norm": Key(FLAG, tensor="fc_norm.0.weight"),
+        "norm_before_fc": Key(FLAG, tensor="input_norm.weight"),
+        "parallel_drafting": Key(FLAG, tensor="mask_hidden"),
+        "attention_bias": Key(
+            FLAG, places=(".attention_bias", f"{LAYERS}.attention_bias"), tensor="layers.0.self_attn.q_proj.bias"
+        ),
+    },
+    section="eagle_config",
+    # ModelOpt's, whose head is this one with these values
+    only={
+        "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+        "next_layer_regular": True, "parallel_draft_step": 1, "has_lm_head": True,
+    },
+    nothing=frozenset({
+        "num_aux_hidden_states", "num_eagle_features", "num_target_layers", "draft_num_hidden_layers", "embed_requires_grad",
+        "parallel_draft_heads_num_layers",
+    }),
+)  # fmt: skip
 
 
 def canonical_name(name: str) -> str | None:
@@ -49,121 +80,6 @@ register_format(
 )
 
 
-def read_options(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    target: PackedModel,
-    mask_token: int | None = None,
-    recycle_normed: bool | None = None,
-) -> Eagle3Options:
-    """The head's options. Missing keys have the defaults of the format's own trainers.
-
-    Args:
-        mask_token: for a P-EAGLE head whose config.json has none.
-        recycle_normed: whether the normed output is fed back; None: as the checkpoint says (see `_recycles_normed`).
-
-    Raises:
-        CheckpointError: a bad value, or one that contradicts the tensors.
-    """
-    config = checkpoint.config
-    kind = config.get("speculators_model_type")
-    if _option(checkpoint, "norm_before_fc", False) and _option(checkpoint, "fc_norm", False):
-        raise checkpoint.error("config.json asks for both norm_before_fc and fc_norm, which exclude each other.")
-    if kind == "peagle" and "mask_hidden" not in plan:
-        raise checkpoint.error("is a P-EAGLE head (speculators_model_type peagle) without mask_hidden.")
-    head_layers.check_flags(
-        checkpoint,
-        plan,
-        {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight", "parallel_drafting": "mask_hidden",
-         "attention_bias": "layers.0.self_attn.q_proj.bias"},
-    )  # fmt: skip
-    if _option(checkpoint, "use_aux_hidden_state", True):
-        taps = Taps(layers=_tapped_layers(checkpoint, target.config.num_hidden_layers))
-    else:
-        taps = Taps(last_hidden=True)
-    return Eagle3Options(
-        taps=taps,
-        norm_before_residual=bool(_option(checkpoint, "norm_before_residual", kind == "eagle3")),
-        norm_output=_recycles_normed(checkpoint) if recycle_normed is None else recycle_normed,
-        logit_scale=checkpoint.number("logit_scale", 1.0),
-        mask_token=_mask_token(checkpoint, mask_token) if "mask_hidden" in plan else None,
-        window_stays=kind == "eagle3" and "sliding_attention" in (checkpoint.section(_LAYERS).get("layer_types") or ()),
-    )
-
-
-def _recycles_normed(checkpoint: Checkpoint) -> bool:
-    """Whether a draft step reads the normed output of the one before.
-
-    In speculators' format, in SGLang and in vLLM `norm_output` means this. SpecForge also writes it, into the original format, but
-    with another meaning (a norm before the language-model head), and trains with the state before the norm. Files with its
-    class name and without `recycle_normed`, which `hf-specdec train` writes, are taken to be SpecForge's.
-    """
-    config = checkpoint.config
-    stated = _option(checkpoint, "recycle_normed", None)
-    if stated is not None:
-        return bool(stated)
-    is_specforge = (
-        "LlamaForCausalLMEagle3" in (config.get("architectures") or ()) and "speculators_model_type" not in config
-    )
-    return bool(_option(checkpoint, "norm_output", False)) and not is_specforge
-
-
-def _option(checkpoint: Checkpoint, key: str, default: Any) -> Any:
-    """A key from config.json or its `eagle_config`."""
-    for place in (checkpoint.config, checkpoint.section("eagle_config")):
-        if place.get(key) is not None:
-            return place[key]
-    return default
-
-
-def _tapped_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
-    """Indices of the hidden states to read: i is the input of the target's layer i, which is the output of layer i - 1.
-
-    Ids at the top level of config.json (vLLM, speculators) are such indices. Ids in `eagle_config` (SGLang, SpecForge,
-    ModelOpt) name layers whose outputs are read, so they are one less.
-    """
-    inputs = checkpoint.config.get(_LAYER_IDS)
-    outputs = checkpoint.section("eagle_config").get(_LAYER_IDS)
-    for ids in (inputs, outputs):
-        if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-            raise checkpoint.error(f"{_LAYER_IDS} is {ids!r}, not a list of layers.")
-    if inputs:
-        layers = sorted(inputs)
-        if outputs and layers != sorted(i + 1 for i in outputs):
-            logger.warning(
-                "%s: %s is %s at the top level of config.json (inputs of layers) and %s in eagle_config (outputs), which name "
-                "other layers; the first is used.", checkpoint.name, _LAYER_IDS, inputs, outputs,
-            )  # fmt: skip
-    elif outputs:
-        layers = sorted(i + 1 for i in outputs)
-    else:
-        layers = sorted((2, num_layers // 2, num_layers - 3))
-    if layers[0] < 0 or layers[-1] > num_layers:
-        raise checkpoint.error(
-            f"reads hidden states {layers} (0: the embeddings, i: after i layers), but the target has {num_layers} layers."
-            + trained_for(checkpoint)
-        )
-    return tuple(layers)
-
-
-def _mask_token(checkpoint: Checkpoint, given: int | None) -> int:
-    for key in _MASK_TOKENS:
-        token = _option(checkpoint, key, None)
-        if token is not None:
-            if type(token) is not int or token < 0:
-                raise checkpoint.error(f"{key} is {token!r}, not a token id.")
-            if given not in (None, token):
-                raise checkpoint.error(
-                    f"{key} is {token} in its config.json, but speculative_config says mask_token_id {given}."
-                )
-            return token
-    if given is None:
-        raise checkpoint.error(
-            "drafts in parallel (it has mask_hidden), but config.json names no mask token: give 'mask_token_id' in speculative_config."
-        )
-    return given
-
-
 @dataclass(eq=False)
 class LoadedEagle3:
     """A loaded head.
@@ -182,7 +98,8 @@ class LoadedEagle3:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] from the module's outputs [n, H]."""
-        logits = self.lm_head(hidden if self.module.norm_output else self.module.norm(hidden))
+        is_ready = self.options.norm_output or not self.options.norm_before_head
+        logits = self.lm_head(hidden if is_ready else self.module.norm(hidden))
         return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
 
     def joined_states(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
@@ -195,91 +112,95 @@ class LoadedEagle3:
 
 
 def load_eagle3(
-    checkpoint: Checkpoint,
-    target: PackedModel,
-    prepack_weights: bool | None = None,
-    mask_token: int | None = None,
+    checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None, mask_token: int | None = None,
     recycle_normed: bool | None = None,
-) -> LoadedEagle3:
+) -> LoadedEagle3:  # fmt: skip
     """Load an EAGLE-3 or P-EAGLE head on the target's device, in its dtype.
 
     Args:
-        mask_token, recycle_normed: see `read_options`.
+        mask_token: for a P-EAGLE head whose config.json has none.
+        recycle_normed: whether the normed output is fed back; None: as the checkpoint says.
 
     Raises:
         CheckpointError: it is incomplete, contradicts itself, or is for another target.
     """
     plan = Plan(checkpoint, canonical_name)
-    source = plan.sources.pop("d2t", None)
-    offsets = None if source is None else checkpoint.tensor(source)
-    options = read_options(checkpoint, plan, target, mask_token, recycle_normed)
+    given = _TABLE.read(checkpoint, plan)
+    options = _options(checkpoint, given, plan, target, mask_token, recycle_normed)
     config = head_layers.read_layer_config(checkpoint, plan)
-    _check_target(checkpoint, plan, options, target, is_mapped=offsets is not None)
-    vocabulary, lm_head = _vocabulary(checkpoint, plan, target, offsets, config.hidden_size)
-    device, dtype = target_parts.device_and_dtype(target)
+    _check_target(checkpoint, given, plan, options, target)
+    stated = given.draft_vocab_size, given.vocab_size
+    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
     sizes = max(1, len(options.taps.layers)), target.config.hidden_size
     module = target_parts.built(checkpoint, plan, target, lambda: Eagle3Head(config, plan, options, *sizes))
-    module.rotary = head_layers.RotaryPositions(checkpoint, config, device)
-    table = module.embed_tokens if "embed_tokens.weight" in plan else None
-    module.embeddings = head_layers.embeddings_of(checkpoint, target, table, config.hidden_size)
     # P-EAGLE's mask rows have no target states to fuse, so its generator fuses the features of the text.
     fuse = module.fuse if options.mask_token is None else None
-    head = PackedHead(
-        module, config, config.num_hidden_layers, False, prepack_weights, device=device, dtype=dtype, fuse=fuse
-    )
-    return LoadedEagle3(
-        head, module, options, lm_head or module.lm_head, vocabulary, _mask_features(checkpoint, module, options)
-    )
+    head = head_layers.packed(checkpoint, target, module, config, prepack_weights, fuse=fuse)
+    mask_features = None
+    if options.mask_token is not None:
+        table: Any = module.embeddings.table
+        rows = len(table.weight)
+        if options.mask_token >= rows:
+            raise checkpoint.error(
+                f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
+            )
+        with torch.no_grad():
+            mask_features = module.fuse(module.mask_hidden.flatten())
+    return LoadedEagle3(head, module, options, lm_head or module.lm_head, vocabulary, mask_features)
 
 
-def _check_target(
-    checkpoint: Checkpoint, plan: Plan, options: Eagle3Options, target: PackedModel, is_mapped: bool
-) -> None:
+def _options(
+    checkpoint: Checkpoint, given: Any, plan: Plan, target: PackedModel, mask_token: int | None, recycle_normed: bool | None
+) -> Eagle3Options:  # fmt: skip
+    """The head's options from the keys of config.json. Missing ones have the defaults of the format's own trainers."""
+    if given.norm_before_fc and given.fc_norm:
+        raise checkpoint.error("config.json asks for both norm_before_fc and fc_norm, which exclude each other.")
+    has_mask, num_layers = "mask_hidden" in plan, target.config.num_hidden_layers
+    if given.kind == "peagle" and not has_mask:
+        raise checkpoint.error("is a P-EAGLE head (speculators_model_type peagle) without mask_hidden.")
+    if None not in (given.mask_token, mask_token) and given.mask_token != mask_token:
+        raise checkpoint.error(
+            f"its config.json has mask token {given.mask_token}, but speculative_config says mask_token_id {mask_token}."
+        )
+    mask_token = mask_token if given.mask_token is None else given.mask_token
+    if has_mask and mask_token is None:
+        raise checkpoint.error(
+            "drafts in parallel (it has mask_hidden), but config.json names no mask token: give 'mask_token_id' in speculative_config."
+        )
+    layers = sorted(given.tapped or (2, num_layers // 2, num_layers - 3))
+    if given.use_aux_hidden_state and (layers[0] < 0 or layers[-1] > num_layers):
+        raise checkpoint.error(
+            f"reads hidden states {layers} (0: the embeddings, i: after i layers), but the target has {num_layers} layers."
+            + trained_for(checkpoint)
+        )
+    # In speculators' format, in SGLang and in vLLM, `norm_output` says what is fed back. In SpecForge's files, which `recycle_normed`
+    # tells from those of `hf-specdec train`, it says whether there is a norm before the language-model head; they feed back the
+    # state before it.
+    is_specforge = "LlamaForCausalLMEagle3" in given.architectures and given.kind is given.recycle_normed is None
+    stated = given.recycle_normed if recycle_normed is None else recycle_normed
+    normed = given.norm_before_residual
+    return Eagle3Options(
+        taps=Taps(layers=tuple(layers)) if given.use_aux_hidden_state else Taps(last_hidden=True),
+        norm_before_residual=given.kind == "eagle3" if normed is None else normed,
+        norm_output=stated if stated is not None else bool(given.norm_output) and not is_specforge,
+        logit_scale=given.logit_scale,
+        mask_token=mask_token if has_mask else None,
+        window_stays=given.kind == "eagle3" and "sliding_attention" in (checkpoint.section(LAYERS).get("layer_types") or ()),
+        norm_before_head=not is_specforge or given.norm_output is not False,
+    )  # fmt: skip
+
+
+def _check_target(checkpoint: Checkpoint, given: Any, plan: Plan, options: Eagle3Options, target: PackedModel) -> None:
     """Raise CheckpointError if the head does not fit the target's width, number of layers or vocabulary (which d2t may map)."""
-    given = checkpoint.config.get("target_hidden_size")
     sizes = [plan.matrix("embed_tokens.weight")[0]] if "embed_tokens.weight" in plan else []
     sizes += list(checkpoint.shape("t2d")[:1]) if "t2d" in checkpoint else []
-    target_parts.check_target(checkpoint, target, given, None)
+    sizes += [] if given.vocab_size is None else [given.vocab_size]
+    target_parts.check_target(checkpoint, target, given.target_hidden_size, None)
     for size in sizes:
-        target_parts.check_vocabulary(checkpoint, target, min(size, target.vocab_size) if is_mapped else size)
-    if "fc.weight" not in plan or not options.taps.layers:
-        return
-    width, columns = target.config.hidden_size, plan.matrix("fc.weight")[1]
-    if columns != width * len(options.taps.layers):
+        target_parts.check_vocabulary(checkpoint, target, min(size, target.vocab_size) if "d2t" in plan else size)
+    width, count = target.config.hidden_size, len(options.taps.layers)
+    if "fc.weight" in plan and count and (columns := plan.matrix("fc.weight")[1]) != width * count:
         raise checkpoint.error(
             f"fc reads {columns} numbers per token; the target's hidden states after {options.taps.layers} layers have "
-            f"{len(options.taps.layers)} × {width}." + trained_for(checkpoint)
+            f"{count} × {width}." + trained_for(checkpoint)
         )
-
-
-def _vocabulary(
-    checkpoint: Checkpoint, plan: Plan, target: PackedModel, offsets: torch.Tensor | None, width: int
-) -> tuple[DraftVocabulary, nn.Module | None]:
-    """The draft vocabulary, and the target's language-model head if the checkpoint has none."""
-    if "lm_head.weight" in plan:
-        size = plan.matrix("lm_head.weight")[0]
-        if offsets is None and size == checkpoint.config.get("draft_vocab_size") != head_layers.vocab_size_of(
-            checkpoint
-        ):
-            raise checkpoint.error(f"has logits for a draft vocabulary of {size} tokens, but no table d2t.")
-        return target_parts.draft_vocabulary(checkpoint, target, offsets, size), None
-    if offsets is not None:
-        raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight for it.")
-    if width != target.config.hidden_size:
-        raise checkpoint.error(
-            f"has no lm_head.weight, and the target's reads hidden states of width {target.config.hidden_size}, not {width}."
-        )
-    return DraftVocabulary(target.vocab_size), target_parts.target_head(target)
-
-
-def _mask_features(checkpoint: Checkpoint, module: Eagle3Head, options: Eagle3Options) -> torch.Tensor | None:
-    """P-EAGLE's fused `mask_hidden` [H]; None for EAGLE-3."""
-    if options.mask_token is None:
-        return None
-    rows, _ = head_layers.embedding_shape(module.embeddings.table)
-    if options.mask_token >= rows:
-        raise checkpoint.error(
-            f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
-        )
-    with torch.no_grad():
-        return module.fuse(module.mask_hidden.flatten())

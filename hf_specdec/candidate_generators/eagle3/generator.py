@@ -18,7 +18,7 @@ from ..base import DrafterContext, HasHead
 from ..checkpoints.config import HeadConfig, proposed_length
 from ..checkpoints.target_parts import load_once
 from ..growing.features import FeatureGenerator
-from ..growing.tree_growth import DraftLevel
+from ..growing.tree_growth import AllDepths, DraftLevel
 from ..registry import register
 from .checkpoint import is_eagle3, load_eagle3
 
@@ -65,24 +65,20 @@ class Eagle3Generator(FeatureGenerator, HasHead):
             config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *given), *given
         )
         self.loaded, self.mask_token = loaded, loaded.options.mask_token
-        self._check_kind(config)
         drafts_at_once, self.window_stays = self.mask_token is not None, loaded.options.window_stays
+        if config.parallel_drafting not in (None, drafts_at_once):
+            how = "all depths at once" if drafts_at_once else "step by step"
+            raise config.fail(
+                "parallel_drafting", f"is {not drafts_at_once}, but this head drafts {how}: leave it out."
+            )
+        if not drafts_at_once and config.mask_token_id is not None:
+            raise config.fail("mask_token_id", "is for P-EAGLE heads, which this one is not: leave it out.")
         # graphs have one position per token, used for rotation and window
         has_loop = not drafts_at_once and not self.window_stays
         super().__init__(config.with_default_length(proposed_length(checkpoint)), target, context, has_loop=has_loop)
         self.vocabulary, self.taps = loaded.vocabulary, loaded.options.taps
         self.head = natively(loaded.head, config.native) if self.window_stays else self.captured(loaded.head)
-        self._first_logits: dict[int, int] = {}  # P-EAGLE: where each sequence's logits begin in `_all_logits`
-        self._all_logits: torch.Tensor | None = None  # [sum of limits, Vd] of the current round
-
-    def _check_kind(self, config: Eagle3Config) -> None:
-        """Raise SpeculativeConfigError if the keys are for the other kind of head."""
-        if self.mask_token is not None and config.parallel_drafting is False:
-            raise config.fail("parallel_drafting", "is False, but this head drafts all depths at once: leave it out.")
-        if self.mask_token is None and config.mask_token_id is not None:
-            raise config.fail("mask_token_id", "is for P-EAGLE heads, which this one is not: leave it out.")
-        if self.mask_token is None and config.parallel_drafting:
-            raise config.fail("parallel_drafting", "is True, but this head drafts step by step: leave it out.")
+        self.made: AllDepths | None = None  # P-EAGLE's logits of the current round
 
     @property
     def head_module(self) -> nn.Module:
@@ -111,31 +107,23 @@ class Eagle3Generator(FeatureGenerator, HasHead):
         assert mask_features is not None
         self.read_all_but_last_chunk(sequences)
         inputs, text_features = self.take(sequences, self.config.prefill_chunk_size)
-        features, wanted, packed, offset = [], [], 0, 0
+        features, wanted, packed = [], [], 0
         for row, taken, limit in zip(inputs, text_features, limits, strict=True):
             end = packed + len(taken)
             row.tokens = np.concatenate([row.tokens, np.full(limit - 1, self.mask_token)])
             row.num_tokens += limit - 1
             features += [taken, mask_features.expand(limit - 1, -1)]
             wanted.append(np.arange(end - 1, end - 1 + limit))
-            self._first_logits[row.seq_id] = offset
-            packed, offset = end + limit - 1, offset + limit
+            packed = end + limit - 1
         hidden = self.head.forward(inputs, torch.cat(features), self.cache)
         for seq, row, taken in zip(sequences, inputs, text_features, strict=True):
             self.has_read(seq, row.start + len(taken))
-        self._all_logits = self.logits(hidden[upload(np.concatenate(wanted), hidden.device)])
-        return (self._at_depth(sequences, 0),)
+        self.made = AllDepths(self.logits(hidden[upload(np.concatenate(wanted), hidden.device)]), limits)
+        return (self.made.at()[:, 0],)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         return super().begin(*roots) if self.mask_token is None else roots[0]
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """As in the base. P-EAGLE: logits [R, 1, Vd], which the nodes of one depth share."""
-        if self.mask_token is None:
-            return super().expand(level)
-        return self._at_depth([self.grower.sequences[i] for i in level.rows], level.depth)[:, None]
-
-    def _at_depth(self, sequences: list[Sequence], depth: int) -> torch.Tensor:
-        assert self._all_logits is not None
-        index = torch.tensor([self._first_logits[seq.id] + depth for seq in sequences])
-        return self._all_logits[index.to(self._all_logits.device)]
+        return super().expand(level) if self.made is None else self.made.at(level)

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...core.output import Taps
 from ..checkpoints.files import Plan
-from ..checkpoints.layers import Embeddings, RotaryPositions, decoder_layer, fit_biases
+from ..checkpoints.layers import Embeddings, RotaryPositions, add_tables, decoder_layer
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Eagle3Options:
         mask_token: P-EAGLE's token in mask rows; None: the head drafts step by step.
         window_stays: sliding windows end at the text's last token while drafting, as speculators' EAGLE-3 heads are
             trained; drafted tokens are visible besides. Otherwise windows move on with the drafts.
+        norm_before_head: the language-model head reads the normed output (SpecForge: unless `norm_output` is false).
     """
 
     taps: Taps
@@ -35,6 +36,7 @@ class Eagle3Options:
     logit_scale: float
     mask_token: int | None
     window_stays: bool
+    norm_before_head: bool = True
 
 
 class FirstLayer(nn.Module):
@@ -70,11 +72,12 @@ class Eagle3Head(nn.Module):
 
     embeddings: Embeddings
     rotary: RotaryPositions
+    lm_head: nn.Linear  # if the file has one
 
     def __init__(self, config: PretrainedConfig, plan: Plan, options: Eagle3Options, num_states: int, state_width: int):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.norm_output, self.logit_scale = options.norm_output, options.logit_scale
+        self.norm_output = options.norm_output
         self.layers = nn.ModuleList([FirstLayer(config, options.norm_before_residual)])
         self.layers.extend(decoder_layer(config, i) for i in range(1, config.num_hidden_layers))
         self.norm = LlamaRMSNorm(width, eps)
@@ -83,13 +86,9 @@ class Eagle3Head(nn.Module):
         self.fc_norm = None
         if "fc_norm.0.weight" in plan:
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(state_width, eps) for _ in range(num_states))
-        if "embed_tokens.weight" in plan:
-            self.embed_tokens = nn.Embedding(plan.matrix("embed_tokens.weight")[0], width)
-        if "lm_head.weight" in plan:
-            self.lm_head = nn.Linear(width, plan.matrix("lm_head.weight")[0])
         if "mask_hidden" in plan:
             self.mask_hidden = nn.Parameter(torch.empty(plan.shape("mask_hidden")))
-        fit_biases(self, plan)
+        add_tables(self, plan, width)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """The head's features [.., H] from the target's concatenated hidden states [.., L * Ht]."""

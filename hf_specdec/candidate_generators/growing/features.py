@@ -267,9 +267,8 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
             start = self.pages.length(seq)
             end = start + (self.num_unread(seq) if limit else 0)
             complete = end == len(seq.tokens) - 1 and (self.drafts_twice or start < end)
-            out.append(
-                limit if limit and complete and self.pages.try_reserve(seq, end + self.slots_of_draft(limit)) else 0
-            )
+            fits = limit and complete and self.pages.try_reserve(seq, end + self.slots_of_draft(limit))
+            out.append(limit if fits else 0)
         return out
 
     def slots_of_draft(self, limit: int) -> int:

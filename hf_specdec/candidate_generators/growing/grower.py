@@ -67,6 +67,11 @@ class GrowsDrafts(ABC):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
 
+    def log_survival(self) -> torch.Tensor | None:
+        """For each node of the last logits [R, F], the log-probability that its path and its next token are accepted: what
+        `draft_confidence_threshold` is compared with. None: the drafted tokens' own probabilities are."""
+        return None
+
     def modules(self) -> list[nn.Module]:
         """The modules that `begin` and `expand` run: captured rounds are dropped when their weights change."""
         return []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +20,6 @@ from ..base import CandidateGenerator, RunsModel
 from ..checkpoints.config import HeadConfig
 from ..checkpoints.target_parts import device_and_dtype
 from .grower import Grower, GrowsDrafts
-from .tree_shapes import TreeShape, cut_shape
-
-LastHidden = TypeVar("LastHidden", bound="LastHiddenConfig")
 
 
 @dataclass
@@ -32,30 +27,6 @@ class LastHiddenConfig(HeadConfig):
     """Keys of methods whose checkpoints have one head per depth; by default drafts use all heads."""
 
     default_num_speculative_tokens = 8  # an upper bound: published checkpoints have 3 to 7 heads
-
-    def bounded(self: LastHidden, depth: int) -> LastHidden:
-        """This configuration with `depth` as its number of draft tokens."""
-        if self.num_speculative_tokens == depth:
-            return self
-        return dataclasses.replace(self, num_speculative_tokens=depth)
-
-
-def bounded_shape(config: LastHiddenConfig, shape: TreeShape, num_heads: int) -> TreeShape:
-    """The configured shape, cut to the number of heads unless the user asked for more.
-
-    Raises:
-        SpeculativeConfigError: the configuration asks for deeper drafts.
-    """
-    is_bound = not config.length_given or (config.draft_length == "auto" and config.depth is None)
-    cut = cut_shape(shape, num_heads) if is_bound or shape.depth <= num_heads else None
-    if cut is not None:
-        return cut
-    asked = max(shape.depth, config.num_speculative_tokens or 0)  # the shape's depth is bounded
-    raise config.fail(
-        "num_speculative_tokens",
-        f"(or the tree) asks for drafts of {asked} tokens, but {config.model!r} has heads for {num_heads}: use at most {num_heads}, "
-        "or leave it out.",
-    )
 
 
 class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
@@ -89,7 +60,7 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     def __init__(self, config: LastHiddenConfig, target: PackedModel, heads: nn.Module, num_heads: int):
         super().__init__(config, target)
         self.device, self.dtype = device_and_dtype(target)
-        self.grower = Grower(self, bounded_shape(config, config.shape(), num_heads))
+        self.grower = Grower(self, config.shape_within(num_heads))
         self.config = config.bounded(self.grower.shape.depth)
         self.slots: dict[int, int] = {}  # sequence id → its row of `hidden`
         self.known: set[int] = set()  # ids of the sequences whose row is filled

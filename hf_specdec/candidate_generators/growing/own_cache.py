@@ -13,7 +13,7 @@ from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.draft_loop import LevelForward
 from .grower import Grower
-from .tree_growth import DraftLevel
+from .tree_growth import DraftLevel, on_host
 
 
 class OwnCache:
@@ -121,7 +121,7 @@ class OwnCache:
             window_stays: sliding windows end at the text's last token while drafting.
         """
         # None if there are only chains so far
-        ancestors = None if level.ancestors.shape[2] == level.depth else level.host_ancestors
+        ancestors = None if level.ancestors.shape[2] == level.depth else on_host(level.ancestors)
         tables = self.paged.tables
         ends = [tables[seq_id].length for seq_id in seq_ids]
         rows = node_inputs(tokens, seq_ids, ends, before, level.first, level.depths, ancestors)

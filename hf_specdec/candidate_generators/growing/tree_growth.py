@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,9 +47,27 @@ class DraftLevel:
     ancestors: np.ndarray | torch.Tensor
     depths: np.ndarray
 
-    @property
-    def host_ancestors(self) -> np.ndarray:
-        return self.ancestors.cpu().numpy() if isinstance(self.ancestors, torch.Tensor) else self.ancestors
+
+def on_host(ancestors: np.ndarray | torch.Tensor) -> np.ndarray:
+    return ancestors.cpu().numpy() if isinstance(ancestors, torch.Tensor) else ancestors
+
+
+class AllDepths:
+    """Logits of all depths of a round, which one forward has made: all nodes of one depth share them.
+
+    Args:
+        logits: [sum of limits, Vd], each row's depths one after the other.
+    """
+
+    def __init__(self, logits: torch.Tensor, limits: list[int]):
+        self.logits, self.first = logits, np.cumsum([0, *limits[:-1]])
+
+    def at(self, level: DraftLevel | None = None) -> torch.Tensor:
+        """[R, 1, Vd], of the tokens after a level's nodes; None: after the texts."""
+        if level is not None and len(level.kept) < len(self.first):
+            self.first = self.first[level.kept]
+        index = upload(self.first + (level.depth if level is not None else 0), self.logits.device)
+        return self.logits.index_select(0, index)[:, None]
 
 
 class Vocabulary(Protocol):
@@ -59,21 +77,6 @@ class Vocabulary(Protocol):
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Scores [R, V] from the drafter's logits [R, Vd]; tokens the drafter does not have get minus infinity."""
-        ...
-
-
-class NodeExpander(Protocol):
-    """A drafter, as growth uses it.
-
-    A drafter that estimates acceptance also has `log_survival() -> [R, F] or None`: for each node of the last logits, the
-    log-probability that its path and its next token are accepted. `draft_confidence_threshold` is then compared with that
-    instead of the drafted tokens' own probabilities.
-    """
-
-    vocabulary: Vocabulary
-
-    def expand(self, level: DraftLevel) -> torch.Tensor:
-        """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
         ...
 
 
@@ -94,6 +97,7 @@ class Growth(ABC):
     """One round of drafting: `levels` does the work on the device, `draft` turns its tensors into trees.
 
     Args:
+        expander: the drafter (`GrowsDrafts`).
         sequences, limits: the batch, and how deep each row's draft may be.
         sampling: sampling parameters as tensors; None: taken from the sequences.
         probs: float32 [B, M, V] buffer for the distributions drafts are drawn from; None: allocated when needed.
@@ -101,7 +105,7 @@ class Growth(ABC):
 
     def __init__(
         self,
-        expander: NodeExpander,
+        expander: Any,
         config,
         shape,
         sequences: list[Sequence],
@@ -111,7 +115,6 @@ class Growth(ABC):
     ):
         self.expander, self.shape, self.sequences = expander, shape, sequences
         self.vocabulary = expander.vocabulary
-        self.log_survival = getattr(expander, "log_survival", None)
         self.last = min(max(limits), shape.depth)
         self.limits = [min(limit, self.last) for limit in limits]
         self.independent = config.verifies_by_draft_probs
@@ -245,7 +248,7 @@ class Growth(ABC):
         """
         if self.least is None:
             return
-        survival = self.log_survival() if self.log_survival is not None else None
+        survival = self.expander.log_survival()
         if survival is not None:
             best = survival.amax(1)
         for i, enough in zip(rows, (best >= self.least).tolist(), strict=True):
@@ -391,7 +394,7 @@ class DynamicGrowth(Growth):
 
 
 def growth_of(
-    expander: NodeExpander,
+    expander: Any,
     config: TreeDraftingConfig,
     shape: TreeShape,
     sequences: list[Sequence],
@@ -413,7 +416,7 @@ def growth_of(
     return growth(expander, config, shape, sequences, limits, sampling, probs)
 
 
-def grow(expander: NodeExpander, config, shape, sequences: list[Sequence], limits: list[int], logits) -> Draft:
+def grow(expander: Any, config, shape, sequences: list[Sequence], limits: list[int], logits) -> Draft:
     """One round of drafting (see `growth_of`) from the logits [R, Vd] after each text with a limit."""
     growth = growth_of(expander, config, shape, sequences, limits)
     return growth.draft(*growth.levels(logits))

@@ -7,9 +7,10 @@ import re
 from transformers import LlamaConfig
 
 from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format, share_equal
+from ..checkpoints.files import Checkpoint, Plan, counted, register_format, share_equal
+from ..checkpoints.keys import FLAG, Key, Table, one_of
 from ..checkpoints.layers import RotaryPositions, embeddings_of, fit_biases
-from ..checkpoints.target_parts import check_target, device_and_dtype
+from ..checkpoints.target_parts import built, check_target, device_and_dtype
 from .head import HydraHeads
 
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)$")
@@ -20,6 +21,12 @@ _LAYER_KEYS = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings",
     "rope_parameters",
 )  # fmt: skip
+_TABLE = Table(
+    {"arch": Key(one_of("mlp", "prefix-mlp"), places=("hydra_head_arch",)), "grounded_heads": Key(FLAG)},
+    only={"hidden_state_offset": 0},
+    nothing=frozenset({"hydra_num_heads", "hydra_num_layers", "version", "model_type"}),  # tensors are counted
+    has_layers=False,
+)
 
 
 def is_hydra(checkpoint: Checkpoint) -> bool:
@@ -30,11 +37,7 @@ register_format("Hydra, Hydra++ (ankner/hydra-*: hydra_mlp.{head}.{block}, hydra
 
 
 def _canonical(name: str, places: list[int]) -> str | None:
-    """The module's name of a tensor.
-
-    Args:
-        places: the blocks' indices in a head, ascending; dropout modules have indices too.
-    """
+    """The module's name of a tensor; `places` are the blocks' indices in a head, ascending, where dropout modules count too."""
     if match := _BLOCK.match(name):
         return f"heads.{match[1]}.blocks.{places.index(int(match[2]))}.{match[3]}"
     if match := _LM_HEAD.match(name):
@@ -42,11 +45,6 @@ def _canonical(name: str, places: list[int]) -> str | None:
     if match := _PREFIX.match(name):  # stored as a whole one-layer model; its embeddings are not used
         return None if match[1] == "embed_tokens.weight" else f"prefix.{match[1]}"
     return name
-
-
-def _name_in_prefix(name: str) -> str | None:
-    match = _PREFIX.match(name)
-    return match[1] if match else None
 
 
 def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
@@ -57,14 +55,9 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     """
     has_prefix = checkpoint.any(_PREFIX.pattern)
     kind = "prefix-mlp" if has_prefix else "mlp"
-    arch = checkpoint.config.get("hydra_head_arch", kind)
-    if arch != kind:
-        can_run = "'mlp' and 'prefix-mlp' can be run"
-        raise checkpoint.error(f"has hydra_head_arch = {arch!r} and tensors of {kind!r}; {can_run}.")
-    if checkpoint.config.get("hidden_state_offset", 0) != 0:
-        raise checkpoint.error(
-            "reads an inner layer's hidden states (hidden_state_offset is not 0), which is not supported."
-        )
+    given = _TABLE.read(checkpoint)
+    if given.arch not in (None, kind):
+        raise checkpoint.error(f"has hydra_head_arch = {given.arch!r} and tensors of {kind!r}.")
     matches = [match for match in map(_BLOCK.match, checkpoint.names()) if match]
     places = sorted({int(match[2]) for match in matches})
     plan = Plan(checkpoint, lambda name: _canonical(name, places))
@@ -75,27 +68,25 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     (hidden_size, width), vocab_size = plan.matrix(first), plan.matrix(lm_head)[0]
     check_target(checkpoint, target, hidden_size, vocab_size)
     grounded = width > hidden_size
-    if checkpoint.config.get("grounded_heads", grounded) != grounded:
+    if given.grounded_heads not in (None, grounded):
         raise checkpoint.error(
             f"config.json says grounded_heads = {not grounded}, but the first head reads width {width}."
         )
-    with checkpoint.building():
-        hydra = HydraHeads(
-            hidden_size,
-            num_heads=counted(checkpoint, (int(match[1]) for match in matches), "head"),
-            num_blocks=len(places),
-            vocab_size=vocab_size,
-            grounded=grounded,
-            embeddings=embeddings_of(checkpoint, target, None, hidden_size),
-            prefix_config=_prefix_config(checkpoint, target, plan) if has_prefix else None,
-        )
-    if hydra.prefix is not None:
-        fit_biases(hydra.prefix, Plan(checkpoint, _name_in_prefix))
-    device, dtype = device_and_dtype(target)
-    load_module(hydra, plan, device, dtype)
+    prefix_config = _prefix_config(checkpoint, target, plan) if has_prefix else None
+    num_heads = counted(checkpoint, (int(match[1]) for match in matches), "head")
+    embeddings = embeddings_of(checkpoint, target, None, hidden_size)
+    sizes = hidden_size, num_heads, len(places), vocab_size
+
+    def make() -> HydraHeads:
+        heads = HydraHeads(*sizes, grounded, embeddings, prefix_config)
+        if heads.prefix is not None:
+            fit_biases(heads.prefix, plan, "prefix.")
+        return heads
+
+    hydra = built(checkpoint, plan, target, make)
     share_equal(hydra)
-    if hydra.prefix is not None and hydra.prefix_config is not None:
-        hydra.prefix.rotary = RotaryPositions(checkpoint, hydra.prefix_config, device)
+    if hydra.prefix is not None and prefix_config is not None:
+        hydra.prefix.rotary = RotaryPositions(checkpoint, prefix_config, device_and_dtype(target)[0])
     return hydra
 
 

@@ -16,7 +16,7 @@ from ..base import CandidateGenerator, DrafterContext
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.grower import GrowsDrafts
-from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator, bounded_shape
+from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from ..growing.tree_growth import DraftLevel
 from ..registry import register
 from .checkpoint import is_hydra, load_hydra
@@ -70,7 +70,7 @@ class HydraPrefixGenerator(HydraDrafting, FeatureGenerator):
     """Drafts with Hydra++ heads: the prefix layer reads the text with a KV cache; drafting itself needs none."""
 
     def __init__(self, config: HydraConfig, target: PackedModel, heads: HydraHeads):
-        shape = bounded_shape(config, config.shape(), len(heads.heads))
+        shape = config.shape_within(len(heads.heads))
         super().__init__(config.bounded(shape.depth), target, shape=shape)
         assert heads.prefix_config is not None
         self.heads, self.vocabulary = heads, DraftVocabulary(target.vocab_size)

@@ -56,9 +56,8 @@ class PrefixLayer(nn.Module):
         """The prefix embeddings [1, T, H] of hidden states [1, T, H]."""
         position_embeddings = self.rotary(position_ids, features.dtype)
         (layer,) = self.layers
-        return self.norm(
-            layer(features, position_ids=position_ids, position_embeddings=position_embeddings, **attention)
-        )
+        out = layer(features, position_ids=position_ids, position_embeddings=position_embeddings, **attention)
+        return self.norm(out)
 
 
 class HydraHeads(nn.Module):
@@ -83,7 +82,7 @@ class HydraHeads(nn.Module):
         self.grounded, self.embeddings, self.prefix_config = grounded, embeddings, prefix_config
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
-        """The prefix layer's output for the target's hidden states [1, T, H] (see `HeadModule`). `input_ids` are not used."""
+        """The prefix layer's output for the target's hidden states [1, T, H] (see `PackedHead`). `input_ids` are not used."""
         assert self.prefix is not None
         return self.prefix(features, position_ids, **attention)
 

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from ...model.packed_model import PackedModel
 from ..checkpoints.files import Checkpoint, Plan, counted, one_copy, register_format, share_equal
-from ..checkpoints.target_parts import built, check_target, device_and_dtype, target_head
+from ..checkpoints.keys import FLAG, NUMBER, Key, Table, integer
+from ..checkpoints.target_parts import built, check_target, checked_ids, target_head
 from .head import MedusaHeads
 
 logger = logging.getLogger(__name__)
 
-
 _PREFIX = re.compile(r"medusa_heads?\.")
+_TABLE = Table(
+    {
+        "num_heads": Key(integer(), places=("medusa_num_heads", "num_heads")),
+        "original_lm_head": Key(FLAG, default=False),
+        "medusa_fc_bias": Key(FLAG, tensor="blocks.0.layers.0.bias"),
+        "logit_scale": Key(NUMBER, default=1.0),
+    },
+    nothing=frozenset({
+        # the file's tensors are counted and measured
+        "medusa_num_layers", "num_hidden_layers", "num_layers", "hidden_size", "medusa_hidden_size", "vocab_size",
+        "medusa_vocab_size", "truncated_vocab_size", "version", "max_paths", "topk", "max_seq_len", "model_type",
+    }),
+    has_layers=False,
+)  # fmt: skip
 
 
 def is_original(checkpoint: Checkpoint) -> bool:
@@ -44,36 +56,28 @@ def _converted(name: str) -> str:
     return re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", _PREFIX.sub("", name, count=1))
 
 
-@dataclass
-class MedusaLayout:
-    """A checkpoint's tensors under the names of vLLM's layout, and the number of heads and blocks."""
+def _planned(checkpoint: Checkpoint, has_one_head: bool) -> tuple[Plan, int, int, int]:
+    """The tensors under the names of vLLM's layout; the numbers of heads and blocks, counted because original config.json files say 2
+    heads where there are 5; and that of language-model heads (0: the target's is used; 1: all heads share one)."""
+    if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
+        checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
+    names = [_converted(name) for name in checkpoint.names()]
+    matches = [match for match in (re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name) for name in names) if match]
+    num_heads, num_blocks = (
+        counted(checkpoint, (int(match[group]) for match in matches), what)
+        for group, what in ((1, "head"), (2, "block"))
+    )
+    one_for_all = has_one_head or (
+        "lm_head.weight" in names and not any(name.startswith("lm_heads.") for name in names)
+    )
 
-    plan: Plan
-    num_heads: int
-    num_blocks: int
-    num_lm_heads: int  # 0: the target's is used; 1: all heads share one
+    def canonical(name: str) -> str:
+        name = re.sub(rf"^(\d+)\.{num_blocks}\.weight$", r"lm_heads.\1.weight", _converted(name))
+        return re.sub(r"^lm_heads?\.(\d+\.)?weight$", "lm_heads.0.weight", name) if one_for_all else name
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> MedusaLayout:
-        """Read from the tensors' names, because original config.json files say 2 heads where there are 5."""
-        if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
-            checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
-        names = [_converted(name) for name in checkpoint.names()]
-        matches = [match for match in (re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name) for name in names) if match]
-        num_heads, num_blocks = (
-            counted(checkpoint, (int(match[group]) for match in matches), what)
-            for group, what in ((1, "head"), (2, "block"))
-        )
-        has_own = any(name.startswith("lm_heads.") for name in names)
-        one_for_all = checkpoint.config.get("original_lm_head") is True or ("lm_head.weight" in names and not has_own)
-
-        def canonical(name: str) -> str:
-            name = re.sub(rf"^(\d+)\.{num_blocks}\.weight$", r"lm_heads.\1.weight", _converted(name))
-            return re.sub(r"^lm_heads?\.(\d+\.)?weight$", "lm_heads.0.weight", name) if one_for_all else name
-
-        plan = Plan(checkpoint, one_copy(checkpoint, canonical) if one_for_all else canonical)
-        has_own = any(name.startswith("lm_heads.") for name in plan.sources)
-        return cls(plan, num_heads, num_blocks, 0 if not has_own else 1 if one_for_all else num_heads)
+    plan = Plan(checkpoint, one_copy(checkpoint, canonical) if one_for_all else canonical)
+    has_own = any(name.startswith("lm_heads.") for name in plan.sources)
+    return plan, num_heads, num_blocks, has_own * (1 if one_for_all else num_heads)
 
 
 def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
@@ -82,40 +86,29 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     Raises:
         CheckpointError: tensors are missing, unused or of another shape, or the heads are for another target.
     """
-    layout = MedusaLayout.of(checkpoint)
-    plan, first = layout.plan, "blocks.0.layers.0.weight"
-    stated = checkpoint.config.get("medusa_num_heads")
-    if stated not in (None, layout.num_heads):
-        logger.info("%s: config.json says %s heads; the file has %d.", checkpoint.name, stated, layout.num_heads)
     # a merged checkpoint has the target's config.json
-    is_own_config = checkpoint.config.get("model_type", "medusa") == "medusa"
-    scale = checkpoint.number("logit_scale", 1.0) if is_own_config else 1.0
+    own = Checkpoint(checkpoint.folder, checkpoint.name)
+    if checkpoint.config.get("model_type", "medusa") != "medusa":
+        own.config = {}
+    plan, *numbers, num_lm_heads = _planned(checkpoint, bool(own.config.get("original_lm_head")))
+    given, first = _TABLE.read(own, plan), "blocks.0.layers.0.weight"
+    if given.num_heads not in (None, numbers[0]):
+        logger.info("%s: config.json says %s heads; the file has %d.", checkpoint.name, given.num_heads, numbers[0])
     if first not in plan:
         raise checkpoint.error(f"has no {first} (0.0.linear.weight in the original layout).")
     hidden_size = plan.matrix(first)[0]
     sizes = [plan.matrix(name)[0] for name in plan.sources if name.startswith("lm_heads.")]
     vocab_size = sizes[0] if sizes else target.vocab_size
     check_target(checkpoint, target, hidden_size, None if "token_map" in plan else vocab_size)
-    target_ids = _target_ids(checkpoint, target, plan, vocab_size)
-    sizes = hidden_size, layout.num_heads, layout.num_blocks, [vocab_size] * layout.num_lm_heads
+    target_ids = None
+    if "token_map" in plan:
+        ids = checkpoint.tensor(plan.sources.pop("token_map")).long()
+        target_ids = checked_ids(checkpoint, target, "token_map", ids, vocab_size)
     has_bias, lm_head = "blocks.0.layers.0.bias" in plan, target_head(target)
-    heads = built(checkpoint, plan, target, lambda: MedusaHeads(*sizes, has_bias, lm_head, scale))
+    make = partial(
+        MedusaHeads, hidden_size, *numbers, [vocab_size] * num_lm_heads, has_bias, lm_head, given.logit_scale
+    )
+    heads = built(checkpoint, plan, target, make)
     share_equal(heads)
     heads.target_ids = target_ids
     return heads
-
-
-def _target_ids(checkpoint: Checkpoint, target: PackedModel, plan: Plan, size: int) -> torch.Tensor | None:
-    """`token_map`, removed from the plan: the target's ids, int64 [size]; None if there is none."""
-    if "token_map" not in plan:
-        return None
-    ids = plan.tensor("token_map").long()
-    del plan.sources["token_map"]
-    if tuple(ids.shape) != (size,):
-        raise checkpoint.error(f"token_map has shape {list(ids.shape)}, for heads with {size} logits.")
-    if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(torch.unique(ids)) < size:
-        raise checkpoint.error(
-            f"token_map holds ids from {int(ids.min())} to {int(ids.max())}; they must all differ and be below the target's "
-            f"{target.vocab_size} tokens."
-        )
-    return ids.to(device_and_dtype(target)[0])

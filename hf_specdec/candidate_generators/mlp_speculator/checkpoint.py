@@ -4,76 +4,114 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..checkpoints.files import Checkpoint, Plan, one_copy, register_format
+from ..checkpoints.keys import FLAG, Key, Kind, Table, integer, list_of, one_of
 from ..checkpoints.target_parts import built, check_target
 from .head import GATES, LSTMSpeculator, ScaledNorm, Speculator, SumSpeculator
 
 
-def has_mlp(checkpoint: Checkpoint) -> bool:
-    """True for IBM's format; tied checkpoints may hold only one copy of each tensor."""
-    names = set(map(unprefixed, checkpoint.names()))
-    if has_lstm(names) or has_rnn(names):
-        return False
-    kinds = {match[1] for match in (re.fullmatch(r"(emb|proj|head|ln)\.\d+\.\w+", name) for name in names) if match}
-    return len(kinds) == 4 or checkpoint.config.get("model_type") == "mlp_speculator"
+def _widths(value: Any) -> list[int] | None:
+    """Widths that are given as 4096, [4096, 4096] or "4096.4096"; None if they are not."""
+    parts = value.split(".") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    numbers = [int(part) for part in parts if type(part) is int or (isinstance(part, str) and part.isdecimal())]
+    return None if not parts or len(numbers) < len(parts) or min(numbers) < 0 else numbers
 
 
-def has_arctic(checkpoint: Checkpoint) -> bool:
+_WIDTHS = Kind("a width, a list of widths or text like '4096.4096'", lambda value: _widths(value) is not None)
+TABLE = Table(
+    {
+        "n_predict": Key(integer(), default=...),
+        "vocab_size": Key(integer(), default=...),
+        "method": Key(one_of("sum_rnn", "sum_lstm")),
+        "input_hidden_dim": Key(integer()),
+        "emb_dim": Key(_WIDTHS, default=...),
+        "inner_dim": Key(_WIDTHS, default=0),
+        "proj_dim": Key(_WIDTHS),
+        "tie_weights": Key(FLAG, default=False),
+        "tie_lstm_embs": Key(FLAG, default=False),  # read for an LSTM only, as in the reference
+        "scale_input": Key(FLAG, default=False),
+        "top_k_tokens_per_head": Key(list_of("integers", int)),
+        "n_candidates": Key(integer()),
+    },
+    nothing=frozenset({"base_model_arch", "base_model_archs", "model_type"}),
+    has_layers=False,
+)
+
+
+def kind_of(checkpoint: Checkpoint) -> str | None:
+    """ "mlp" (IBM's format), "sum_lstm" or "sum_rnn" by the tensors' names; None: another format."""
     names = set(map(unprefixed, checkpoint.names()))
-    return has_lstm(names) or has_rnn(names)
+    if any(name.startswith(("forget_emb.", "forget_proj.")) for name in names):
+        return "sum_lstm"
+    if any(re.match(r"(emb|proj|ln)\.\d+\.\d+\.", name) for name in names):
+        return "sum_rnn"
+    parts = {match[1] for match in (re.fullmatch(r"(emb|proj|head|ln)\.\d+\.\w+", name) for name in names) if match}
+    return "mlp" if len(parts) == 4 or checkpoint.config.get("model_type") == "mlp_speculator" else None
 
 
 register_format(
     "MLP speculator (ibm-fms/*-accelerator, ibm-ai-platform, ibm-granite, ArcticMLPSpeculator: speculator.{emb,proj,ln,head}.{i})",
     "mlp_speculator",
-    has_mlp,
+    lambda checkpoint: kind_of(checkpoint) == "mlp",
 )
 register_format(
     "Arctic speculator (Snowflake/Arctic-LSTM-Speculator-*: forget_emb.0, {forget,input,output,cell}_proj.{0,1}; sum_rnn: emb.0.0)",
     "arctic",
-    has_arctic,
+    lambda checkpoint: kind_of(checkpoint) in ("sum_lstm", "sum_rnn"),
 )
 
 
-def load_mlp(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """Load a speculator in IBM's format (Snowflake's ArcticMLPSpeculator too)."""
-    (emb_dim, *more), (inner, *others) = widths(checkpoint, "emb_dim"), widths(checkpoint, "inner_dim", 0)
-    if more or others:
-        raise checkpoint.error(
-            "config.json has several widths in emb_dim or inner_dim, but its tensors are those of one layer."
-        )
-    return _load_sum(checkpoint, target, emb_dim, [inner or emb_dim], None)
+def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
+    """Load a speculator in any of the formats, on the target's device, in its dtype.
 
-
-def load_rnn(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """Load a "sum_rnn" speculator: IBM's recurrence with a stack of layers for each part."""
-    inner, emb, proj = (widths(checkpoint, key) for key in ("inner_dim", "emb_dim", "proj_dim"))
-    if len({*emb, *proj, inner[0]}) != 1:
+    Raises:
+        CheckpointError: it does not fit its configuration or the target.
+    """
+    given, kind = TABLE.read(checkpoint), kind_of(checkpoint)
+    emb, inner, proj = (_widths(width) or [] for width in (given.emb_dim, given.inner_dim, given.proj_dim or []))
+    recurrence = "sum_lstm" if kind == "sum_lstm" else "sum_rnn"
+    if given.method not in (None, recurrence):
         raise checkpoint.error(
-            f"config.json has emb_dim {emb}, proj_dim {proj} and inner_dim {inner}: embeddings, projections and the first inner "
-            "width are added, so they must be equal."
+            f"config.json has method = {given.method!r}, but its tensors are those of {recurrence!r}."
         )
-    return _load_sum(checkpoint, target, checkpoint.integer("input_hidden_dim"), inner, (len(emb) - 1, len(proj) - 1))
+    if kind != "mlp":
+        if given.input_hidden_dim is None or given.proj_dim is None:
+            raise checkpoint.error("config.json has no input_hidden_dim and proj_dim, which its tensors need.")
+        hidden_size, others = given.input_hidden_dim, inner if kind == "sum_lstm" else inner[:1]
+        if len({*emb, *proj, *others}) != 1:
+            raise checkpoint.error(
+                f"config.json has emb_dim {emb}, proj_dim {proj} and inner_dim {inner}: what is added must be equally wide."
+            )
+        stacks = len(emb) - 1, len(proj) - 1
+    else:  # IBM's format, and Snowflake's ArcticMLPSpeculator
+        hidden_size, stacks = given.input_hidden_dim or emb[0], None
+        inner = inner if inner[0] else emb
+        if len(emb) > 1 or len(inner) > 1:
+            raise checkpoint.error(
+                "config.json has several widths in emb_dim or inner_dim, but its tensors are those of one layer."
+            )
+    check_target(checkpoint, target, hidden_size, given.vocab_size)
+    if kind == "sum_lstm":
+        return _load_lstm(checkpoint, target, given, inner[0])
+    return _load_sum(checkpoint, target, given, inner, stacks)
 
 
 def _load_sum(
-    checkpoint: Checkpoint, target: PackedModel, hidden_size: int, inner: list[int], stacks: tuple[int, int] | None
+    checkpoint: Checkpoint, target: PackedModel, given: Any, inner: list[int], stacks: tuple[int, int] | None
 ) -> Speculator:
-    """Load a SumSpeculator on the target's device, in its dtype.
+    """Load a SumSpeculator.
 
     Args:
         stacks: number of further layers after each embedding and after each projection; None: no stacks, and other names of tensors.
     """
-    n_predict, vocab_size = checkpoint.integer("n_predict"), checkpoint.integer("vocab_size")
-    tied, scale_input, width = checkpoint.flag("tie_weights"), checkpoint.flag("scale_input"), inner[0]
+    n_predict, vocab_size, tied = given.n_predict, given.vocab_size, given.tie_weights
+    hidden_size, width = target.config.hidden_size, inner[0]
     check_steps(checkpoint, n_predict, tied)
-    check_target(checkpoint, target, hidden_size, vocab_size)
     count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
 
     def make() -> Speculator:
@@ -86,38 +124,10 @@ def _load_sum(
             proj = [_layers(first, stacks[1], width) for first in proj]
         ln = [ScaledNorm(width) if stacks is None else _norms(inner) for _ in range(count)]
         head = [nn.Linear(inner[-1], vocab_size, bias=False) for _ in range(count)]
-        return SumSpeculator(n_predict, width, scale_input, emb, proj, ln, head)
+        return SumSpeculator(n_predict, width, given.scale_input, emb, proj, ln, head)
 
     rename = one_copy(checkpoint, lambda name: tied_name(unprefixed(name), n_predict)) if tied else unprefixed
     return built(checkpoint, Plan(checkpoint, rename), target, make)
-
-
-def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """Load a speculator in any of the formats.
-
-    Raises:
-        CheckpointError: it does not fit its configuration or the target.
-    """
-    names = set(map(unprefixed, checkpoint.names()))
-    kind, load = "sum_rnn", load_mlp
-    if has_lstm(names):
-        kind, load = "sum_lstm", load_lstm
-    elif has_rnn(names):
-        load = load_rnn
-    method = checkpoint.config.get("method", kind)
-    if method != kind:
-        raise checkpoint.error(f"config.json has method = {method!r}, but its tensors are those of {kind!r}.")
-    return load(checkpoint, target)
-
-
-def has_lstm(names: Collection[str]) -> bool:
-    """True for the tensor names (without prefix) of an LSTM."""
-    return any(name.startswith(("forget_emb.", "forget_proj.")) for name in names)
-
-
-def has_rnn(names: Collection[str]) -> bool:
-    """True for the tensor names (without prefix) of a "sum_rnn"."""
-    return any(re.match(r"(emb|proj|ln)\.\d+\.\d+\.", name) for name in names)
 
 
 def _lstm_name(name: str, n_predict: int, tie_embeddings: bool) -> str:
@@ -126,22 +136,13 @@ def _lstm_name(name: str, n_predict: int, tie_embeddings: bool) -> str:
     return tied_name(name, n_predict) if name.startswith("head.") else name
 
 
-def load_lstm(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """Load an LSTM speculator on the target's device, in its dtype."""
-    n_predict, vocab_size = checkpoint.integer("n_predict"), checkpoint.integer("vocab_size")
-    hidden_size = checkpoint.integer("input_hidden_dim")
-    tie_embeddings = checkpoint.flag("tie_lstm_embs")
-    sizes = [size for key in ("inner_dim", "emb_dim", "proj_dim") for size in widths(checkpoint, key)]
-    if len(set(sizes)) != 1:
-        raise checkpoint.error(
-            f"config.json has inner_dim, emb_dim and proj_dim of {sizes}; for an LSTM they must be equal."
-        )
-    if not checkpoint.flag("tie_weights"):
+def _load_lstm(checkpoint: Checkpoint, target: PackedModel, given: Any, width: int) -> Speculator:
+    if not given.tie_weights:
         raise checkpoint.error("config.json has no tie_weights = true, but all steps of an LSTM share their weights.")
-    check_target(checkpoint, target, hidden_size, vocab_size)
-    sizes = n_predict, hidden_size, sizes[0], vocab_size, checkpoint.flag("scale_input"), tie_embeddings
-    rename = one_copy(checkpoint, lambda name: _lstm_name(unprefixed(name), n_predict, tie_embeddings))
-    speculator = built(checkpoint, Plan(checkpoint, rename), target, lambda: LSTMSpeculator(*sizes))
+    tied_embeddings, sizes = given.tie_lstm_embs, (given.n_predict, target.config.hidden_size, width, given.vocab_size)
+    rename = one_copy(checkpoint, lambda name: _lstm_name(unprefixed(name), given.n_predict, tied_embeddings))
+    plan = Plan(checkpoint, rename)
+    speculator = built(checkpoint, plan, target, lambda: LSTMSpeculator(*sizes, given.scale_input, tied_embeddings))
     speculator.fuse()
     return speculator
 
@@ -181,15 +182,3 @@ def check_steps(checkpoint: Checkpoint, n_predict: int, tied: bool) -> None:
         raise checkpoint.error(
             f"config.json has n_predict = {n_predict}, but the file has the heads of {len(numbers)} steps."
         )
-
-
-def widths(checkpoint: Checkpoint, key: str, default: int | None = None) -> list[int]:
-    """Widths from config.json, given as 4096, [4096, 4096] or "4096.4096"."""
-    value: Any = checkpoint.config.get(key, default)
-    parts = value.split(".") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    numbers = [int(part) for part in parts if type(part) is int or (isinstance(part, str) and part.isdecimal())]
-    if not parts or len(numbers) < len(parts) or min(numbers) < 0:
-        raise checkpoint.error(
-            f"config.json has {key} = {value!r}; it must be a width, a list of widths or text like '4096.4096'."
-        )
-    return numbers

@@ -11,12 +11,12 @@ from ...config import config_key
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, HasHead
 from ..checkpoints.files import Checkpoint
-from ..checkpoints.target_parts import draft_vocabulary, load_once
+from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from ..growing.tree_growth import DraftLevel
 from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..registry import register
-from .checkpoint import has_arctic, has_mlp, load_speculator
+from .checkpoint import TABLE, kind_of, load_speculator
 
 _SHAPE_KEYS = ("branching_factors", "speculative_token_tree", "top_k", "total_tokens")
 
@@ -78,33 +78,30 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
     config: MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig, target: PackedModel, context: DrafterContext | None = None):
-        checkpoint = config.open_head(lambda checkpoint: has_mlp(checkpoint) or has_arctic(checkpoint))
+        checkpoint = config.open_head(lambda checkpoint: kind_of(checkpoint) is not None)
         self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
         super().__init__(config, target, self.speculator, self.speculator.n_predict)
-        vocab_size = checkpoint.integer("vocab_size")
-        self.vocabulary = draft_vocabulary(checkpoint, target, None, vocab_size)
+        given = TABLE.read(checkpoint)
+        vocab_size = given.vocab_size
+        self.vocabulary = DraftVocabulary(target.vocab_size)
         self.last_token = vocab_size - 1 if vocab_size < target.vocab_size else None
         if config.use_checkpoint_tree:
-            self.grower.shape = self._checkpoint_tree(checkpoint, self.grower.shape.depth)
+            kept = config.n_candidates or given.n_candidates
+            factors = self._checkpoint_factors(checkpoint, given.top_k_tokens_per_head)
+            self.grower.shape = TreeTemplate.from_widths(factors[: self.grower.shape.depth], kept)
 
     @property
     def head_module(self) -> nn.Module:
         return self.speculator
 
-    def _checkpoint_tree(self, checkpoint: Checkpoint, depth: int) -> TreeTemplate:
-        """The first levels of the tree in the checkpoint's configuration."""
-        factors, n_predict = checkpoint.config.get("top_k_tokens_per_head"), self.speculator.n_predict
-        if (
-            not isinstance(factors, list)
-            or len(factors) != n_predict
-            or not all(type(f) is int and f >= 1 for f in factors)
-        ):
+    def _checkpoint_factors(self, checkpoint: Checkpoint, factors: list[int] | None) -> list[int]:
+        n_predict = self.speculator.n_predict
+        if factors is None or len(factors) != n_predict or min(factors) < 1:
             raise checkpoint.error(
                 f"config.json has top_k_tokens_per_head = {factors!r} for n_predict = {n_predict}: 'use_checkpoint_tree' needs "
                 "as many integers; give 'top_k_tokens_per_head' instead."
             )
-        kept = self.config.n_candidates or checkpoint.integer("n_candidates")
-        return TreeTemplate.from_widths(factors[:depth], kept)
+        return factors
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens, with padding ids that only the target has replaced by the last id."""
@@ -125,8 +122,5 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
 
 
 @register(ArcticConfig)
-def make_arctic(
-    config: ArcticConfig, target: PackedModel, context: DrafterContext | None = None
-) -> MLPSpeculatorGenerator:
-    """The same generator under Snowflake's name."""
-    return MLPSpeculatorGenerator(config, target, context)
+class ArcticGenerator(MLPSpeculatorGenerator):
+    """The same under Snowflake's name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints.config import proposed_length
 from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
+from ..checkpoints.keys import LAYERS, Key, Table, integer, one_of
 from ..checkpoints.target_parts import (
     check_target,
     check_vocabulary,
@@ -33,6 +34,15 @@ def _matches(checkpoint: Checkpoint) -> bool:
 
 register_format(
     "MTP layers without their target (speculators' mtp, or tensors as in a target's checkpoint)", "mtp", _matches
+)
+
+
+# Of speculators' files. In others, config.json is that of the target, which was built from it.
+_TABLE = Table(
+    {
+        "kind": Key(one_of("mtp"), places=(".speculators_model_type", "speculators_config.algorithm")),
+        "count": Key(integer(), places=("num_nextn_predict_layers",)),
+    }
 )
 
 
@@ -63,7 +73,9 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     """
     device, dtype = device_and_dtype(target)
     family = _family(source, target)
-    stacks = any(name.endswith("experts.gate_up_proj") for name in _expert_names(family))
+    with torch.device("meta"):
+        layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
+    stacks = any(name.endswith("experts.gate_up_proj") for name in layer.state_dict())
     nothing = (
         "holds no MTP tensors. transformers drops them when it saves a model: name the folder or Hub id of the original "
         "weights as 'model'."
@@ -79,6 +91,11 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     shapes = _own_tables(plan, target)
     numbers = (int(name.partition(".")[0]) for name in plan.sources if name[0].isdigit())
     count = counted(checkpoint, numbers, "MTP module")
+    stated = source.config.get("num_nextn_predict_layers", count)
+    if "speculators_model_type" in source.config and stated != count:
+        raise checkpoint.error(
+            f"config.json has num_nextn_predict_layers = {stated}, but the file has {count} MTP modules."
+        )
     with torch.device("meta"):
         modules = []
         for i in range(count):
@@ -109,21 +126,16 @@ def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:
     if kind != "mtp":
         raise source.error(f"is a speculators checkpoint of type {kind!r}, not of MTP layers.")
     source.wanted = None  # a checkpoint of MTP layers only: load every tensor
-    values = source.section("transformer_layer_config")
+    values = source.section(LAYERS)
     stated, num_layers = values.get("num_hidden_layers"), target.config.num_hidden_layers
     if isinstance(stated, int) and stated > num_layers:
         raise source.error(f"is for a target of {stated} layers; this one has {num_layers}." + trained_for(source))
     config = layer_config(source, values)
+    replace(_TABLE, class_keys=frozenset(type(config)().to_dict())).read(source)
     check_target(source, target, config.hidden_size, config.vocab_size)
     with source.building():
         model = AutoModelForCausalLM.from_config(config)
     return TargetFamily.of(model, source)
-
-
-def _expert_names(family: TargetFamily) -> list[str]:
-    with torch.device("meta"):
-        layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
-    return list(layer.state_dict())
 
 
 def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> Plan:
@@ -169,7 +181,6 @@ def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
 
 
 def _rename_parts(plan: Plan, expected: set[str]) -> None:
-    """Rename parts of the layer to transformers' names."""
     for name in [name for name in plan.sources if name not in expected]:
         for pattern, replacement in LAYER_NAMES:
             renamed = re.sub(pattern, replacement, name)

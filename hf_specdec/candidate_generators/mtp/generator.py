@@ -27,7 +27,7 @@ from ..checkpoints.files import Checkpoint, open_checkpoint
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.own_cache import node_inputs
-from ..growing.tree_growth import DraftLevel
+from ..growing.tree_growth import DraftLevel, on_host
 from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..ngram import NGramConfig, NGramGenerator
 from ..registry import register
@@ -374,9 +374,8 @@ class MtpGenerator(FeatureGenerator):
             seq_ids = [self.grower.sequences[row].id for row in level.rows]
             ends = [self.cache.tables[seq_id].length - module for seq_id in seq_ids]  # in this module's slots
             before = [end - 1 for end in ends]
-            ancestors = (
-                None if draft.num_nodes == level.depth else draft.host_ancestors[:, first:]
-            )  # None if only chains
+            is_chain = draft.num_nodes == level.depth
+            ancestors = None if is_chain else on_host(draft.ancestors)[:, first:]
             inputs = node_inputs(tokens, seq_ids, ends, before, first, level.depths, ancestors)
             hidden = head.forward(inputs, features, self.cache)
         hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)

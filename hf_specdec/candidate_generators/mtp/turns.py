@@ -76,11 +76,6 @@ class DraftNodes:
     def num_nodes(self) -> int:
         return self.tokens.shape[1]
 
-    @property
-    def host_ancestors(self) -> np.ndarray:
-        assert self.ancestors is not None
-        return self.ancestors.cpu().numpy() if isinstance(self.ancestors, torch.Tensor) else self.ancestors
-
     def num_read(self, module: int) -> int:
         """How many nodes a module has read."""
         return self.hidden[module].shape[1] - 1
