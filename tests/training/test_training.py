@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers_training import qa_rows, random_text, target, train, word_tokenizer, write_rows
 from oracle import EOS, VOCAB, ragged, tiny_llama
-from paths import ROOT
+from paths import BUILDERS, ROOT
 from safetensors.torch import load_file
 
 import hf_specdec
@@ -246,7 +246,7 @@ def test_two_processes_are_two_accumulated_batches(tmp_path, data):
     script.write_text(WORKER)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(BUILDERS), os.environ.get("PYTHONPATH", "")]),
     }
     launch = [
         sys.executable,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_training import qa_rows, train, write_rows
-from paths import ROOT
+from paths import BUILDERS, ROOT
 
 from hf_specdec.training import TrainingError
 from hf_specdec.training.loop import Run
@@ -85,7 +85,7 @@ def test_killed_and_resumed_is_the_same_run(tmp_path, uninterrupted, mode):
     (whole, data), killed = uninterrupted, tmp_path / "killed"
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(BUILDERS), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-c", CHILD, mode, str(killed), str(data)]
     child = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
