@@ -154,10 +154,8 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
             self._read(seq)
 
     def _read(self, seq: Sequence) -> None:
-        tokens, trees = (
-            np.asarray(seq.tokens[self.known.get(seq.id, 0) :], dtype=np.int32),
-            self.running[seq.id][1].trees,
-        )
+        tokens = np.asarray(seq.tokens[self.known.get(seq.id, 0) :], dtype=np.int32)
+        trees = self.running[seq.id][1].trees
         if seq.id not in self.known:
             prompt, tokens = tokens[: seq.prompt_length], tokens[seq.prompt_length :]
             trees.start_request(seq.id, prompt)
@@ -208,10 +206,8 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
             self._read(seq)
         _, trees = self.running.pop(seq.id)
         self.spaces.leave(seq)
-        output, most = (
-            np.asarray(seq.tokens[seq.prompt_length :], dtype=np.int32),
-            self.config.suffix_decoding_max_cached_requests,
-        )
+        output = np.asarray(seq.tokens[seq.prompt_length :], dtype=np.int32)
+        most = self.config.suffix_decoding_max_cached_requests
         if self.known.pop(seq.id, None) is not None:
             trees.trees.stop_request(seq.id)
         elif seq.is_shared and len(output) and most:

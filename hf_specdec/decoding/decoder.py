@@ -522,9 +522,8 @@ class SpeculativeDecoder:
                 path, first = accepted[i], int(root_rows[i])
                 drafted, following = verdict.tokens[i, path].tolist() if path else [], next_tokens[i]
                 failed = next((k for k, node in enumerate(path) if first + 1 + node in pending.tensors.failed), None)
-                if (
-                    failed is not None
-                ):  # what follows that token has no scores: the next step asks again, as plain decoding does
+                # What follows that token has no scores: the next step asks again, as plain decoding does.
+                if failed is not None:
                     path, drafted, following = path[:failed], drafted[:failed], drafted[failed]
                 kept.append((seq.id, len(seq.tokens), path))
                 new = seq.accept([*drafted, following])

@@ -53,9 +53,8 @@ class Program:
     outputs: list[ProgramOutput]
     pools: dict[int, tuple[int, ...]]  # by layer: key heads, width, value heads, value width
     dtype: torch.dtype  # of keys and values
-    max_positions: int | None = (
-        None  # that the model was built for; its rotary module may have no angles after them. None: unknown
-    )
+    # that the model was built for; its rotary module may have no angles after them. None: unknown
+    max_positions: int | None = None
     num_positions: int = 0  # rows of the tables; 0: the tables are computed again before the next run
 
     def __post_init__(self) -> None:

@@ -113,10 +113,8 @@ class LinesOnDevice:
             places[lines, columns] = np.arange(len(lines))
             parents = lines if level == 0 else places[lines, of.parents[lines, columns]]
             into = of.states[lines, columns]
-            kept, same = (
-                np.flatnonzero(into >= 0),
-                len(parents) == before and bool((parents == np.arange(before)).all()),
-            )
+            kept = np.flatnonzero(into >= 0)
+            same = len(parents) == before and bool((parents == np.arange(before)).all())
             levels.append((
                 (self._send(lines), self._send(columns)), None if same else self._send(parents),
                 None if len(kept) == len(lines) else self._send(kept), self._send(into[kept]),
