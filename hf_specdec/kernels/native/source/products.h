@@ -1,5 +1,6 @@
 // Products of a few rows of tokens with row-major weights, read in place.
 #pragma once
+#include <type_traits>
 #include <utility>
 #include "tiles.h"
 
@@ -99,9 +100,10 @@ inline void dots(const E* const* w, const X* x, i64 ldx, Part part, Fetched<E> n
   if constexpr (M::WIDTH != LANES) {
     if (i < part.to) {
       const auto inside = (1u << (part.to - i)) - 1;
-      UNROLLED for (int t = 0; t < COUNT; t++)
-        UNROLLED for (int r = 0; r < ROWS; r++)
-          total[t][r] = M::add(total[t][r], M::first_of(w[r] + i, inside), M::first_of(x + t * ldx + i, inside));
+      UNROLLED for (int t = 0; t < COUNT; t++) {
+        const auto own = M::first_of(x + t * ldx + i, inside);
+        UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = M::add(total[t][r], M::first_of(w[r] + i, inside), own);
+      }
     }
     i = part.to;
   }
@@ -222,10 +224,12 @@ template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
 }
 
 void plain_linear(const Linear& call, i64 first, i64 last) {
+  by_type(call.type, [&](auto e) {
 #if defined(__AMX_BF16__)
-  if (call.type == BFLOAT16) return linear_in_tiles(call, first, last);
+    if constexpr (std::is_same_v<decltype(e), bf16>) return linear_in_tiles(call, first, last); else
 #endif
-  by_type(call.type, [&](auto e) { linear_of<decltype(e)>(call, first, last); });
+    linear_of<decltype(e)>(call, first, last);
+  });
 }
 
 }  // namespace
