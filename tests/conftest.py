@@ -11,8 +11,8 @@ import hf_specdec  # isort: skip  # before transformers: it holds back what torc
 
 import pytest
 import torch
-from oracle import drafter_of, method_configs, tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from oracle import drafter_of, load_bundled, method_configs, tiny_llama
+from transformers import AutoTokenizer
 
 torch.set_num_threads(1)
 _CACHE = tempfile.TemporaryDirectory(prefix="hf_specdec-")
@@ -71,11 +71,6 @@ def drafter_path(model, tmp_path_factory):
 def configs(drafter_path):
     """A configuration for each kind of method, by name."""
     return method_configs(drafter_path)
-
-
-def load_bundled(name: str):
-    """A bundled model in float32, where greedy outputs are comparable token for token."""
-    return AutoModelForCausalLM.from_pretrained(hf_specdec.bundled(name), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")

@@ -172,7 +172,7 @@ class StepCost:
 
     KNOTS = np.array([1.0, 2.0, 3.0, 4.0, 6.0, *2.0 ** np.arange(3, 13)])  # up to 4096 tokens
     CONTEXT = 4096  # while texts are much shorter, they do not show what context costs, and the fit pulls it towards 0
-    LINEAR = 8  # tokens from which steps are small against the rest
+    LINEAR = 16  # tokens from which steps are small against the rest
     _OCTAVE = 0.1  # initial guess: how much longer a forward gets when its tokens double
 
     def __init__(self):

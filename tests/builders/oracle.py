@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
@@ -131,3 +131,8 @@ def bundled_prompts(tokenizer, count: int) -> list[str]:
     ]
     chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[:count]]
     return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+
+
+def load_bundled(name: str):
+    """A bundled model in float32, where greedy outputs are comparable token for token."""
+    return AutoModelForCausalLM.from_pretrained(hf_specdec.bundled(name), dtype=torch.float32).eval()

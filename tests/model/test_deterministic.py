@@ -7,10 +7,9 @@ import families
 import numpy as np
 import pytest
 import torch
-from conftest import load_bundled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import bundled_prompts
+from oracle import bundled_prompts, load_bundled
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import hf_specdec
