@@ -221,12 +221,12 @@ class MayMissSteps:
     """Learns at most less if `observe` is skipped after a step in which it was not asked, and is otherwise as good."""
 
 
-class RestsFromTaps(ABC):
-    """Does not read its taps in every step."""
+class MayRest(ABC):
+    """Does not follow every step."""
 
     @abstractmethod
-    def needs_taps(self, sequences: list[Sequence]) -> bool:
-        """False if it reads none of them in a step that feeds these rows."""
+    def rests(self, sequences: list[Sequence]) -> bool:
+        """True if it reads none of its taps in a step that feeds these rows, and need not observe it if it drafts nothing."""
 
 
 class HasDrafters(ABC):

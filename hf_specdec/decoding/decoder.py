@@ -12,7 +12,7 @@ import torch
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.auto import AutoGenerator
-from ..candidate_generators.base import HasDrafters, RestsFromTaps, SharesPrefixes, active_drafter, known_prefix
+from ..candidate_generators.base import HasDrafters, MayRest, SharesPrefixes, active_drafter, known_prefix
 from ..candidate_generators.combined import configure
 from ..config import SpeculativeConfig
 from ..core.clock import StepTimer, clock_for
@@ -53,7 +53,7 @@ class SpeculativeDecoder:
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0
         self._sharer = generator if isinstance(generator, SharesPrefixes) else None
-        self._rests = generator if isinstance(generator, RestsFromTaps) else None
+        self._rests = generator if isinstance(generator, MayRest) else None
         self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
         self._observes = type(generator).observe is not CandidateGenerator.observe
         measured = generator.policy if isinstance(generator, AutoGenerator) else None
@@ -307,7 +307,8 @@ class SpeculativeDecoder:
             self.timer.proposed()
         tracer.end("propose")
         fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
-        tapped = self._rests is None or self.learner is not None or self._rests.needs_taps([seq for seq, _ in rows])
+        rests = self._rests is not None and self._rests.rests([seq for seq, _ in rows])
+        tapped = not rests or self.learner is not None
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self._all_hidden_states, tapped))
         tracer.end("forward")
         # while the drafter called a row's processors, they may have shown that they must be called in order
@@ -326,7 +327,7 @@ class SpeculativeDecoder:
                 trees, tensors.processed, decoding, self.config, tensors.sampling, self.agree_on_verdict
             )
         tracer.end("verify")
-        return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
+        return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict, rests and not any(limits))
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
         """Begin a step whose forward the model itself has run: choose the token after each prompt. Call inside `active()`.
@@ -365,7 +366,7 @@ class SpeculativeDecoder:
         outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
         tracer.end("verify")
-        if outcome.chunks:
+        if outcome.chunks and not pending.unseen:
             self.generator.observe(self.outcome_for_drafter(outcome))
         tracer.end("observe")
         tracer.record(outcome)
@@ -529,7 +530,7 @@ class SpeculativeDecoder:
                 new = seq.accept([*drafted, following])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                drafter = None if self._with_drafters is None else self._with_drafters.drafter_of(seq)
+                drafter = self.drafter_of(seq) if trees.lengths[i] else None
                 self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i], drafter)
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]

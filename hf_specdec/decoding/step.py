@@ -84,6 +84,7 @@ class PendingStep:
         trees: the drafts of the decoding rows.
         tensors: results of the forward.
         verdict: which drafts are accepted; None if no row is decoding.
+        unseen: the drafter need not be told what became of the step.
     """
 
     rows: list[tuple[Sequence, int]]
@@ -93,6 +94,7 @@ class PendingStep:
     trees: DraftTrees
     tensors: StepTensors
     verdict: PendingVerdict | None
+    unseen: bool = False
 
     @property
     def is_plain(self) -> bool:

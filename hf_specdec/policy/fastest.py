@@ -143,6 +143,7 @@ class Fastest(DraftLengthPolicy):
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less may always follow
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
     QUIET_SHARE = 0.003  # share of the time that choices may take while nothing is chosen
+    FRESH = 4  # quiet times after which a text that begins is looked at again
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
     ENDS = 0.98  # decay per row of how rows ended
     SPEEDS = 256  # how many speeds of a static batch are compared; and prefixes of the order of draft tokens
@@ -164,7 +165,7 @@ class Fastest(DraftLengthPolicy):
         self._knows_price = False  # whether a step with drafts has been timed
         self._static, self._asked = False, None
         self._written, self._ended = 512.0, 1.0  # tokens, and rows that ended before they had to; at first a guess
-        self._quiet_until, self._quiet_rows, self._quiet_left = 0, frozenset[int](), 0
+        self._quiet_until, self._quiet_rows, self._quiet_left, self._fresh_until = 0, frozenset[int](), 0, 0
         self._num_rows = 1  # of the last step
         self._of_fresh = 1.0  # tokens a step that heads may gain on a text that begins
         self._plain_pauses: dict[int, int] = {}  # by octave of the texts' length; see `_schedule_plain`
@@ -187,7 +188,7 @@ class Fastest(DraftLengthPolicy):
         if self.num_steps < self._quiet_until and self._are_quiet(sequences):
             return True
         self._look_at(sequences)
-        return not self.cost.target or self._plain_is_due()
+        return not self.cost.target or self.wants_plain_time()
 
     def _are_quiet(self, sequences: list[Sequence]) -> bool:
         """True if the last choice for these sequences was not to draft. A sequence that begins counts as quiet if nothing was chosen for an
@@ -195,7 +196,8 @@ class Fastest(DraftLengthPolicy):
         for seq in sequences:
             if seq.id not in self._quiet_rows:
                 begins = seq not in self.acceptance and seq.drafter is None
-                if not begins or seq.max_length - len(seq.tokens) > self._quiet_left:
+                left = self._quiet_left if self.num_steps < self._fresh_until else 0
+                if not begins or seq.max_length - len(seq.tokens) > left:
                     return False
         return len(sequences) <= len(self._quiet_rows)
 
@@ -464,10 +466,11 @@ class Fastest(DraftLengthPolicy):
             needed = self.TRIAL * math.log2(max(share / self._price(index, plain), 1.0))
             if needed:
                 steps = min(steps, math.log(needed / self._aged_idle(index)) / math.log(Acceptance.AGEING))
-        self._quiet_until = self.num_steps + max(1, int(steps), int(self._overhead / plain / self.QUIET_SHARE))
-        self._quiet_rows = frozenset(seq.id for seq in sequences)
-        left = tokens_left(sequences)[begins]
-        self._quiet_left = int(left.max()) if fresh else 0
+        length = max(1, int(steps), int(self._overhead / plain / self.QUIET_SHARE))
+        self._quiet_until, self._quiet_rows = self.num_steps + length, frozenset(seq.id for seq in sequences)
+        if any(begins):
+            self._quiet_left = int(tokens_left(sequences)[begins].max()) if fresh else 0
+            self._fresh_until = self.num_steps + self.FRESH * length
 
     # ---- look-ups and heads: what is paid in every step -------------------------------------------------------------
 
@@ -516,11 +519,7 @@ class Fastest(DraftLengthPolicy):
 
     def wants_plain_time(self) -> bool:
         """See DraftLengthPolicy: at growing intervals."""
-        return not self.cost.target or self._plain_is_due()
-
-    def _plain_is_due(self) -> bool:
-        """True if a plain step is to be measured, so that its cost stays known."""
-        return bool(self.cost.target) and self.num_steps >= self._plain_due.get(self.cost.octave, 0)
+        return not self.cost.target or self.num_steps >= self._plain_due.get(self.cost.octave, 0)
 
     def _look_at(self, sequences: list[Sequence]) -> None:
         """From now on, costs are those of steps of these rows."""

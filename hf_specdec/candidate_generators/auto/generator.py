@@ -15,7 +15,7 @@ from ...core.output import Taps
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ...policy import Chooser, Drafter, Fastest
-from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, RestsFromTaps, ScoresDrafts
+from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, MayRest, ScoresDrafts
 from ..combined import CombinedGenerator, check_drafter, with_common_keys
 from ..registry import register
 from .agreed import AgreedChoice
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @register(AutoConfig)
-class AutoGenerator(CombinedGenerator, HasDrafters, RestsFromTaps):
+class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     """Asks the look-ups first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
     row.
 
@@ -171,9 +171,9 @@ class AutoGenerator(CombinedGenerator, HasDrafters, RestsFromTaps):
         """Whether a part can draft for a sequence."""
         return seq.id not in self._blind or self.parts[index] not in self._heads
 
-    def needs_taps(self, sequences: list[Sequence]) -> bool:
-        """See RestsFromTaps: while heads rest for all of the rows, only other parts may need theirs."""
-        return self._others_tap or any(seq.id not in self._blind for seq in sequences)
+    def rests(self, sequences: list[Sequence]) -> bool:
+        """See MayRest: while heads rest for all of the rows, and no other part reads its taps or sees every step."""
+        return not (self._always or self._others_tap or any(seq.id not in self._blind for seq in sequences))
 
     def able(self, sequences: list[Sequence]) -> np.ndarray | None:
         """bool [D, B]: which parts follow which rows; None if all parts follow all rows."""
