@@ -1,11 +1,15 @@
 """What every test shares: one thread, no network, fixed seeds, and the bundled models."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_SPECDEC_CACHE"] = tempfile.mkdtemp(prefix="hf_specdec-")  # what methods keep between processes
+os.environ["HF_MODULES_CACHE"] = os.environ["HF_SPECDEC_CACHE"] + "/modules"  # models' own code, apart for each worker
 
 import hf_specdec  # isort: skip  # before transformers: it holds back what torchao prints while it loads
 
@@ -15,8 +19,7 @@ from oracle import drafter_of, load_bundled, method_configs, tiny_llama
 from transformers import AutoTokenizer
 
 torch.set_num_threads(1)
-_CACHE = tempfile.TemporaryDirectory(prefix="hf_specdec-")
-os.environ["HF_SPECDEC_CACHE"] = _CACHE.name  # what methods keep between processes
+atexit.register(shutil.rmtree, os.environ["HF_SPECDEC_CACHE"], ignore_errors=True)
 
 
 def pytest_addoption(parser):
@@ -34,9 +37,8 @@ def pytest_collection_modifyitems(config, items):
 
 def _is_fast(item) -> bool:
     """Whether a test starts no process, trains nothing, and simulates or interprets nothing."""
-    long = {"gpu", "inflation", "learning", "policy", "project", "training", "verification"}
-    process = {"server", "fleet", "found"} & {*item.fixturenames}
-    slow = process or item.get_closest_marker("slow") or "triton" in item.path.name
+    long = {"cli", "gpu", "inflation", "learning", "policy", "project", "serve", "training", "verification"}
+    slow = item.get_closest_marker("slow") or hasattr(item.module, "subprocess") or "triton" in item.path.name
     return item.path.parent.name not in long and not slow
 
 
