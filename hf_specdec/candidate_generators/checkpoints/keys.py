@@ -134,8 +134,8 @@ class Table:
         return [name for name in (self.section, PROPOSALS, LAYERS) if name is not None]
 
     def means_nothing(self, name: str) -> bool:
-        """Whether a key, without its section, means nothing in this format."""
-        return name in self.nothing or name in _NOTHING.split()
+        """Whether a key, without its section, means nothing in this format. transformers' notes to itself begin with "_"."""
+        return name.startswith("_") or name in self.nothing or name in _NOTHING.split()
 
     def read(self, checkpoint: Checkpoint, plan: Plan | None = None) -> SimpleNamespace:
         """The settings, as attributes. null and [] count as no value.
