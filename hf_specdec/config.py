@@ -344,6 +344,10 @@ class SpeculativeConfig:
         if value is not None and (not isinstance(value, str) or not value):
             raise self.fail(key, f"must be text, not {value!r}.")
 
+    def check_int(self, key: str, minimum: float, maximum: float | None = None) -> None:
+        """Raise SpeculativeConfigError unless the value of `key` is an integer in [minimum, maximum]."""
+        self.check_number(key, minimum, maximum, whole=True)
+
     def check_choice(self, key: str, choices: tuple[str, ...]) -> None:
         """Raise SpeculativeConfigError, which suggests the nearest choice, unless the value of `key` is one of `choices`."""
         value = getattr(self, key)

@@ -2,19 +2,19 @@
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 from recurrent_families import make, perturbed
 from transformers.cache_utils import Cache
 from triton_interpreter import DEVICE, needs_triton
 
 from hf_specdec.kernels.recurrent import Walk
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_sections import recurrent_rules as definitions
 
 pytestmark = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="the definitions are those of 5.23")

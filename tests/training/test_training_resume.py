@@ -85,7 +85,9 @@ def test_killed_and_resumed_is_the_same_run(tmp_path, uninterrupted, mode):
     (whole, data), killed = uninterrupted, tmp_path / "killed"
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(BUILDERS), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(BUILDERS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     command = [sys.executable, "-c", CHILD, mode, str(killed), str(data)]
     child = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
