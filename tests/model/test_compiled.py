@@ -1,6 +1,9 @@
 """`"compile": true`: what compiled decoder layers compute is what the layers compute, and few graphs are compiled."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -150,6 +153,18 @@ def test_inductor():
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
     config = CONFIGS["ngram"] | {"compile": True}
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, speculative_config=config), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(" " in torch.__file__, reason="inductor's own commands do not bear a space in torch's path")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs two instruction sets")
+def test_code_in_inductors_cache_is_for_one_instruction_set(tmp_path):
+    """inductor's cache does not tell them apart: code for the other set writes wrong text, or ends the process."""
+    for capability in ("avx512", "avx2", "avx512"):
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", f"{__file__}::test_inductor"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and " passed" in done.stdout, (capability, done.stdout[-2000:])
 
 
 def test_without_a_compiler_it_is_one_clear_error(model, tiny_tokenizer, monkeypatch):

@@ -126,6 +126,16 @@ def inductor_after_rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) 
     return compile_fx(rewritten(graph), inputs)  # pyright: ignore[reportReturnType] (typed more widely)
 
 
+def inductor_on_a_cpu(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+    """A backend of torch.compile: inductor, told how wide this processor's vectors are. Its cache keeps code apart by settings, but not by
+    instruction set: code for vectors of another width would be compiled for the present ones, and write wrong text."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    width = pick_vec_isa().bit_width()
+    return compile_fx(graph, inputs, config_patches={"cpp.simdlen": width})  # pyright: ignore[reportReturnType, reportArgumentType]
+
+
 def rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
     """A backend of torch.compile: `rewritten`, run operation by operation.
 
@@ -158,7 +168,7 @@ class CompiledLayers:
         if backend is None:
             device = next(model.parameters()).device
             check_compiler(device)
-            backend = inductor_after_rewriting if uses_triton(device) else "inductor"
+            backend = inductor_after_rewriting if uses_triton(device) else inductor_on_a_cpu
         self.attention, self.backend = attention, backend
         self._model = weakref.ref(model)
         self._functions: dict[Any, Callable] = {}  # compiled functions by the forward of the layer's class
