@@ -37,8 +37,7 @@ class DFlashConfig(HeadConfig):
 
     input_embedding_scale: float | None = config_key(
         None,
-        "factor of the embedding rows that a drafter without embeddings takes of a target that scales its rows (Gemma); by default "
-        "as its file says, otherwise 1 in speculators' format, and the target's in others",
+        "for a drafter that reads the target's embeddings: their scale (Gemma has one); by default the file's, or its format's",
         minimum=0.0,
     )
 
