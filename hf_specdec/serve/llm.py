@@ -264,6 +264,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
+        """The model's tokenizer; None: it has none."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -177,6 +177,7 @@ class Checkpoint:
         return name in self.files
 
     def names(self) -> list[str]:
+        """The tensors' names."""
         return list(self.files)
 
     def any(self, pattern: str) -> bool:
@@ -333,6 +334,7 @@ class Plan:
         return canonical in self.sources
 
     def shape(self, canonical: str) -> tuple[int, ...]:
+        """A tensor's shape, from the file's header."""
         return self.checkpoint.shape(self.sources[canonical])
 
     def matrix(self, canonical: str) -> tuple[int, int]:
@@ -347,6 +349,7 @@ class Plan:
         return shape[0], shape[1]
 
     def tensor(self, canonical: str) -> torch.Tensor:
+        """Read a tensor."""
         return self.checkpoint.tensor(self.sources[canonical])
 
 

@@ -22,14 +22,17 @@ class Kind:
 
 
 def integer(minimum: int = 1) -> Kind:
+    """Integers from `minimum` on."""
     return Kind(f"an integer of at least {minimum}", lambda value: type(value) is int and value >= minimum)
 
 
 def one_of(*names: str) -> Kind:
+    """One of these names."""
     return Kind(" or ".join(map(repr, names)), lambda value: value in names)
 
 
 def list_of(what: str, type_: type) -> Kind:
+    """Lists whose items have exactly this type; `what`: their name in errors."""
     return Kind(f"a list of {what}", lambda value: isinstance(value, list) and all(type(v) is type_ for v in value))
 
 
@@ -131,6 +134,7 @@ class Table:
 
     @property
     def sections(self) -> list[str]:
+        """The objects in config.json whose keys are read as the format's own."""
         return [name for name in (self.section, PROPOSALS, LAYERS) if name is not None]
 
     def means_nothing(self, name: str) -> bool:

@@ -160,6 +160,7 @@ class TreeTemplate:
 
     @cached_property
     def is_chain(self) -> bool:
+        """True if no node has two children."""
         return len(self.parents) == self.depth
 
     @cached_property
@@ -174,6 +175,7 @@ class TreeTemplate:
 
     @property
     def prunes(self) -> bool:
+        """True if only the best paths of a drafted tree are verified."""
         return self.keep_paths is not None
 
     def num_nodes(self, depth: int) -> int:
@@ -261,6 +263,7 @@ class DynamicTree:
 
     @property
     def widest(self) -> int:
+        """The most nodes of one depth that the drafter expands."""
         return self.top_k
 
     def num_nodes(self, depth: int) -> int:

@@ -141,4 +141,5 @@ class SamplingParams:
         return self.temperature > 0
 
     def copy(self, **changes: Any) -> SamplingParams:
+        """A copy with other values for some parameters. Raises ValueError: a value is wrong."""
         return dataclasses.replace(self, **changes)

@@ -41,9 +41,11 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, choice: RequestChoice) -> None:
+        """Let a choice wait for its first step."""
         insort(self.waiting, choice, key=_order)
 
     def remove(self, choice: RequestChoice) -> None:
+        """Forget a choice, waiting or running."""
         (self.running if choice in self.running else self.waiting).remove(choice)
 
     def preempt(self, choice: RequestChoice) -> None:
