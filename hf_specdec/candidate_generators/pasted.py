@@ -20,10 +20,11 @@ logger = logging.getLogger(__name__)
 _MTP_FAMILIES = (
     "deepseek", "mimo", "mimo_v2", "glm4_moe", "glm4_moe_lite", "glm_ocr", "glm5_next", "ernie", "nemotron_h", "exaone_moe",
     "exaone4_5", "qwen3_next", "qwen3_5", "qwen4_exp", "longcat_flash", "bailing_hybrid", "bailing_hybrid_v3", "minimax_m3",
-    "kimi_k3", "pangu_ultra_moe", "step3p5", "hy_v3", "hy_v4", "gemma4", "inkling", "dots3_note",
+    "kimi_k3", "pangu_ultra_moe", "step3p5", "hy_v3", "hy_v4", "inkling", "dots3_note",
 )  # fmt: skip
 METHOD_NAMES = {
     **{f"{family}_mtp": "mtp" for family in _MTP_FAMILIES},
+    "gemma4_mtp": "gemma4_assistant",
     "dspark": "dflash",
     "ngram_gpu": "ngram",
     "ngram_match": "ngram",  # FastDeploy's internal name

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .draft_trees import DraftTrees
 from .output import PackedOutput
 from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from ..cache import PagedStaticCache
 
 
 @dataclass
@@ -29,6 +33,7 @@ class StepOutcome:
         chunks: (sequence, end) of each forwarded row, in the order of `starts`: its tokens before `end` have been fed.
         num_own: per forwarded row, how many of those tokens this step fed.
         root_rows: per row of `sequences`, the index in `output.logits` of its root's logits; None: logits are contiguous.
+        cache: the target's keys and values; None: the step's forward is not the target's own.
         verified: the step itself, if `accepted` are nodes of a drafter's own proposal (see `for_proposal`).
     """
 
@@ -41,6 +46,7 @@ class StepOutcome:
     chunks: list[tuple[Sequence, int]] | None = None
     num_own: list[int] | None = None
     root_rows: list[int] | None = None
+    cache: PagedStaticCache | None = None
     verified: StepOutcome | None = None
 
     def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
@@ -65,7 +71,7 @@ class StepOutcome:
         return StepOutcome(
             [self.sequences[i] for i in verified], self.trees.select(verified), [self.accepted[i] for i in verified],
             [self.new_tokens[i] for i in verified], self.output, picked(self.starts, forwarded), picked(self.chunks, forwarded),
-            picked(self.num_own, forwarded), picked(root_rows, verified),
+            picked(self.num_own, forwarded), picked(root_rows, verified), self.cache,
         )  # fmt: skip
 
     def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:

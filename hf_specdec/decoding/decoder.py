@@ -360,7 +360,7 @@ class SpeculativeDecoder:
         results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
         present = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
         outcome = self._commit(pending, {pending.rows[i][0].id for i in present}, results)
-        outcome.output = pending.tensors.output
+        outcome.output, outcome.cache = pending.tensors.output, self.cache
         outcome.chunks = [pending.rows[i] for i in present]
         outcome.num_own = [pending.num_own[i] for i in present]
         outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]

@@ -156,6 +156,11 @@ def rope_parameters(rope: Any) -> list[dict]:
     return nested or ([rope] if rope else [])
 
 
+def setting(config: PreTrainedConfig, name: str) -> Any:
+    """A value of a configuration, or None. Where layers have values of their own, which reading the attribute refuses, the common one."""
+    return config.to_dict().get(config.attribute_map.get(name, name))
+
+
 def layer_windows(config) -> dict[str, int | Chunks | None]:
     """Sliding window in tokens for each kind of layer (None: full attention)."""
     window = getattr(config, "sliding_window", None)

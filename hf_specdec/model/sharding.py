@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..core.errors import UnsupportedModel
 from ..core.ranks import Ranks, ranks_of
+from .architectures import setting
 
 if TYPE_CHECKING:  # older versions of transformers lack it, and shard nothing
     from transformers.distributed.tensor_parallel import TensorParallelLayer
@@ -51,13 +52,14 @@ def checked_ranks(model: PreTrainedModel) -> Ranks | None:
 def _check_heads(model: PreTrainedModel, size: int) -> None:
     """Raise UnsupportedModel unless every rank holds whole KV heads, and those that its query heads read."""
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None) is not None:  # keys are expanded from what every rank computes
+    if setting(config, "kv_lora_rank") is not None:  # keys are expanded from what every rank computes
         return
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    heads = setting(config, "num_key_value_heads") or setting(config, "num_attention_heads")
+    by_layer = [layer.get("num_key_value_heads") for layer in (setting(config, "per_layer_config") or {}).values()]
     plan = model.tp_plan or {}
     styles = {key.rsplit(".", 1)[-1]: style for key, style in plan.items()}
     queries, keys = styles.get("q_proj"), styles.get("k_proj", styles.get("qkv_proj"))
-    each = [count for count in (heads if isinstance(heads, (list, tuple)) else [heads]) if count]
+    each = [count for count in (*(heads if isinstance(heads, (list, tuple)) else [heads]), *by_layer) if count]
     if keys == "colwise" and any(count % size for count in each):
         raise UnsupportedModel(
             f"{type(model).__name__} has {heads} KV heads, which {size} ranks cannot share: each rank would hold a part of a head. Use a "

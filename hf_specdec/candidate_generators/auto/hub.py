@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 _KINDS = {
     "eagle3": ("eagle3", "eagle-3"),
     "dflash": ("dflash",),
+    "gemma4_assistant": ("-it-assistant",),
     "eagle": ("eagle",),
     "hydra": ("hydra",),
     "arctic": ("arctic-lstm-speculator", "arctic-speculator"),

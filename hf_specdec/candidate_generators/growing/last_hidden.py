@@ -50,6 +50,7 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     Args:
         heads: the drafter's weights, already on their device.
         num_heads: bounds the depth of drafts.
+        has_loop: see Grower.
 
     Raises:
         SpeculativeConfigError: the configuration asks for deeper drafts.
@@ -57,10 +58,12 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
 
     taps = Taps(last_hidden=True, newest_only=True)
 
-    def __init__(self, config: LastHiddenConfig, target: PackedModel, heads: nn.Module, num_heads: int):
+    def __init__(
+        self, config: LastHiddenConfig, target: PackedModel, heads: nn.Module, num_heads: int, has_loop: bool = True
+    ):
         super().__init__(config, target)
         self.device, self.dtype = device_and_dtype(target)
-        self.grower = Grower(self, config.shape_within(num_heads))
+        self.grower = Grower(self, config.shape_within(num_heads), has_loop)
         self.config = config.bounded(self.grower.shape.depth)
         self.slots: dict[int, int] = {}  # sequence id → its row of `hidden`
         self.known: set[int] = set()  # ids of the sequences whose row is filled

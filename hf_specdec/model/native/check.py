@@ -18,6 +18,7 @@ from torch import nn
 
 from ...cache import PagedStaticCache
 from ...core.rows import RowInput
+from .. import architectures
 from ..packed_batch import PackedBatch, _OnDevice
 from ..self_test import TOLERANCES, relative_error
 from .program import Program, addresses, assemble
@@ -117,8 +118,9 @@ def _sizes(subject: Traceable) -> tuple[int, int]:
     if subject.config is not None:
         config = subject.config.get_text_config(decoder=True)
         taken |= {value for value in config.to_dict().values() if type(value) is int}
-        heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0) or 1
-        taken |= {heads // groups, getattr(config, "hidden_size", 0) // max(heads, 1)}
+        names = "num_attention_heads", "num_key_value_heads", "hidden_size"
+        heads, groups, width = (architectures.setting(config, name) or 0 for name in names)
+        taken |= {heads // max(groups, 1), width // max(heads, 1)}
     for module in subject.modules:
         taken.update(*(parameter.shape for parameter in module._parameters.values() if parameter is not None))
     free = [size for size in _SIZES if size not in taken]
