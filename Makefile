@@ -43,7 +43,9 @@ docs: install-docs docs/figures/mermaid.min.js
 # Diagrams without a network. Where npm is missing, the reader's browser loads the file from a CDN instead.
 docs/figures/mermaid.min.js:
 	mkdir -p build && npm pack --silent --pack-destination build mermaid@11.17.2 >/dev/null && \
-	tar -xzOf build/mermaid-11.17.2.tgz package/dist/mermaid.min.js >$@ || { rm -f $@; echo "without npm, diagrams come from a CDN"; }
+	tar -xzOf build/mermaid-11.17.2.tgz package/dist/mermaid.min.js >$@ && \
+	echo "581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8  $@" | sha256sum --check --quiet || \
+	{ rm -f $@; echo "no npm, or another file than expected: diagrams come from a CDN"; }
 
 suffix:
 	bash scripts/setup_venv.sh "$(VENV)" suffix

@@ -220,6 +220,23 @@ def prose(path):
     return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
 
 
+def sentences(path):
+    """What a page says outside tables, headings and code. A list of code spans counts as one word."""
+    text = re.sub(r"<!--.*?-->|\]\([^)]*\)|^(?:\||#|    |:::).*$", "", prose(path), flags=re.M)
+    text = re.sub(r"`[^`]*`(, `[^`]*`)*", "X", text)
+    for block in re.split(r"\n\s*\n|\n\s*(?:[*-]|\d+\.) ", text):
+        yield from re.split(r"(?<=[.!?:])\**\s+(?=[A-Z*\[τ\"])", " ".join(block.split()))
+
+
+WRITTEN = [*TEXTS, ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if path.name != "keys.md"], ids=name_of)
+def test_sentences_are_short(path):
+    """At most 25 words; docs/keys.md shows docstrings."""
+    assert not [text for text in sentences(path) if len(re.findall(r"\w[\w'.,/-]*", text)) > 25]
+
+
 @pytest.mark.parametrize("path", [*TEXTS, *OTHERS, *NOTEBOOKS], ids=name_of)
 def test_links_lead_somewhere(path):
     """Files and anchors that a page links to exist; addresses of the repository name files of it."""
