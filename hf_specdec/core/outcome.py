@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from .draft_trees import DraftTrees
 from .output import PackedOutput
 from .sequence import Sequence
-
-if TYPE_CHECKING:
-    from ..cache import PagedStaticCache
 
 
 @dataclass
@@ -33,7 +30,7 @@ class StepOutcome:
         chunks: (sequence, end) of each forwarded row, in the order of `starts`: its tokens before `end` have been fed.
         num_own: per forwarded row, how many of those tokens this step fed.
         root_rows: per row of `sequences`, the index in `output.logits` of its root's logits; None: logits are contiguous.
-        cache: the target's keys and values; None: the step's forward is not the target's own.
+        cache: the target's PagedStaticCache; None: the step's forward is not the target's own.
         verified: the step itself, if `accepted` are nodes of a drafter's own proposal (see `for_proposal`).
     """
 
@@ -46,7 +43,7 @@ class StepOutcome:
     chunks: list[tuple[Sequence, int]] | None = None
     num_own: list[int] | None = None
     root_rows: list[int] | None = None
-    cache: PagedStaticCache | None = None
+    cache: Any = None
     verified: StepOutcome | None = None
 
     def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
