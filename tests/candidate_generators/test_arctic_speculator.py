@@ -168,7 +168,7 @@ def test_tensors_that_do_not_fit(tmp_path, model):
         r"forget_proj.1.weight has shape \[24, 23\]": {"forget_proj.1.weight": torch.zeros(24, 23)},
         "ties its weights, but .*_emb.0.weight and .*_emb.0.weight differ": {"cell_emb.0.weight": emb + 1e-3},
         r"ties its weights, but head.\d.weight and head.\d.weight differ": {"head.2.weight": head + 1e-3},
-        "is quantised .float8_e4m3fn.": {f"head.{i}.weight": head.to(torch.float8_e4m3fn) for i in range(3)},
+        "is quantized .float8_e4m3fn.": {f"head.{i}.weight": head.to(torch.float8_e4m3fn) for i in range(3)},
     }
     for message, changes in cases.items():
         weights = {k: v for k, v in (stored.weights | changes).items() if v is not None}

@@ -320,7 +320,7 @@ BAD = {
     "map twice": ("token_map", lambda t, c: t.update(token_map=torch.zeros(40, dtype=torch.long)), "token of the target twice"),
     "scale": ("logit_scale", lambda t, c: c.update(logit_scale="big"), r"logit_scale = 'big'"),
     "quantised": (
-        "v0.1", lambda t, c: t.update({"1.1.weight": t["1.1.weight"].to(torch.float8_e4m3fn)}), r"1\.1\.weight is quantised",
+        "v0.1", lambda t, c: t.update({"1.1.weight": t["1.1.weight"].to(torch.float8_e4m3fn)}), r"1\.1\.weight is quantized",
     ),
 }  # fmt: skip
 

@@ -251,7 +251,7 @@ def test_tensors_that_do_not_fit(tmp_path, model):
         r"speculator.proj.1.weight has shape \[24, 23\], the configuration says \[24, 24\]": (
             "speculator.proj.1.weight", torch.zeros(24, 23),
         ),
-        "speculator.head.0.weight is quantised .float8_e4m3fn.": (
+        "speculator.head.0.weight is quantized .float8_e4m3fn.": (
             "speculator.head.0.weight", stored.weights["speculator.head.0.weight"].to(torch.float8_e4m3fn),
         ),
     }  # fmt: skip

@@ -17,7 +17,6 @@ import hf_specdec
 from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.mtp import MtpGenerator
-from hf_specdec.candidate_generators.mtp.weights import dequantized
 from hf_specdec.model.prepare import prepare
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 3}
@@ -92,18 +91,6 @@ def test_blocks_of_fp8(tmp_path):
                 if prefix + split in products:
                     each.copy_(products[prefix + split])
     check_logits(PlainMtp(stored), drafted(stored.model), stored.model)
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (130, 257), (5, 3), (256, 1)])
-def test_dequantized(shape):
-    value = torch.randn(shape).to(torch.float8_e4m3fn)
-    scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128)) + 0.5
-    found = dequantized(value, scale, (128, 128), torch.float32, "w", ValueError)
-    for i in range(shape[0]):
-        for j in range(0, shape[1], 7):
-            assert found[i, j] == value[i, j].float() * scale[i // 128, j // 128]
-    with pytest.raises(ValueError, match=r"w_scale_inv has shape \[9, 9\].*128 x 128"):
-        dequantized(value, torch.ones(9, 9), (128, 128), torch.float32, "w", ValueError)
 
 
 def test_router_corrections_stay_in_float32(tmp_path):
@@ -231,7 +218,7 @@ BAD = {
     ),
     "float8 without scales": (
         lambda t: t.update({L + "eh_proj.weight": t[L + "eh_proj.weight"].to(torch.float8_e4m3fn)}), {},
-        r"eh_proj\.weight is torch\.float8_e4m3fn and has no weight_scale_inv",
+        r"eh_proj\.weight is quantized \(float8_e4m3fn\), and config\.json has no quantization_config",
     ),
     "scales of other blocks": (
         lambda t: t.update({

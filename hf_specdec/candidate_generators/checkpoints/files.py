@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import re
@@ -21,6 +22,9 @@ from torch import nn
 
 from ...bundled import resolve_model
 from ...config import SpeculativeConfigError, nearest_hint
+from .quantized import QuantizedWeight, quantized_weights
+
+logger = logging.getLogger(__name__)
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")  # of weight files; those of the first kind that is there are read
@@ -173,25 +177,46 @@ class Checkpoint:
             raise self.error(f"{path.name} does not hold a dictionary of tensors by name.")
         return state
 
+    @cached_property
+    def quantized(self) -> dict[str, QuantizedWeight]:
+        """The weights that are stored quantized. Their parts do not count as tensors of the checkpoint."""
+        weights = quantized_weights(self)
+        if weights:
+            logger.info("%s: %d quantized weights are dequantized.", self.name, len(weights))
+        return weights
+
+    @cached_property
+    def _names(self) -> dict[str, None]:
+        parts = {part for weight in self.quantized.values() for part in weight.parts}
+        return dict.fromkeys([name for name in self.files if name not in parts] + list(self.quantized))
+
     def __contains__(self, name: str) -> bool:
-        return name in self.files
+        return name in self._names
 
     def names(self) -> list[str]:
         """The tensors' names."""
-        return list(self.files)
+        return list(self._names)
 
     def any(self, pattern: str) -> bool:
         """Whether some tensor's name matches the regular expression, from its start."""
-        return any(re.match(pattern, name) for name in self.files)
+        return any(re.match(pattern, name) for name in self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
+        return self.quantized[name].shape if name in self.quantized else self.stored_shape(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, as stored; quantized ones in float32."""
+        return self.quantized[name].read() if name in self.quantized else self.stored(name)
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a stored tensor, which may be a part of a quantized weight."""
         path, there = self.files[name]
         tensors = self._read(path)
         return tuple(tensors[there].shape if isinstance(tensors, dict) else tensors.get_slice(there).get_shape())
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, as stored."""
+    def stored(self, name: str) -> torch.Tensor:
+        """A stored tensor, which may be a part of a quantized weight."""
         path, there = self.files[name]
         tensors = self._read(path)
         return tensors[there] if isinstance(tensors, dict) else tensors.get_tensor(there)
@@ -379,7 +404,7 @@ def load_module(module: nn.Module, plan: Plan, device: torch.device, dtype: torc
         if parameter.is_floating_point() and value.dtype not in _PLAIN_FLOATS:
             kind = str(value.dtype).removeprefix("torch.")
             raise checkpoint.error(
-                f"{plan.sources[name]} is quantised ({kind}), which is not supported: use the original weights."
+                f"{plan.sources[name]} is quantized ({kind}), and config.json has no quantization_config that says how."
             )
         state[name] = value.to(device, dtype if value.is_floating_point() else None)
     module.load_state_dict(state, strict=False, assign=True)

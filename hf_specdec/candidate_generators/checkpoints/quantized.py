@@ -1,0 +1,254 @@
+"""Weights that a file stores quantized are dequantized when they are read: compressed-tensors, FP8, AWQ, GPTQ and bitsandbytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .files import Checkpoint
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of 4 bits that holds the i-th of eight columns
+_FP8_BLOCK = (128, 128)  # DeepSeek-V3's, if config.json gives none
+# Scales of activations and caches, which weights do not need.
+_BESIDE = re.compile(r"\.((input|output|activation|[kvq])_(scale|zero_point|global_scale)(_inv)?|weight_format)$")
+
+_SIGN = re.compile(r"scale|packed|qweight|absmax|_blocks")  # in names of tensors that only quantized weights have
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight that a file stores in parts.
+
+    Attributes:
+        shape: of the weight.
+        parts: names of the stored tensors.
+        read: computes the weight in float32.
+    """
+
+    shape: tuple[int, ...]
+    parts: frozenset[str]
+    read: Callable[[], torch.Tensor]
+
+
+def quantized_weights(checkpoint: Checkpoint) -> dict[str, QuantizedWeight]:
+    """The quantized weights of a checkpoint by name, as its quantization_config says.
+
+    Raises:
+        CheckpointError: they are in a form that is not known here.
+    """
+    config = checkpoint.section("quantization_config") or checkpoint.section("compression_config")
+    method = config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else None)
+    if method is None and any(name.endswith(".weight_scale_inv") for name in checkpoint.files):
+        method = "fp8"  # a part of a checkpoint, without its configuration
+    if method is None or (method not in _READERS and not any(map(_SIGN.search, checkpoint.files))):
+        return {}  # a head in plain numbers may have its target's configuration
+    if method not in _READERS:
+        known = ", ".join(_READERS)
+        raise checkpoint.error(f"is quantized by {method!r}; {known} are supported: use the original weights.")
+    weights = {f"{weight.module}.weight": weight.done() for weight in _READERS[method](checkpoint, config)}
+    for name in checkpoint.files:
+        of = f"{name.rpartition('.')[0]}.weight"
+        if _BESIDE.search(name) and of in weights:
+            weights[of] = replace(weights[of], parts=weights[of].parts | {name})
+    return weights
+
+
+class _Stored:
+    """The stored tensors of one module's weight, by role.
+
+    Args:
+        read: computes the weight from these tensors.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, module: str, roles: str, shape: tuple[int, ...], read: Callable[..., torch.Tensor]
+    ):
+        self.checkpoint, self.module, self.shape, self._read = checkpoint, module, shape, read
+        self.names = {role: f"{module}.{role}" for role in roles.split() if f"{module}.{role}" in checkpoint.files}
+
+    def done(self) -> QuantizedWeight:
+        return QuantizedWeight(self.shape, frozenset(self.names.values()), self._computed)
+
+    def _computed(self) -> torch.Tensor:
+        return self._read({role: self.checkpoint.stored(name) for role, name in self.names.items()})
+
+
+def _modules(checkpoint: Checkpoint, ending: str) -> list[str]:
+    """Names of the modules that have a tensor with this ending."""
+    return [name.removesuffix(ending) for name in checkpoint.files if name.endswith(ending)]
+
+
+# ---- one function per method -----------------------------------------------------------------------------------------
+
+
+def _fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+    """DeepSeek-V3's: a factor for each block of a matrix in float8."""
+    high, wide = config.get("weight_block_size") or _FP8_BLOCK
+    for module in _modules(checkpoint, ".weight_scale_inv"):
+        name = f"{module}.weight"
+        if name not in checkpoint.files:
+            raise checkpoint.error(f"has {name}_scale_inv and no {name}.")
+        shape, scales = checkpoint.stored_shape(name), checkpoint.stored_shape(f"{name}_scale_inv")
+        blocks = tuple(-(-size // block) for size, block in zip(shape, (high, wide), strict=False))
+        if scales not in (blocks, (), (1,)):
+            raise checkpoint.error(
+                f"{name}_scale_inv has shape {list(scales)}; a matrix {list(shape)} in blocks of {high} x {wide} has {list(blocks)}."
+            )
+
+        def read(stored: dict[str, torch.Tensor]) -> torch.Tensor:
+            return scaled(stored["weight"], stored["weight_scale_inv"], None, (high, wide))
+
+        yield _Stored(checkpoint, module, "weight weight_scale_inv", shape, read)
+
+
+def _compressed(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+    """compressed-tensors: integers of 8 bits or float8 as they are, integers of fewer bits packed in integers of 32."""
+    roles = "weight weight_packed weight_scale weight_zero_point weight_g_idx weight_shape"
+    for module in _modules(checkpoint, ".weight_scale"):
+        form = _form(checkpoint, config, module)
+        bits, kind = form.get("num_bits", 8), form.get("type", "int")
+        packed = f"{module}.weight_packed" in checkpoint.files
+        if bits not in (4, 8) or (packed and kind != "int"):
+            raise checkpoint.error(
+                f"{module} is quantized to {kind}{bits}, which is not supported: use the original weights."
+            )
+        if packed:
+            shape = tuple(checkpoint.stored(f"{module}.weight_shape").tolist())
+        else:
+            shape = checkpoint.stored_shape(f"{module}.weight")
+        size = form.get("group_size") if form.get("strategy") in ("group", "tensor_group") else None
+        block = tuple(form.get("block_structure") or (1, size or shape[-1]))
+
+        def read(stored: dict[str, torch.Tensor], bits=bits, shape=shape, block=block) -> torch.Tensor:
+            zero, half = stored.get("weight_zero_point"), 2 ** (bits - 1)
+            if "weight_packed" not in stored:
+                return scaled(stored["weight"], stored["weight_scale"], zero, block, stored.get("weight_g_idx"))
+            values = unpacked(stored["weight_packed"], bits, 1)[:, : shape[1]] - half
+            if zero is not None:
+                zero = unpacked(zero, bits, 0)[: shape[0]] - half
+            return scaled(values, stored["weight_scale"], zero, block, stored.get("weight_g_idx"))
+
+        yield _Stored(checkpoint, module, roles, shape, read)
+
+
+def _form(checkpoint: Checkpoint, config: dict[str, Any], module: str) -> dict[str, Any]:
+    """How compressed-tensors quantized a module's weight: that of the group that names it, by pattern, by name or by its class."""
+    groups = [group for group in (config.get("config_groups") or {}).values() if isinstance(group.get("weights"), dict)]
+    for group in groups:
+        for target in group.get("targets") or []:
+            if re.match(target[3:], module) if target.startswith("re:") else f".{module}".endswith(f".{target}"):
+                return group["weights"]
+    by_class = [group["weights"] for group in groups if "Linear" in (group.get("targets") or [])]
+    if len(by_class) != 1:
+        raise checkpoint.error(f"has {module}.weight_scale, and no group of its quantization_config names this module.")
+    return by_class[0]
+
+
+def _awq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+    """AWQ of version "gemm": 4 bits, packed along the outputs in an order of its own."""
+    form = config.get("bits", 4), str(config.get("version", "gemm")).lower()
+    if form != (4, "gemm"):
+        raise checkpoint.error(f"is quantized by AWQ with bits, version = {form}; only {(4, 'gemm')} is supported.")
+    for module in _modules(checkpoint, ".qweight"):
+        inputs, outputs = checkpoint.stored_shape(f"{module}.qweight")
+
+        def read(stored: dict[str, torch.Tensor]) -> torch.Tensor:
+            values, zero = (
+                unpacked(stored[role], 4, 1).unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1)
+                for role in ("qweight", "qzeros")
+            )
+            return scaled(values.T, stored["scales"].T, zero.T, (1, len(values) // len(zero)))
+
+        yield _Stored(checkpoint, module, "qweight qzeros scales", (8 * outputs, inputs), read)
+
+
+def _gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+    """GPTQ: packed along the inputs; in the first version of the format, zero points are stored less one."""
+    bits, less = config.get("bits"), int(config.get("checkpoint_format", "gptq") != "gptq_v2")
+    if bits not in (2, 4, 8):
+        raise checkpoint.error(
+            f"is quantized by GPTQ with bits = {bits!r}; 2, 4 and 8 are supported: use the original weights."
+        )
+    for module in _modules(checkpoint, ".qweight"):
+        rows, outputs = checkpoint.stored_shape(f"{module}.qweight")
+
+        def read(stored: dict[str, torch.Tensor]) -> torch.Tensor:
+            values, zero = unpacked(stored["qweight"], bits, 0), unpacked(stored["qzeros"], bits, 1) + less
+            group = stored.get("g_idx")
+            return scaled(values.T, stored["scales"].T, zero.T, (1, len(values) // len(zero)), group)
+
+        yield _Stored(checkpoint, module, "qweight qzeros scales g_idx", (outputs, rows * 32 // bits), read)
+
+
+def _bitsandbytes(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+    """bitsandbytes: rows of int8 with their greatest magnitudes, or blocks of 4-bit codes with theirs, which may be quantized too."""
+    for module in _modules(checkpoint, ".SCB"):
+
+        def read_rows(stored: dict[str, torch.Tensor]) -> torch.Tensor:
+            return stored["weight"].to(torch.float32) * stored["SCB"].view(-1, 1) / 127.0
+
+        yield _Stored(checkpoint, module, "weight SCB", checkpoint.stored_shape(f"{module}.weight"), read_rows)
+    for kind in ("nf4", "fp4"):
+        ending = f"weight.quant_state.bitsandbytes__{kind}"
+        roles = f"weight weight.absmax weight.quant_map weight.nested_absmax weight.nested_quant_map {ending}"
+        for module in _modules(checkpoint, f".{ending}"):
+            state = json.loads(bytes(checkpoint.stored(f"{module}.{ending}").tolist()))
+
+            def read_blocks(stored: dict[str, torch.Tensor], state: dict[str, Any] = state) -> torch.Tensor:
+                greatest = stored["weight.absmax"]
+                if "weight.nested_absmax" in stored:
+                    nested = stored["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])[
+                        : len(greatest)
+                    ]
+                    greatest = stored["weight.nested_quant_map"][greatest.long()] * nested + state["nested_offset"]
+                packed = stored["weight"].flatten()
+                codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()
+                values = stored["weight.quant_map"][codes.long()]
+                return (values * greatest.repeat_interleave(state["blocksize"])[: len(values)]).view(state["shape"])
+
+            yield _Stored(checkpoint, module, roles, tuple(state["shape"]), read_blocks)
+
+
+_READERS = {
+    "compressed-tensors": _compressed, "fp8": _fp8, "awq": _awq, "gptq": _gptq, "bitsandbytes": _bitsandbytes,
+}  # fmt: skip
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def unpacked(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Unsigned integers of `bits` bits that are packed along a dimension of a matrix of int32, the lowest bits first."""
+    fields = (packed[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)  # [m, n, 32 / bits]
+    return fields.flatten(1) if dim == 1 else fields.transpose(1, 2).flatten(0, 1)
+
+
+def scaled(
+    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, block: tuple[int, int], group: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """(values - zero) * scale, in float32.
+
+    Args:
+        values: [m, n].
+        scale, zero: one for all, [m or 1], or [m / block rows, n / block columns].
+        group: int [n], the column of `scale` for each column of values; None: blocks are in order.
+    """
+    rows, columns = values.shape
+
+    def spread(factors: torch.Tensor) -> torch.Tensor:
+        factors = factors.to(torch.float32)
+        factors = factors.view(-1, 1) if factors.dim() < 2 else factors
+        high = 1 if len(factors) in (1, rows) else block[0]
+        factors = factors.repeat_interleave(high, 0)[:rows]
+        if factors.shape[1] == 1:
+            return factors
+        return factors.repeat_interleave(block[1], 1)[:, :columns] if group is None else factors[:, group.long()]
+
+    out = values.to(torch.float32)
+    return (out if zero is None else out - spread(zero)) * spread(scale)
