@@ -6,12 +6,9 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from .files import Checkpoint
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of 4 bits that holds the i-th of eight columns
 _FP8_BLOCK = (128, 128)  # DeepSeek-V3's, if config.json gives none
@@ -19,6 +16,17 @@ _FP8_BLOCK = (128, 128)  # DeepSeek-V3's, if config.json gives none
 _BESIDE = re.compile(r"\.((input|output|activation|[kvq])_(scale|zero_point|global_scale)(_inv)?|weight_format)$")
 
 _SIGN = re.compile(r"scale|packed|qweight|absmax|_blocks")  # in names of tensors that only quantized weights have
+
+
+class Stored(Protocol):
+    """What is needed of a `files.Checkpoint`, where these are documented."""
+
+    @property
+    def files(self) -> dict[str, Any]: ...
+    def section(self, key: str) -> dict[str, Any]: ...
+    def stored_shape(self, name: str) -> tuple[int, ...]: ...
+    def stored(self, name: str) -> torch.Tensor: ...
+    def error(self, what: str) -> Exception: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class QuantizedWeight:
     read: Callable[[], torch.Tensor]
 
 
-def quantized_weights(checkpoint: Checkpoint) -> dict[str, QuantizedWeight]:
+def quantized_weights(checkpoint: Stored) -> dict[str, QuantizedWeight]:
     """The quantized weights of a checkpoint by name, as its quantization_config says.
 
     Raises:
@@ -59,7 +67,7 @@ def quantized_weights(checkpoint: Checkpoint) -> dict[str, QuantizedWeight]:
     return weights
 
 
-class _Stored:
+class _Parts:
     """The stored tensors of one module's weight, by role.
 
     Args:
@@ -67,7 +75,7 @@ class _Stored:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, module: str, roles: str, shape: tuple[int, ...], read: Callable[..., torch.Tensor]
+        self, checkpoint: Stored, module: str, roles: str, shape: tuple[int, ...], read: Callable[..., torch.Tensor]
     ):
         self.checkpoint, self.module, self.shape, self._read = checkpoint, module, shape, read
         self.names = {role: f"{module}.{role}" for role in roles.split() if f"{module}.{role}" in checkpoint.files}
@@ -79,7 +87,7 @@ class _Stored:
         return self._read({role: self.checkpoint.stored(name) for role, name in self.names.items()})
 
 
-def _modules(checkpoint: Checkpoint, ending: str) -> list[str]:
+def _modules(checkpoint: Stored, ending: str) -> list[str]:
     """Names of the modules that have a tensor with this ending."""
     return [name.removesuffix(ending) for name in checkpoint.files if name.endswith(ending)]
 
@@ -87,7 +95,7 @@ def _modules(checkpoint: Checkpoint, ending: str) -> list[str]:
 # ---- one function per method -----------------------------------------------------------------------------------------
 
 
-def _fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+def _fp8(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
     """DeepSeek-V3's: a factor for each block of a matrix in float8."""
     high, wide = config.get("weight_block_size") or _FP8_BLOCK
     for module in _modules(checkpoint, ".weight_scale_inv"):
@@ -104,10 +112,10 @@ def _fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
         def read(stored: dict[str, torch.Tensor]) -> torch.Tensor:
             return scaled(stored["weight"], stored["weight_scale_inv"], None, (high, wide))
 
-        yield _Stored(checkpoint, module, "weight weight_scale_inv", shape, read)
+        yield _Parts(checkpoint, module, "weight weight_scale_inv", shape, read)
 
 
-def _compressed(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+def _compressed(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
     """compressed-tensors: integers of 8 bits or float8 as they are, integers of fewer bits packed in integers of 32."""
     roles = "weight weight_packed weight_scale weight_zero_point weight_g_idx weight_shape"
     for module in _modules(checkpoint, ".weight_scale"):
@@ -134,10 +142,10 @@ def _compressed(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Sto
                 zero = unpacked(zero, bits, 0)[: shape[0]] - half
             return scaled(values, stored["weight_scale"], zero, block, stored.get("weight_g_idx"))
 
-        yield _Stored(checkpoint, module, roles, shape, read)
+        yield _Parts(checkpoint, module, roles, shape, read)
 
 
-def _form(checkpoint: Checkpoint, config: dict[str, Any], module: str) -> dict[str, Any]:
+def _form(checkpoint: Stored, config: dict[str, Any], module: str) -> dict[str, Any]:
     """How compressed-tensors quantized a module's weight: that of the group that names it, by pattern, by name or by its class."""
     groups = [group for group in (config.get("config_groups") or {}).values() if isinstance(group.get("weights"), dict)]
     for group in groups:
@@ -150,7 +158,7 @@ def _form(checkpoint: Checkpoint, config: dict[str, Any], module: str) -> dict[s
     return by_class[0]
 
 
-def _awq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+def _awq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
     """AWQ of version "gemm": 4 bits, packed along the outputs in an order of its own."""
     form = config.get("bits", 4), str(config.get("version", "gemm")).lower()
     if form != (4, "gemm"):
@@ -165,10 +173,10 @@ def _awq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
             )
             return scaled(values.T, stored["scales"].T, zero.T, (1, len(values) // len(zero)))
 
-        yield _Stored(checkpoint, module, "qweight qzeros scales", (8 * outputs, inputs), read)
+        yield _Parts(checkpoint, module, "qweight qzeros scales", (8 * outputs, inputs), read)
 
 
-def _gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+def _gptq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
     """GPTQ: packed along the inputs; in the first version of the format, zero points are stored less one."""
     bits, less = config.get("bits"), int(config.get("checkpoint_format", "gptq") != "gptq_v2")
     if bits not in (2, 4, 8):
@@ -183,17 +191,17 @@ def _gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
             group = stored.get("g_idx")
             return scaled(values.T, stored["scales"].T, zero.T, (1, len(values) // len(zero)), group)
 
-        yield _Stored(checkpoint, module, "qweight qzeros scales g_idx", (outputs, rows * 32 // bits), read)
+        yield _Parts(checkpoint, module, "qweight qzeros scales g_idx", (outputs, rows * 32 // bits), read)
 
 
-def _bitsandbytes(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Stored]:
+def _bitsandbytes(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
     """bitsandbytes: rows of int8 with their greatest magnitudes, or blocks of 4-bit codes with theirs, which may be quantized too."""
     for module in _modules(checkpoint, ".SCB"):
 
         def read_rows(stored: dict[str, torch.Tensor]) -> torch.Tensor:
             return stored["weight"].to(torch.float32) * stored["SCB"].view(-1, 1) / 127.0
 
-        yield _Stored(checkpoint, module, "weight SCB", checkpoint.stored_shape(f"{module}.weight"), read_rows)
+        yield _Parts(checkpoint, module, "weight SCB", checkpoint.stored_shape(f"{module}.weight"), read_rows)
     for kind in ("nf4", "fp4"):
         ending = f"weight.quant_state.bitsandbytes__{kind}"
         roles = f"weight weight.absmax weight.quant_map weight.nested_absmax weight.nested_quant_map {ending}"
@@ -212,7 +220,7 @@ def _bitsandbytes(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_S
                 values = stored["weight.quant_map"][codes.long()]
                 return (values * greatest.repeat_interleave(state["blocksize"])[: len(values)]).view(state["shape"])
 
-            yield _Stored(checkpoint, module, roles, tuple(state["shape"]), read_blocks)
+            yield _Parts(checkpoint, module, roles, tuple(state["shape"]), read_blocks)
 
 
 _READERS = {
