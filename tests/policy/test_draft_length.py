@@ -665,6 +665,7 @@ def test_greedy_text_is_that_of_plain_generate(tiny_model, tiny_draft, tiny_toke
         "1 2 3 4 5 6",
     ]
     inputs = tiny_tokenizer((prompts * 2)[:batch_size], return_tensors="pt", padding=True, return_token_type_ids=False)
+    hf_specdec.release(tiny_model)  # all tests share this model, which keeps their decoders
     plain = tiny_model.generate(**inputs, max_new_tokens=60, do_sample=False)
     config = {"method": method, "num_speculative_tokens": "auto"}
     if method == "ngram":
