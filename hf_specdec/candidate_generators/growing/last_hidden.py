@@ -62,11 +62,7 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
         self.device, self.dtype = device_and_dtype(target)
         self.grower = Grower(self, config.shape_within(num_heads))
         self.config = config.bounded(self.grower.shape.depth)
-        self.slots: dict[int, int] = {}  # sequence id → its row of `hidden`
-        self.known: set[int] = set()  # ids of the sequences whose row is filled
-        self.hidden: torch.Tensor | None = None  # [slots, H]
-        self._free: list[int] = []
-        self._num_expected = 1
+        self.hidden: dict[int, torch.Tensor] = {}  # per sequence, the state [H] that its newest token was chosen from
         self._heads = heads
         graphs = target.graphs is not None
         self._linears = few_row_linears(heads) if graphs else prepack(heads, config.prepack_weights)
@@ -78,13 +74,12 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """The limits; 0 for rows whose hidden state is not known."""
-        return [limit if seq.id in self.known else 0 for seq, limit in zip(sequences, limits, strict=True)]
+        return [limit if seq.id in self.hidden else 0 for seq, limit in zip(sequences, limits, strict=True)]
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Hidden states [R, H] and newest tokens int64 [R], for `begin`."""
-        assert self.hidden is not None
-        index = upload([[self.slots[seq.id], seq.tokens[-1]] for seq in sequences], self.device)
-        return self.hidden.index_select(0, index[:, 0]), index[:, 1]
+        hidden = torch.stack([self.hidden[seq.id] for seq in sequences])
+        return hidden, upload([seq.tokens[-1] for seq in sequences], self.device)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Keep the hidden state that produced each verified sequence's newest token."""
@@ -92,45 +87,24 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
         going = {seq.id for seq in outcome.sequences if not seq.finished}
         read, rows, counts = outcome.read_rows()
         last = rows[np.cumsum(counts) - 1].tolist()
-        pairs = [(self.slots[seq.id], row) for seq, row in zip(read, last, strict=True) if seq.id in going]
-        if not pairs:
-            return
-        taken = outcome.output.last_hidden
-        buffer = self._buffer(taken.shape[1])
-        slots, index = upload(pairs, taken.device).unbind(1)
-        buffer.index_copy_(0, slots.to(buffer.device), taken.index_select(0, index).to(buffer))
-        self.known |= going
+        kept = {seq.id: row for seq, row in zip(read, last, strict=True) if seq.id in going}
+        if kept:
+            states = outcome.output.last_hidden
+            states = states.index_select(0, upload(list(kept.values()), states.device)).to(self.device, self.dtype)
+            self.hidden.update(zip(kept, states.unbind(), strict=True))
 
     # ---- memory and membership --------------------------------------------------------------------------------------
-
-    def _buffer(self, width: int) -> torch.Tensor:
-        """`hidden`, grown to a row per slot."""
-        needed = max(len(self.slots) + len(self._free), self._num_expected)
-        have = 0 if self.hidden is None else len(self.hidden)
-        if self.hidden is None or have < needed:
-            grown = torch.zeros(max(needed, 2 * have), width, dtype=self.dtype, device=self.device)
-            if self.hidden is not None:
-                grown[:have] = self.hidden
-            self.hidden = grown
-        return self.hidden
 
     def active(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self._linears is None else self._linears.active()
 
-    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Note how many rows are needed; they are allocated with the first hidden state."""
-        self._num_expected = num_sequences
-
     def release(self) -> None:
-        self.hidden = self.grower.state = None
-
-    def start(self, seq: Sequence) -> None:
-        self.slots[seq.id] = self._free.pop() if self._free else len(self.slots)
+        self.hidden.clear()
+        self.grower.state = None
 
     def evict(self, seq: Sequence) -> None:
         """Forget the hidden state; the target will read the text again."""
-        self.known.discard(seq.id)
+        self.hidden.pop(seq.id, None)
 
     def stop(self, seq: Sequence) -> None:
-        self._free.append(self.slots.pop(seq.id))
-        self.known.discard(seq.id)
+        self.hidden.pop(seq.id, None)
