@@ -392,7 +392,9 @@ def test_the_soonest_end_is_the_best_of_all_lengths():
 
         def time(depths, gains=gains, left=left, policy=policy):
             won = np.array([gains[i, :d].sum() for i, d in enumerate(depths)])
-            extra = policy._extra(num_rows, num_rows + sum(depths), max(depths), sum(depths), 0.0)
+            extra = policy._extra(
+                num_rows, num_rows + sum(depths), policy._of_drafting(0, num_rows, max(depths), sum(depths))
+            )
             return float((1 + extra) * (left / (1 + won)).max())
 
         best = min(time(depths) for depths in itertools.product(range(longest + 1), repeat=num_rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ...core.outcome import StepOutcome
 from ...core.output import Taps
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
-from ...policy import Chooser, Drafter, Fastest
+from ...policy import Drafter, Fastest
 from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, MayRest, ScoresDrafts
 from ..combined import CombinedGenerator, check_drafter, with_common_keys
 from ..registry import register
@@ -46,7 +47,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     config: AutoConfig
 
     def __init__(
-        self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None, chooser: Chooser | None = None
+        self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None, chooser: Any = None
     ):  # fmt: skip
         super().__init__(config, target, context)
         self.clock = clock_for(target.device)
@@ -68,7 +69,9 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         if self.memory is not None:
             self.memory.restore(self.policy)
         ranks = target.ranks
-        self.chooser: Chooser = chooser or (self.policy if ranks is None else AgreedChoice(ranks, self.policy))
+        self.chooser: Fastest | AgreedChoice = chooser or (
+            self.policy if ranks is None else AgreedChoice(ranks, self.policy)
+        )
         self._heads = [part for part in self.parts if part.taps.whole_text]
         self._others_tap = any(part.taps != Taps() for part in self.parts if part not in self._heads)
         learning = [i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe]
