@@ -90,7 +90,7 @@ class DFlashGenerator(FeatureGenerator):
         inputs, context = [], []
         for seq in sequences:
             context.append(self.taken(seq, chunk))
-            start = self.pages.length(seq)
+            start = self.num_read(seq)
             tokens = np.asarray(seq.tokens[start : start + len(context[-1])], dtype=np.int64)
             inputs.append(RowInput(seq.id, tokens, start))
         self.block.read_context(inputs, joined(context), self.cache)
@@ -110,7 +110,7 @@ class DFlashGenerator(FeatureGenerator):
         anchors = upload([seq.tokens[-1] for seq in sequences], self.head.device)
         ids = torch.full((len(sequences), self.num_slots), self.layout.mask_token_id, device=self.head.device)
         ids[:, 0] = anchors
-        rows = [RowInput(seq.id, block, self.pages.length(seq)) for seq, block in zip(sequences, ids, strict=True)]
+        rows = [RowInput(seq.id, block, self.num_read(seq)) for seq, block in zip(sequences, ids, strict=True)]
         hidden = self.block.block(rows, self._embed(ids.flatten()), self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]

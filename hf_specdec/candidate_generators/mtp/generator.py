@@ -260,7 +260,7 @@ class MtpGenerator(FeatureGenerator):
 
     def known_prefix(self, seq: Sequence) -> int:
         """Number of leading tokens whose rows are in the cache, as far as the modules' states at the blocks' ends are known."""
-        if not seq.is_text or self.pages.made is None:
+        if not seq.is_text or self.pages is None:
             return 0
         hashes = [content for content, _ in self.cache.known_blocks(seq.tokens)]
         known = len(hashes) if self.num_heads == 1 else self.boundaries.num_known(hashes)
@@ -292,7 +292,7 @@ class MtpGenerator(FeatureGenerator):
         below, starts, ends = [], [], []  # below: x_{j-1}(t - 1) for the tokens t that module j reads, per row
         for seq in sequences:
             below.append(self.taken(seq, chunk))
-            starts.append(self.pages.length(seq))
+            starts.append(self.num_read(seq))
             ends.append(starts[-1] + len(below[-1]))
         first_states = None
         for j, head in enumerate(self.heads):
