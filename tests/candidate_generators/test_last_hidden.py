@@ -109,7 +109,7 @@ def test_nothing_is_drafted_before_a_prompt_has_been_read(tmp_path, model):
         assert generator.propose([second], [2]).lengths == [2]
         decoder.remove(second)
     decoder.release()
-    assert not generator.hidden and generator.grower.state is None
+    assert not generator.hidden and generator.state is None
 
 
 @pytest.mark.parametrize("build", [mlp_checkpoint, lstm_checkpoint])

@@ -65,7 +65,7 @@ def compare(target, drafter, config):
         if tuple(text) not in expected:
             expected[tuple(text)] = plain_logits(reference, text, 8)
         torch.testing.assert_close(logits.double(), expected[tuple(text)][len(path)], atol=1e-4, rtol=1e-4)
-    depth = watched.generator.grower.shape.depth
+    depth = watched.generator.shape.depth
     assert 0 in watched.accepted and depth in watched.accepted and len(set(watched.accepted)) > 2
 
 

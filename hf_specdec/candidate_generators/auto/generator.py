@@ -58,8 +58,9 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         self.names, self.num_lookups = list(self.by_name), len(lookups)
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
-        self._most_nodes = max((part.max_draft_nodes for part in self.parts), default=0)
-        self.config = self._bounded(config)
+        longest = int(max(self.longest, default=0))  # drafts are no longer than the longest that a part can make
+        if 0 < longest < config.longest_draft:
+            self.config = dataclasses.replace(config, num_speculative_tokens=longest)
         known = [
             Drafter(name, int(longest), not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5)
             for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)
@@ -106,13 +107,6 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             made[name] = part
         return made
 
-    def _bounded(self, config: AutoConfig) -> AutoConfig:
-        """The configuration, with drafts no longer than the longest that a part can make."""
-        longest = int(max(self.longest, default=0)) if len(self.longest) else 0
-        if config.longest_draft <= longest or not longest:
-            return config
-        return dataclasses.replace(config, num_speculative_tokens=longest)
-
     @property
     def drafters(self) -> list[str]:
         """The drafters' names."""
@@ -121,7 +115,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     @property
     def max_draft_nodes(self) -> int:
         """The nodes of the largest tree."""
-        return self._most_nodes
+        return max((part.max_draft_nodes for part in self.parts), default=0)
 
     # ---- who follows which text -------------------------------------------------------------------------------------
 

@@ -252,13 +252,13 @@ class BlockHead(PackedHead):
         return head
 
     @torch.no_grad()
-    def read_context(self, rows: list[RowInput], context: torch.Tensor, cache: PagedStaticCache) -> None:
-        """Write the keys and values of context tokens [T, H], in the rows' order, to their slots."""
-        if self.reading_graphs is None or self.reading_graphs.run([rows], cache, context) is None:
-            self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), context)
+    def read(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> Any:
+        """Write the keys and values of context tokens [T, H], in the rows' order, to their slots. Returns None."""
+        if self.reading_graphs is None or self.reading_graphs.run([rows], cache, features) is None:
+            self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), features)
 
     def write_context(self, batch: PackedBatch | CapturedBatch, features: torch.Tensor) -> torch.Tensor:
-        """`read_context` for a packed batch; returns `features`."""
+        """`read` for a packed batch; returns `features`."""
         cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
         with batch.cache.running(batch):
             for index, layer in enumerate(self.module.layers):

@@ -28,7 +28,6 @@ from ...model.prepare import ModelOptions, prepare
 from ..base import DrafterContext, MayMissSteps, RunsModel
 from ..checkpoints.files import Checkpoint, register_format, versions_of
 from ..checkpoints.target_parts import once_per
-from ..growing.grower import Grower
 from ..growing.own_cache import OwnsCache
 from ..growing.tree_growth import Draft, DraftLevel
 from ..growing.tree_shapes import TreeDraftingConfig
@@ -160,7 +159,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
         self.has_graphs = self.drafter.graphs is not None
-        self.grower = Grower(self, config.shape(), has_loop=self.has_loop and self.has_graphs)
+        self.grow_as(config.shape(), has_loop=self.has_loop and self.has_graphs)
         # per sequence, the cache index of each node of the last draft (or -1)
         self.kept_nodes: dict[int, list[int]] = {}
         # where to enter the drafter's context, before it is first asked
@@ -222,7 +221,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
             return False
         self.cache.truncate(seq.id, self.bridge.num_unchanged(seq, text))
         self.cache.match_prefix(seq.id, text)
-        if not self.try_reserve(seq, len(text) + self.grower.shape.num_expanded(limit)):
+        if not self.try_reserve(seq, len(text) + self.shape.num_expanded(limit)):
             return False
         if share_now:  # one forward writes all texts, so later rows may share these blocks
             self.cache.register_prefix(seq.id, text, len(text))
@@ -258,12 +257,12 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the drafter over the nodes of one depth: logits [R, F, V]."""
-        (rows, count), loop = level.tokens.shape, self.grower.loop
+        (rows, count), loop = level.tokens.shape, self.loop
         tokens = self.bridge.drafter_ids(level.tokens)
         if loop is not None:
             output = self.drafter.forward_batch(loop.batch(level.depth, tokens, level.ancestors))
         else:
-            seq_ids = [self.grower.sequences[i].id for i in level.rows]
+            seq_ids = [self.sequences[i].id for i in level.rows]
             positions = [len(self.texts[seq_id]) - 1 for seq_id in seq_ids]
             output = self.drafter.forward(self.level_inputs(level, tokens, seq_ids, positions), self.cache)
         return output.logits.view(rows, count, -1)

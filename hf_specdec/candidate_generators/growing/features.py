@@ -18,7 +18,6 @@ from ...model.native import natively
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, RunsModel, SharesPrefixes, Transferable
-from .grower import Grower
 from .own_cache import OwnsCache
 from .tree_growth import DraftLevel
 from .tree_shapes import TreeDraftingConfig, TreeShape
@@ -46,6 +45,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     head: PackedHead
     lm_head: nn.Module
     window_stays = False
+    tokens_ahead = 1  # the head reads the feature of a token together with the token so many places after it
     drafts_twice = False  # whether it can draft again for a text that it has read to its end
 
     def __init__(
@@ -53,7 +53,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         shape: TreeShape | None = None, has_loop: bool = True,
     ):  # fmt: skip
         super().__init__(config, target, context)
-        self.grower = Grower(self, shape or config.shape(), has_loop)
+        self.grow_as(shape or config.shape(), has_loop)
         self.unread: dict[int, list[torch.Tensor]] = {}
         # of steps of one token per row, not yet in `unread`
         self._newest: list[tuple[list[Sequence], torch.Tensor]] = []
@@ -92,7 +92,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         head = head.with_graphs(self.config.cuda_graphs, rewritten)
         self.has_graphs = head.graphs is not None
         if not self.has_graphs:
-            self.grower.rounds = None
+            self.rounds = None
         return natively(head, self.config.native) if native else head
 
     def modules(self) -> list[nn.Module]:
@@ -222,7 +222,8 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         for seq in sequences:
             features.append(self.taken(seq, chunk))
             start = self.num_read(seq)
-            tokens = np.asarray(seq.tokens[start + 1 : start + 1 + len(features[-1])], dtype=np.int64)
+            first = start + self.tokens_ahead
+            tokens = np.asarray(seq.tokens[first : first + len(features[-1])], dtype=np.int64)
             inputs.append(RowInput(seq.id, tokens, start))
         return inputs, features
 
@@ -233,6 +234,8 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         hidden = self.head.read(inputs, joined(features), self.cache)
         for seq, row in zip(sequences, inputs, strict=True):
             self.has_read(seq, row.start + len(row.tokens))
+        if hidden is None:
+            return None
         if len(inputs) == 1:
             return hidden[-1:]
         last = np.cumsum([len(row.tokens) for row in inputs]) - 1
@@ -271,7 +274,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     def slots_of_draft(self, limit: int) -> int:
         """Cache slots that a draft of that depth needs after the text."""
-        return self.grower.shape.num_expanded(limit)
+        return self.shape.num_expanded(limit)
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read all unread rows of each text; returns the head's hidden states [R, H] at the texts' ends."""
@@ -279,22 +282,22 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         (hidden,) = roots
-        self.grower.state = self.fed_back(hidden)[:, None]
+        self.state = self.fed_back(hidden)[:, None]
         return self.score(hidden)
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the head over the nodes of one depth: logits [R, F, Vd]."""
-        (rows, count), loop = level.tokens.shape, self.grower.loop
-        features = self.grower.carried(level).flatten(0, 1)
+        (rows, count), loop = level.tokens.shape, self.loop
+        features = self.carried(level).flatten(0, 1)
         if loop is not None:
             hidden = self.head.forward_batch(loop.batch(level.depth, level.tokens, level.ancestors), features=features)
         else:
-            seq_ids = [self.grower.sequences[i].id for i in level.rows]
+            seq_ids = [self.sequences[i].id for i in level.rows]
             cache = self.cache
             before = [cache.tables[seq_id].length - 1 for seq_id in seq_ids]
             inputs = self.level_inputs(level, level.tokens, seq_ids, before, self.window_stays)
             hidden = self.head.forward(inputs, features, cache)
-        self.grower.state = self.fed_back(hidden).view(rows, count, -1)
+        self.state = self.fed_back(hidden).view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)
 
 

@@ -19,7 +19,7 @@ from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, RunsModel
 from ..checkpoints.config import HeadConfig
 from ..checkpoints.target_parts import device_and_dtype
-from .grower import Grower, GrowsDrafts
+from .grower import GrowsDrafts
 
 
 @dataclass
@@ -39,10 +39,10 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     A subclass sets `vocabulary` in its `__init__`, and implements
 
     * `begin(hidden, tokens)`: logits [R, Vd] of the token after each text, from the target's last hidden states [R, H] and
-      the newest tokens int64 [R]. It sets `grower.state` [R, 1, S] to the state that nodes below need;
+      the newest tokens int64 [R]. It sets `state` [R, 1, S] to the state that nodes below need;
     * `expand(level)`: logits [R, F, Vd] of the token after each node, or [R, 1, Vd] if the nodes of a row share them.
-      `grower.carried(level)` is the state [R, F, S] of the nodes' parents; the nodes' own state [R, F, S] is assigned to
-      `grower.state`. Heads that read only the root's state set it to `grower.remaining(level)`, which drops the rows that
+      `carried(level)` is the state [R, F, S] of the nodes' parents; the nodes' own state [R, F, S] is assigned to
+      `state`. Heads that read only the root's state set it to `remaining(level)`, which drops the rows that
       have ended.
 
     Head number `level.depth` predicts the token after a node; head 0 the token after the text.
@@ -60,8 +60,8 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     def __init__(self, config: LastHiddenConfig, target: PackedModel, heads: nn.Module, num_heads: int):
         super().__init__(config, target)
         self.device, self.dtype = device_and_dtype(target)
-        self.grower = Grower(self, config.shape_within(num_heads))
-        self.config = config.bounded(self.grower.shape.depth)
+        self.grow_as(config.shape_within(num_heads))
+        self.config = config.bounded(self.shape.depth)
         self.hidden: dict[int, torch.Tensor] = {}  # per sequence, the state [H] that its newest token was chosen from
         self._heads = heads
         graphs = target.graphs is not None
@@ -100,7 +100,7 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
 
     def release(self) -> None:
         self.hidden.clear()
-        self.grower.state = None
+        self.state = None
 
     def evict(self, seq: Sequence) -> None:
         """Forget the hidden state; the target will read the text again."""

@@ -60,7 +60,7 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
 
     @property
     def _num_draft_slots(self) -> int:
-        return self.grower.shape.num_expanded(self.grower.shape.depth) + 1
+        return self.shape.num_expanded(self.shape.depth) + 1
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
         """Set the size for a run, with a draft for each sequence. Nothing is allocated yet."""
@@ -85,7 +85,8 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
     def _drop(self) -> None:
         if self.pages is not None:
             self.pages = None
-            self.grower.forget()  # rounds refer to it
+            if self.rounds is not None:
+                self.rounds.clear()  # they refer to it
 
     def start(self, seq: Sequence) -> None:
         """A sequence joins, with room for its text and a draft in one place where rows have places."""
@@ -138,7 +139,7 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
         """One for each depth but the last: the head whose turn it is reads all nodes it has not read."""
-        depths, ancestors = self.grower.shape.expanded_nodes(depth)
+        depths, ancestors = self.shape.expanded_nodes(depth)
         num_read, out = [0] * self.num_heads, []
         for level in range(1, depth):
             head, end = level % self.num_heads, int(np.searchsorted(depths, level + 1))

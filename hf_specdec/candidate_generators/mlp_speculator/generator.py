@@ -88,7 +88,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
         if config.use_checkpoint_tree:
             kept = config.n_candidates or given.n_candidates
             factors = self._checkpoint_factors(checkpoint, given.top_k_tokens_per_head)
-            self.grower.shape = TreeTemplate.from_widths(factors[: self.grower.shape.depth], kept)
+            self.shape = TreeTemplate.from_widths(factors[: self.shape.depth], kept)
 
     @property
     def head_module(self) -> nn.Module:
@@ -110,14 +110,14 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         hidden, tokens = roots
         logits, state = self.speculator.step(0, hidden, self._embedded(tokens))
-        self.grower.state = state[:, None]
+        self.state = state[:, None]
         return logits
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         rows, count = level.tokens.shape
         tokens = self._embedded(level.tokens.flatten())
-        logits, state = self.speculator.step(level.depth, self.grower.carried(level).flatten(0, 1), tokens)
-        self.grower.state = state.view(rows, count, -1)
+        logits, state = self.speculator.step(level.depth, self.carried(level).flatten(0, 1), tokens)
+        self.state = state.view(rows, count, -1)
         return logits.view(rows, count, -1)
 
 

@@ -174,7 +174,7 @@ class MtpGenerator(FeatureGenerator):
         )
         length = loaded.proposed_length or len(loaded.modules)
         super().__init__(config.with_default_length(length), target, context)
-        used = min(len(loaded.modules), self.grower.shape.depth)
+        used = min(len(loaded.modules), self.shape.depth)
         self.mtp_modules = loaded.modules[:used]
         self.heads = [self.captured(head) for head in loaded.heads[:used]]
         self.head, self.num_heads = self.heads[0], len(self.heads)
@@ -360,7 +360,7 @@ class MtpGenerator(FeatureGenerator):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
-        draft, loop = self.draft, self.grower.loop
+        draft, loop = self.draft, self.loop
         assert draft is not None
         draft.add(level)
         assert draft.ancestors is not None
@@ -371,7 +371,7 @@ class MtpGenerator(FeatureGenerator):
         if loop is not None:
             hidden = head.forward_batch(loop.batch(level.depth, tokens, draft.ancestors[:, first:]), features=features)
         else:
-            seq_ids = [self.grower.sequences[row].id for row in level.rows]
+            seq_ids = [self.sequences[row].id for row in level.rows]
             ends = [self.cache.tables[seq_id].length - module for seq_id in seq_ids]  # in this module's slots
             before = [end - 1 for end in ends]
             is_chain = draft.num_nodes == level.depth
