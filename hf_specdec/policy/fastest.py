@@ -270,7 +270,7 @@ class Fastest(DraftLengthPolicy):
             return self.cost.of_plain(num_rows) * (self.UNKNOWN * (np.asarray(num_asked) > 0) + self.UNREAD * backlog)
         return self.drafting[drafter].of_draft(depth, num_asked, backlog)
 
-    def _extra(self, num_rows: int, num_packed, drafting=0.0):
+    def _extra(self, num_rows: int, num_packed, drafting):
         """Extra time of a step over a plain one, with `drafting` seconds of a drafter, choosing and learning, in plain steps."""
         plain = self.cost.of_plain(num_rows)
         seconds = self._doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._overhead

@@ -34,7 +34,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
 
     Attributes:
         found: what was found to draft with, and what was not.
-        names: the names of the parts; look-ups come first.
+        drafters: the names of the parts; look-ups come first.
         num_lookups: how many parts are look-ups.
         policy: measures; the decoder asks it for draft lengths.
         memory: keeps what the policy learns from process to process; None: it is not kept.
@@ -55,7 +55,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         made = self._make_parts(self.found, context)
         lookups = {name: part for name, part in made.items() if not part.config.has_weights}
         self.by_name = {**lookups, **{name: part for name, part in made.items() if name not in lookups}}
-        self.names, self.num_lookups = list(self.by_name), len(lookups)
+        self.drafters, self.num_lookups = list(self.by_name), len(lookups)
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
         longest = int(max(self.longest, default=0))  # drafts are no longer than the longest that a part can make
@@ -108,11 +108,6 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         return made
 
     @property
-    def drafters(self) -> list[str]:
-        """The drafters' names."""
-        return self.names
-
-    @property
     def max_draft_nodes(self) -> int:
         """The nodes of the largest tree."""
         return max((part.max_draft_nodes for part in self.parts), default=0)
@@ -134,7 +129,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         Raises:
             ValueError: no drafter has the name that the sequence gives.
         """
-        check_drafter(seq, self.names)
+        check_drafter(seq, self.drafters)
         if self._rests(seq, begins=True):
             self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
         try:
@@ -194,7 +189,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         choice = self.chooser.choose(sequences, limits, offers, seconds, scores, self.able(sequences))
         for i, seq in enumerate(sequences):
             if seq.drafter is not None:
-                choice.drafter[i], choice.depth[i] = self.names.index(seq.drafter), limits[i]
+                choice.drafter[i], choice.depth[i] = self.drafters.index(seq.drafter), limits[i]
         trees = nothing
         for index in np.unique(choice.drafter[choice.depth > 0]).tolist():
             chosen = (choice.drafter == index) & (choice.depth > 0)
@@ -202,7 +197,9 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             self.asked[index] = True
             own = self._drafts_of(index, sequences, depths, offers[index] if index < self.num_lookups else None)
             self.note(index, sequences, own)
-            self.chosen.update((seq.id, self.names[index]) for seq, mine in zip(sequences, chosen, strict=True) if mine)
+            self.chosen.update(
+                (seq.id, self.drafters[index]) for seq, mine in zip(sequences, chosen, strict=True) if mine
+            )
             trees = own if chosen.all() else DraftTrees.choose(trees, own, chosen.tolist())
         return trees
 

@@ -106,7 +106,7 @@ class DFlashGenerator(FeatureGenerator):
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
         self.state = hidden.new_zeros(len(sequences), 1, size)
-        if first and self.layout.starts_in_anchor_slot and size:
+        if first and self.layout.like_speculators and size:
             self._correct(hidden[:, 0], anchors[:, None], self.state, 1)
         return (self._follow_paths(1, anchors[:, None], self.state, None)[:, 0],)
 

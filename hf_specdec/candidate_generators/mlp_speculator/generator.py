@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ...config import config_key
 from ...model.packed_model import PackedModel
@@ -79,7 +78,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
 
     def __init__(self, config: MLPSpeculatorConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(lambda checkpoint: kind_of(checkpoint) is not None)
-        self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
+        self.head_module = self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
         super().__init__(config, target, self.speculator, self.speculator.n_predict)
         given = TABLE.read(checkpoint)
         vocab_size = given.vocab_size
@@ -89,10 +88,6 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
             kept = config.n_candidates or given.n_candidates
             factors = self._checkpoint_factors(checkpoint, given.top_k_tokens_per_head)
             self.shape = TreeTemplate.from_widths(factors[: self.shape.depth], kept)
-
-    @property
-    def head_module(self) -> nn.Module:
-        return self.speculator
 
     def _checkpoint_factors(self, checkpoint: Checkpoint, factors: list[int] | None) -> list[int]:
         n_predict = self.speculator.n_predict
