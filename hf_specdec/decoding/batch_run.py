@@ -13,8 +13,7 @@ from ..cache.state_pool import KeptStates
 from ..core.sequence import Sequence
 from ..model.prompt import ReadPrompt
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
-from .kept_states import read_states
-from .outputs import RowStatistics, RowTensors
+from .outputs import RowStatistics, RowTensors, read_states
 from .stopping import LockstepObserver
 
 

@@ -17,13 +17,13 @@ from ..model.prompt import read_prompt, row_of
 from ..model.recurrent.families import stateful_layers, states_of
 from .batch_run import BatchRun, Returns
 from .decoder import SpeculativeDecoder
-from .kept_states import fill_states
 from .outputs import (
     RowTensors,
     Speculation,
     SpeculativeDecoderOnlyOutput,
     at_step,
     fill_dynamic_cache,
+    fill_states,
     hidden_per_step,
     summarize,
 )

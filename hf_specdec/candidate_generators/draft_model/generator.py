@@ -245,15 +245,25 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         return (logits,)
 
     def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:
-        inputs = []
+        """Read up to `chunk` new tokens of each text, and `after_text` where that is all; logits [R, V] of the last tokens."""
+        inputs, ends = [], []
         for seq, text in rows:
             start = self.cache.tables[seq.id].length
-            tokens = np.asarray(text[start : start + chunk], dtype=np.int64)
-            inputs.append(RowInput(seq.id, tokens, start, prompt=seq.num_chunked(start, start + len(tokens))))
+            ends.append(min(start + chunk, len(text)))
+            after = self.after_text(seq) if ends[-1] == len(text) else []
+            tokens, prompt = (
+                np.asarray(text[start : ends[-1]] + after, dtype=np.int64),
+                seq.num_chunked(start, ends[-1]),
+            )
+            inputs.append(RowInput(seq.id, tokens, start, logits=1 + len(after), prompt=prompt))
         logits = self.drafter.forward(inputs, self.cache).logits
-        for row in inputs:
-            self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
+        for row, end in zip(inputs, ends, strict=True):
+            self.cache.tables[row.seq_id].length = end
         return logits
+
+    def after_text(self, seq: Sequence) -> list[int]:
+        """The drafter's tokens that are read after a whole text; their keys and values do not stay."""
+        return []
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the drafter over the nodes of one depth: logits [R, F, V]."""
