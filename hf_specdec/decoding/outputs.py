@@ -183,8 +183,9 @@ def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: lis
                 piece = row.cache[layer][which][: len(places[i])]  # type: ignore[index]
                 full[i, :, places[i][: len(piece)].to(full.device)] = piece.transpose(0, 1)
             states.append(full)
-        if layer < len(cache.layers) and cache.layers[layer].get_seq_length() > 0:
-            cache.layers[layer].keys, cache.layers[layer].values = states
+        there: Any = cache.layers[layer] if layer < len(cache.layers) else None
+        if there is not None and there.get_seq_length() > 0:
+            there.keys, there.values = states
         else:
             cache.update(states[0], states[1], layer)
 
