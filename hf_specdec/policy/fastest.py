@@ -128,7 +128,8 @@ class Fastest(DraftLengthPolicy):
         self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest)
         self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
         self.steps = Counter[str]()
-        self.num_steps = self._last_drafted = 0
+        self.num_steps = 0
+        self._drafted_at = np.zeros(len(drafters))  # step of each drafter's last draft
         self._depth = np.arange(1, longest + 1)
         self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))  # candidates
         self._knows_price = False  # whether a step with drafts has been timed
@@ -251,13 +252,14 @@ class Fastest(DraftLengthPolicy):
         return found, nodes, reach if able is None else reach * able
 
     def _rates(
-        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, doubt: float = 1.0
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, hopes: bool = False
     ) -> np.ndarray:
-        """[D, B, K]: tokens per row in the time of a plain step, if all rows drafted as one row does; 0 where it may not. `doubt`: a
-        factor on drafting times."""
+        """[D, B, K]: tokens per row in the time of a plain step, if all rows drafted as one row does; 0 where it may not. `hopes`:
+        drafting may take less than was measured."""
         num_rows, drafting = won.shape[1], np.zeros_like(nodes)
         for index in self.models:
             times = num_rows, self._depth, num_rows * self._depth, num_rows * backlogs[index][:, None]
+            doubt = self._doubt(self._drafted_at[index]) if hopes else 1.0
             drafting[index] = doubt * self._of_drafting(index, *times)
         extra = self._extra(num_rows, num_rows * (1.0 + nodes.cumsum(2)), drafting)
         return np.where((self._depth <= reach[:, :, None]) & (nodes > 0), (1.0 + won.cumsum(2)) / (1.0 + extra), 0.0)
@@ -273,13 +275,13 @@ class Fastest(DraftLengthPolicy):
     def _extra(self, num_rows: int, num_packed, drafting):
         """Extra time of a step over a plain one, with `drafting` seconds of a drafter, choosing and learning, in plain steps."""
         plain = self.cost.of_plain(num_rows)
-        seconds = self._doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._overhead
+        doubt = self._doubt(self._drafted_at.max())
+        seconds = doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._overhead
         return seconds / plain
 
-    @property
-    def _doubt(self) -> float:
-        """Factor on the target's extra times. While nothing is drafted nothing is measured, so it is less and less certain."""
-        return max(0.5 ** ((self.num_steps - self._last_drafted) / self.DOUBT), 0.25)
+    def _doubt(self, since: float) -> float:
+        """Factor on an extra time that no draft has shown since that step, so that it is less and less certain."""
+        return max(0.5 ** ((self.num_steps - since) / self.DOUBT), 0.25)
 
     def _reach_their_ends(self, left: np.ndarray) -> bool:
         """True if the rows of a static batch are expected to write all the tokens [B] that they may, by how often rows ended before."""
@@ -419,7 +421,7 @@ class Fastest(DraftLengthPolicy):
         found, nodes, _ = self._nodes([], room, able)
         hoped = np.repeat(self.acceptance.hope[:, None], len(room), 1) * found
         reach = np.minimum(room, self.longest[:, None]) * (1 if able is None else able)
-        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), self._doubt)
+        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), hopes=True)
         return np.maximum(rates.max(2) - 1.0, 0.0)
 
     def _be_quiet(self, sequences: list[Sequence], steps: float, begins: list[bool]) -> None:
@@ -544,8 +546,7 @@ class Fastest(DraftLengthPolicy):
             if packed == num_rows:
                 self._schedule_plain()
         self._settle(asked.seconds, slots, drafter, drafted, np.asarray(step.num_new) - 1, packed, drafting)
-        if drafted.any():
-            self._last_drafted = self.num_steps
+        self._drafted_at[drafter[drafted]] = self.num_steps
         self.num_steps += 1
         spent, self._spent = self._spent + self.clock() - began, 0.0
         self._overhead += (1.0 - self.WORTH if self._overhead else 1.0) * (spent - self._overhead)
