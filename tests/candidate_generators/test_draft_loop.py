@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cache_checks import check_blocks
 from combinations import covering
 from helpers_mtp import store
 from replayed_graphs import CaptureInPython, defined_attention, graphs_in_python  # noqa: F401
@@ -118,7 +119,7 @@ def decode_rows(target, config, texts, num_steps, samplings=()):
                 seq.num_speculative_tokens = LIMITS[(i + step // 2) % 4]
             decoder.step(rows)
     steps = [each for seq in rows for each in decoder.remove(seq).steps]
-    decoder.cache.pool.check()
+    check_blocks(decoder.cache.pool)
     return decoder, [seq.tokens[seq.prompt_length :] for seq in rows], steps
 
 

@@ -272,9 +272,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         if loop is not None:
             output = self.drafter.forward_batch(loop.batch(level.depth, tokens, level.ancestors))
         else:
-            seq_ids = [self.sequences[i].id for i in level.rows]
-            positions = [len(self.texts[seq_id]) - 1 for seq_id in seq_ids]
-            output = self.drafter.forward(self.level_inputs(level, tokens, seq_ids, positions), self.cache)
+            output = self.drafter.forward(self.level_inputs(level, tokens), self.cache)
         return output.logits.view(rows, count, -1)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:

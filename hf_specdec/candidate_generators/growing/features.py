@@ -292,11 +292,8 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         if loop is not None:
             hidden = self.head.forward_batch(loop.batch(level.depth, level.tokens, level.ancestors), features=features)
         else:
-            seq_ids = [self.sequences[i].id for i in level.rows]
-            cache = self.cache
-            before = [cache.tables[seq_id].length - 1 for seq_id in seq_ids]
-            inputs = self.level_inputs(level, level.tokens, seq_ids, before, self.window_stays)
-            hidden = self.head.forward(inputs, features, cache)
+            inputs = self.level_inputs(level, level.tokens, self.window_stays)
+            hidden = self.head.forward(inputs, features, self.cache)
         self.state = self.fed_back(hidden).view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)
 

@@ -116,25 +116,20 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
             return False
         return True
 
-    def level_inputs(
-        self, level: DraftLevel, tokens: torch.Tensor, seq_ids: list[int], before: list[int], window_stays: bool = False
-    ) -> list[RowInput]:
+    def level_inputs(self, level: DraftLevel, tokens: torch.Tensor, window_stays: bool = False) -> list[RowInput]:
         """The input rows of a forward over a level's nodes, after the cached tokens of each sequence.
 
         Args:
             tokens: int64 [R, F] ids in the drafter's vocabulary.
-            seq_ids: the level's R sequences.
-            before: position of the last token of each text; a node at depth d has this position plus d.
             window_stays: sliding windows end at the text's last token while drafting.
         """
         # None if there are only chains so far
         ancestors = None if level.ancestors.shape[2] == level.depth else on_host(level.ancestors)
-        tables = self.cache.tables
-        ends = [tables[seq_id].length for seq_id in seq_ids]
-        rows = node_inputs(tokens, seq_ids, ends, before, level.first, level.depths, ancestors)
+        ends = [(seq.id, self.cache.tables[seq.id].length) for seq in (self.sequences[row] for row in level.rows)]
+        rows = node_inputs(tokens, ends, level.first, level.depths, ancestors)
         if window_stays:
-            for row, position in zip(rows, before, strict=True):
-                row.window_positions = np.full(tokens.shape[1], position)
+            for row, (_, end) in zip(rows, ends, strict=True):
+                row.window_positions = np.full(tokens.shape[1], end - 1)
         return rows
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
@@ -150,24 +145,22 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
 
 
 def node_inputs(
-    tokens: torch.Tensor, seq_ids: list[int], ends: list[int], before: list[int], first: int, depths: np.ndarray,
-    ancestors: np.ndarray | None,
-) -> list[RowInput]:  # fmt: skip
+    tokens: torch.Tensor, ends: list[tuple[int, int]], first: int, depths: np.ndarray, ancestors: np.ndarray | None
+) -> list[RowInput]:
     """The input rows of a forward over the nodes `first`, `first` + 1, .. of each draft.
 
     Args:
         tokens: int64 [R, F] ids.
-        ends: number of cache slots that each text takes.
-        before: position of the last token of each text.
+        ends: (sequence id, number of cache slots that its text takes). A node at depth d has that position plus d - 1.
         depths: of all nodes so far.
         ancestors: bool [R, F, first + F], the nodes on each node's path; None if there are only chains.
     """
     on_host = tokens.numpy() if tokens.device.type == "cpu" else None
     rows = []
-    for i, (seq_id, end, position) in enumerate(zip(seq_ids, ends, before, strict=True)):
+    for i, (seq_id, end) in enumerate(ends):
         row = RowInput(seq_id, tokens[i] if on_host is None else on_host[i], end + first, logits=tokens.shape[1])
-        row.positions = position + depths[first:]
+        row.positions = end - 1 + depths[first:]
         if ancestors is not None:
-            row.visibility, row.region_positions = ancestors[i], position + depths
+            row.visibility, row.region_positions = ancestors[i], end - 1 + depths
         rows.append(row)
     return rows

@@ -371,12 +371,11 @@ class MtpGenerator(FeatureGenerator):
         if loop is not None:
             hidden = head.forward_batch(loop.batch(level.depth, tokens, draft.ancestors[:, first:]), features=features)
         else:
-            seq_ids = [self.sequences[row].id for row in level.rows]
-            ends = [self.cache.tables[seq_id].length - module for seq_id in seq_ids]  # in this module's slots
-            before = [end - 1 for end in ends]
+            read = [self.sequences[row] for row in level.rows]
+            ends = [(seq.id, self.num_read(seq) - module) for seq in read]  # in this module's slots
             is_chain = draft.num_nodes == level.depth
             ancestors = None if is_chain else on_host(draft.ancestors)[:, first:]
-            inputs = node_inputs(tokens, seq_ids, ends, before, first, level.depths, ancestors)
+            inputs = node_inputs(tokens, ends, first, level.depths, ancestors)
             hidden = head.forward(inputs, features, self.cache)
         hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
         draft.made(module, hidden, width)
