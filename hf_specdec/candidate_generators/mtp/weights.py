@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 
-from ..checkpoints.files import Checkpoint
+from ..checkpoints.files import Checkpoint, CheckpointError
 
 _SCALE = "_scale_inv"  # suffix of a weight's scales: float32, one factor per block
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<i>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
@@ -92,34 +93,44 @@ class TargetTensors(Checkpoint):
         return out
 
     def _plain(self, name: str) -> torch.Tensor:
-        if name + _SCALE in self.scales:
-            return self._dequantized(name)
         value = super().tensor(name)
+        scale = name + _SCALE
+        if scale in self.scales:
+            return dequantized(value, super().tensor(scale), self._block_size(), self.dtype, name, self.error)
         if value.is_floating_point() and value.element_size() == 1:
             raise self.error(
                 f"{name} is {value.dtype} and has no {name.rpartition('.')[2]}{_SCALE}: its scale is unknown."
             )
         return value
 
-    def _dequantized(self, name: str) -> torch.Tensor:
-        """A matrix [m, n] in `dtype`: each block of its values times the block's factor in its scale [ceil(m / high), ceil(n / wide)].
+    def _block_size(self) -> tuple[int, int]:
+        quantization = self.config.get("quantization_config") or {}
+        rows, columns = quantization.get("weight_block_size") or (128, 128)
+        return int(rows), int(columns)
 
-        Raises:
-            CheckpointError: the scale does not fit the matrix.
-        """
-        value, scale = super().tensor(name), super().tensor(name + _SCALE)
-        block = (self.config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-        (rows, columns), (high, wide) = value.shape, map(int, block)
-        blocks = (-(-rows // high), -(-columns // wide))
-        if tuple(scale.shape) != blocks:
-            raise self.error(
-                f"{name}{_SCALE} has shape {list(scale.shape)}; a matrix {list(value.shape)} in blocks of {high} x {wide} has "
-                f"{list(blocks)}."
-            )
-        out = torch.empty(rows, columns, dtype=self.dtype)
-        for i, factors in enumerate(
-            scale.to(torch.float32)
-        ):  # a strip of blocks at a time: one float32 copy of the strip
-            strip = slice(i * high, min((i + 1) * high, rows))
-            out[strip] = (value[strip].to(torch.float32) * factors.repeat_interleave(wide)[:columns]).to(self.dtype)
-        return out
+
+def dequantized(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    name: str,
+    error: Callable[[str], CheckpointError],
+) -> torch.Tensor:
+    """A matrix [m, n] in `dtype`: each block of `value` times its factor in `scale` [ceil(m / block), ceil(n / block)].
+
+    Raises:
+        CheckpointError: `scale` does not fit the matrix.
+    """
+    (rows, columns), (high, wide) = value.shape, block
+    blocks = (-(-rows // high), -(-columns // wide))
+    if tuple(scale.shape) != blocks:
+        raise error(
+            f"{name}{_SCALE} has shape {list(scale.shape)}; a matrix {list(value.shape)} in blocks of {high} x {wide} has "
+            f"{list(blocks)}."
+        )
+    out = torch.empty(rows, columns, dtype=dtype)
+    for i, factors in enumerate(scale.to(torch.float32)):  # a strip of blocks at a time: one float32 copy of the strip
+        strip = slice(i * high, min((i + 1) * high, rows))
+        out[strip] = (value[strip].to(torch.float32) * factors.repeat_interleave(wide)[:columns]).to(dtype)
+    return out
