@@ -143,16 +143,3 @@ class BlockPool:
         del self._block_of[self._hash_of.pop(block)]
         self._state[block] = _FREE
         self._num_free += 1
-
-    def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state and all records agree."""
-        free = {b for b in range(self.num_blocks) if self._state[b] == _FREE}
-        cached = set(self._cached)
-        used = {b for b in range(self.num_blocks) if self.ref_counts[b] > 0}
-        assert all(count >= 0 for count in self.ref_counts), "negative reference count"
-        assert not (free & cached) and not (free & used) and not (cached & used), "a block is in two states"
-        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is in no state"
-        assert len(free) == self._num_free, "the free count is wrong"
-        assert {b: h for h, b in self._block_of.items()} == self._hash_of, "the hash maps disagree"
-        assert cached <= set(self._hash_of), "a cached block has no hash"
-        assert not (free & set(self._hash_of)), "a free block has a hash"

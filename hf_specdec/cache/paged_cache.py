@@ -127,14 +127,6 @@ class PagedStaticCache(Cache):
         states += 0 if self.prefix_states is None else self.prefix_states.num_bytes
         return blocks * self.block_size * self.bytes_per_token + states
 
-    def check(self) -> None:
-        """Raise AssertionError unless the records of blocks and states agree."""
-        self.pool.check()
-        if self.states is not None:
-            self.states.check()
-        if self.prefix_states is not None:
-            self.prefix_states.check()
-
     def can_serve(self, block_size: int) -> bool:
         """True if the pools exist and have blocks of this size."""
         return self.is_allocated and self.block_size == block_size

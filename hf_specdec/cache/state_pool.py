@@ -189,15 +189,6 @@ class StatePool:
         if seq_id in self._states:
             self._free_states.append(self._states.pop(seq_id)[1])
 
-    def check(self) -> None:
-        """Raise AssertionError unless each slot and each state is free or in use exactly once."""
-        used = [slot for own in self._slots.values() for slot in own.values()]
-        assert sorted([*used, *self._free]) == list(range(1, self.num_slots)), "a state slot is lost or used twice"
-        if self.replays:
-            states = [state for _, state in self._states.values()]
-            known = sorted([*states, *self._free_states])
-            assert known == list(range(1, self.num_states)), "a state is lost or used twice"
-
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
     def allocate(
@@ -290,7 +281,3 @@ class PrefixStates:
         """Drop all, because contents can no longer be trusted."""
         self._states.clear()
         self.num_bytes = 0
-
-    def check(self) -> None:
-        """Raise AssertionError unless the memory is counted right and bounded."""
-        assert self.num_bytes == sum(each.num_bytes for each in self._states.values()) <= self.most_bytes

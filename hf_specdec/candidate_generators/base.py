@@ -229,26 +229,24 @@ class MayRest(ABC):
         """True if it reads none of its taps in a step that feeds these rows, and need not observe it if it drafts nothing."""
 
 
-class HasDrafters(ABC):
-    """Has several drafters, among which a sequence chooses by name."""
+class HasDrafters:
+    """Has several drafters, among which a sequence chooses by name.
 
-    @property
-    @abstractmethod
-    def drafters(self) -> list[str]:
-        """The names that `Sequence.drafter` may have."""
+    Attributes:
+        drafters: the names that `Sequence.drafter` may have.
+    """
+
+    drafters: list[str]
 
     def drafter_of(self, seq: Sequence) -> str | None:
         """The name of the drafter of the sequence's last draft; None if it is not told apart."""
         return None
 
 
-class HasHead(ABC):
-    """Has a head that can go on learning."""
+class HasHead:
+    """Has a head that can go on learning, `head_module`."""
 
-    @property
-    @abstractmethod
-    def head_module(self) -> nn.Module:
-        """The head's parameters."""
+    head_module: nn.Module
 
 
 def active_drafter(generator: CandidateGenerator) -> contextlib.AbstractContextManager:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ..config import config_key
-from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import DrafterContext
@@ -88,20 +86,9 @@ class PardGenerator(DraftModelGenerator):
         self.made = AllDepths(logits, limits)
         return (self.made.at()[:, 0],)
 
-    def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:
-        """As in the base, with masks after each text that this forward completes; logits [sum of limits, Vd]."""
-        inputs, lengths = [], []
-        for seq, text in rows:
-            start = self.cache.tables[seq.id].length
-            end = min(start + chunk, len(text))
-            count = self.limits[seq.id] if end == len(text) else 1
-            tokens = text[start:end] + [self.mask_token_id] * (count - 1)
-            inputs.append(RowInput(seq.id, np.asarray(tokens, dtype=np.int64), start, logits=count))
-            lengths.append(end)
-        logits = self.drafter.forward(inputs, self.cache).logits
-        for row, length in zip(inputs, lengths, strict=True):
-            self.cache.tables[row.seq_id].length = length
-        return logits
+    def after_text(self, seq: Sequence) -> list[int]:
+        """A mask for each depth but the first, whose logits are those of the text's last token."""
+        return [self.mask_token_id] * (self.limits[seq.id] - 1)
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The forward's logits at the next depth [R, 1, Vd], which all nodes of a row share."""

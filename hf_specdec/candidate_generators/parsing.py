@@ -44,7 +44,8 @@ def parse_config(value: Any) -> SpeculativeConfig:
         method = imported_method(method)
         methods = available_methods()
     if method is None and isinstance(value.get("model"), (str, os.PathLike)):
-        method = infer_method(os.fspath(value["model"]), value.get("revision"), value.get("token"))
+        model = os.fspath(value["model"])
+        method = infer_method(model, value.get("revision"), value.get("token"), versions_of(model))
     if method is None:
         raise SpeculativeConfigError(f"speculative_config needs a 'method': one of {', '.join(methods)}.")
     if not isinstance(method, str) or method not in methods:
@@ -57,18 +58,16 @@ def parse_config(value: Any) -> SpeculativeConfig:
     return methods[method].from_dict(translated({**value, "method": method}, methods), IGNORED_KEYS)
 
 
-def infer_method(model: str, revision: str | None = None, token: str | None = None) -> str:
+@functools.lru_cache(maxsize=64)
+def infer_method(model: str, revision: str | None, token: str | None, versions: tuple) -> str:
     """Find a checkpoint's method from its config.json and tensor names.
+
+    Args:
+        versions: of the checkpoint's files; only a part of the cache's key.
 
     Raises:
         CheckpointError: it cannot be opened, or its format is unknown.
     """
-    return _infer_method(model, revision, token, versions_of(model))
-
-
-@functools.lru_cache(maxsize=64)
-def _infer_method(model: str, revision: str | None, token: str | None, versions: tuple) -> str:
-    """`versions`: of the checkpoint's files. It is only a part of the cache's key."""
     discover()
     form = infer_format(open_checkpoint(model, revision, token))
     logger.info("%s: method %r, inferred from its format: %s.", model, form.method, form.name)

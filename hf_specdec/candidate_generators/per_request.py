@@ -61,6 +61,7 @@ class PerRequestGenerator(CombinedGenerator, HasDrafters):
         self.by_name = {
             name: self.made("methods", with_common_keys(part, config), context) for name, part in config.methods.items()
         }
+        self.drafters = list(self.by_name)
         self.combine(list(self.by_name.values()))
         self.longest = [min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts]
         if not config.length_given:  # then the longest that a part can draft
@@ -69,10 +70,6 @@ class PerRequestGenerator(CombinedGenerator, HasDrafters):
     @property
     def max_draft_nodes(self) -> int:
         return max(part.max_draft_nodes for part in self.parts)
-
-    @property
-    def drafters(self) -> list[str]:
-        return list(self.by_name)
 
     def part_of(self, seq: Sequence) -> CandidateGenerator:
         """The drafter of a sequence.

@@ -211,23 +211,10 @@ class DraftTrees:
 
     def spread(self, rows: list[int], batch_size: int) -> DraftTrees:
         """A batch whose given rows have these trees and whose other rows have empty trees."""
-        at = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
-
-        def placed(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(batch_size, *values.shape[1:]).index_copy_(0, at, values)
-
-        out = DraftTrees(
-            placed(self.tokens), [0] * batch_size, probs=None if self.probs is None else placed(self.probs)
-        )
-        for row, length in zip(rows, self.lengths, strict=True):
-            out.lengths[row] = length
-        for name in ("parents", "prob_index"):
-            own = getattr(self, name)
-            if own is not None:
-                values = np.zeros((batch_size, own.shape[1]), dtype=own.dtype)
-                values[rows] = own
-                setattr(out, name, values)
-        return out
+        own = dict(zip(rows, range(len(rows)), strict=True))
+        trees = self.select([own.get(row, 0) for row in range(batch_size)])
+        trees.lengths = [length if row in own else 0 for row, length in enumerate(trees.lengths)]
+        return trees
 
     def select(self, rows: list[int]) -> DraftTrees:
         """The trees of the given rows."""

@@ -13,8 +13,7 @@ from ..cache.state_pool import KeptStates
 from ..core.sequence import Sequence
 from ..model.prompt import ReadPrompt
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
-from .kept_states import read_states
-from .outputs import RowStatistics, RowTensors
+from .outputs import RowStatistics, RowTensors, read_states
 from .stopping import LockstepObserver
 
 
@@ -29,11 +28,13 @@ class Returns:
     layers: list[int] | None = None  # only these hidden states; None: all
 
     @classmethod
-    def of(cls, generation_config) -> Returns:
+    def of(cls, generation_config: Any) -> Returns:
         """From a prepared GenerationConfig. Without return_dict_in_generate transformers ignores all of them."""
         as_dict, wanted = bool(generation_config.return_dict_in_generate), generation_config.output_hidden_states
         hidden = wanted is not None and wanted is not False
-        layers = None if not hidden or wanted is True else [wanted] if isinstance(wanted, int) else list(wanted)
+        layers = None
+        if not isinstance(wanted, bool | None):
+            layers = [wanted] if isinstance(wanted, int) else list(wanted)
         scores, logits = bool(generation_config.output_scores), bool(generation_config.output_logits)
         return cls(as_dict, as_dict and scores, as_dict and logits, as_dict and hidden, layers)
 
@@ -67,7 +68,7 @@ class BatchRun:
 
     def until_done(self, synced_gpus: bool) -> None:
         """Step until every row has stopped; with `synced_gpus`, until the rows of all processes have."""
-        model = self.decoder.target.model
+        model: Any = self.decoder.target.model
         if not synced_gpus and self._overlaps():
             self._until_done_overlapping()
             return

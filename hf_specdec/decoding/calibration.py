@@ -77,18 +77,18 @@ class _Counts:
 
     def __init__(self, generator: GrowsDrafts, num_ranks: int):
         self.generator = generator
-        self.hits = np.zeros((generator.grower.shape.depth, num_ranks), dtype=np.int64)
-        self.tried = np.zeros(generator.grower.shape.depth, dtype=np.int64)
+        self.hits = np.zeros((generator.shape.depth, num_ranks), dtype=np.int64)
+        self.tried = np.zeros(generator.shape.depth, dtype=np.int64)
 
     @torch.no_grad()
     def follow(self, sequences: list[Sequence], texts: list[list[int]]) -> None:
         """Draft from each sequence's current end along its whole text, `texts[seq.row]`."""
         ahead = [texts[seq.row][len(seq.tokens) :] for seq in sequences]
-        limits = self.generator.grower.ready(sequences, [min(len(self.tried), len(left)) for left in ahead])
+        limits = self.generator.begin_round(sequences, [min(len(self.tried), len(left)) for left in ahead])
         rows = [i for i, limit in enumerate(limits) if limit]
         if not rows:
             return
-        logits = self.generator.grower.root_logits([sequences[i] for i in rows], [limits[i] for i in rows])
+        logits = self.generator.root_logits([sequences[i] for i in rows], [limits[i] for i in rows])
         for depth in range(1, max(limits) + 1):
             true = torch.tensor([ahead[i][depth - 1] for i in rows], device=logits.device)
             self._count(depth, logits, true)

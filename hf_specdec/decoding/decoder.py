@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ from .fed_rows import FedRows
 from .outputs import RowStatistics, read_cache
 from .scoring import node_scores
 from .step import PendingStep, StepResult, StepTensors
-from .step_learner import HeadLearner
 from .trace import Tracer
 
 
@@ -63,7 +63,7 @@ class SpeculativeDecoder:
         self.statistics: dict[int, RowStatistics] = {}
         self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
         self.last: StepTensors | None = None
-        self.learner: HeadLearner | None = None
+        self.learner: Any = None  # a `learning.Learner`, if the drafter's head learns
         self.tracer: Tracer | None = None
         self._num_sequences = 1
         self._all_hidden_states, self._rows_have_places = False, False  # see `allocate`
@@ -73,8 +73,8 @@ class SpeculativeDecoder:
         configure(self.generator, config)
         self.config = self.generator.config
 
-    def learn(self, learner: HeadLearner) -> None:
-        """Let the drafter's head learn between steps. No sequence may be running."""
+    def learn(self, learner: Any) -> None:
+        """Let a `learning.Learner` teach the drafter's head between steps. No sequence may be running."""
         self.learner = learner
         self.target.taps = self.target.taps | learner.taps
 

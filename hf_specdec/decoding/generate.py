@@ -17,13 +17,13 @@ from ..model.prompt import read_prompt, row_of
 from ..model.recurrent.families import stateful_layers, states_of
 from .batch_run import BatchRun, Returns
 from .decoder import SpeculativeDecoder
-from .kept_states import fill_states
 from .outputs import (
     RowTensors,
     Speculation,
     SpeculativeDecoderOnlyOutput,
     at_step,
     fill_dynamic_cache,
+    fill_states,
     hidden_per_step,
     summarize,
 )
@@ -147,7 +147,7 @@ def _num_reused(
     """
     if prompt_inputs is None:
         num_cached = min(num_cached, length - 1)
-    if num_cached and decoder.target.recurrent is not None:
+    if num_cached and cache is not None and decoder.target.recurrent is not None:
         _check_states(decoder, cache, unseen, num_cached)
     # A drafter that needs features of the whole text reads it again.
     return 0 if is_text and decoder.generator.taps.whole_text else num_cached
@@ -188,14 +188,15 @@ def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: lis
 
 def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_cached: int) -> None:
     """Raise ValueError unless rows can start from the states in transformers' cache, which cannot be cut."""
-    family, wrong = decoder.target.recurrent.family, None
+    recurrent, wrong = decoder.target.recurrent, None
+    assert recurrent is not None
     if unseen:
         wrong = f"input_ids are only what follows {CACHE}"
     elif num_cached < int(cache.get_seq_length()):
         wrong = f"{CACHE} holds the whole text, so the recurrent state is one token too far"
-    elif len(stateful_layers(cache)) != len(decoder.target.recurrent.mixers):
+    elif len(stateful_layers(cache)) != len(recurrent.mixers):
         wrong = f"{CACHE} lacks recurrent states"
-    elif family.two_rules or decoder.generator.taps.whole_text:
+    elif recurrent.family.two_rules or decoder.generator.taps.whole_text:
         wrong = f"this model and method would have to read the tokens of {CACHE} again, with a different result"
     if wrong:
         raise ValueError(
@@ -248,11 +249,11 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
         return ids
     for seq in run.sequences:
         run.statistics[seq.row].keep(observer.num_shown(seq))
-    return SpeculativeDecoderOnlyOutput(
-        sequences=ids,
-        scores=tuple(at_step([t.scores for t in tensors], step) for step in range(steps)) if returns.scores else None,
-        logits=tuple(at_step([t.logits for t in tensors], step) for step in range(steps)) if returns.logits else None,
-        hidden_states=hidden_per_step(tensors, columns, num_fed, steps, returns.layers) if returns.hidden else None,
-        speculation=_speculation(run),
-        **{CACHE: export},
-    )
+    found: dict[str, Any] = {"sequences": ids, "speculation": _speculation(run), CACHE: export}
+    for name, wanted in (("scores", returns.scores), ("logits", returns.logits)):
+        if wanted:
+            rows = [getattr(row, name) for row in tensors]
+            found[name] = tuple(at_step(rows, step) for step in range(steps))
+    if returns.hidden:
+        found["hidden_states"] = hidden_per_step(tensors, columns, num_fed, steps, returns.layers)
+    return SpeculativeDecoderOnlyOutput(**found)

@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cache import PagedStaticCache
+from ..cache.state_pool import KeptStates
 from ..core.sequence import Sequence
-from .kept_states import KeptStates
 
 
 @dataclass
@@ -183,7 +183,25 @@ def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: lis
                 piece = row.cache[layer][which][: len(places[i])]  # type: ignore[index]
                 full[i, :, places[i][: len(piece)].to(full.device)] = piece.transpose(0, 1)
             states.append(full)
-        if layer < len(cache.layers) and cache.layers[layer].get_seq_length() > 0:
-            cache.layers[layer].keys, cache.layers[layer].values = states
+        there: Any = cache.layers[layer] if layer < len(cache.layers) else None
+        if there is not None and there.get_seq_length() > 0:
+            there.keys, there.values = states
         else:
             cache.update(states[0], states[1], layer)
+
+
+def read_states(cache: PagedStaticCache, seq: Sequence, counts: list[int]) -> dict[int, KeptStates]:
+    """Copies of a row's states after each of these numbers of tokens, where they were kept."""
+    if cache.states is None:
+        return {}
+    found = {count: cache.states.copy(seq.id, count) for count in counts}
+    return {count: states for count, states in found.items() if states is not None}
+
+
+def fill_states(cache: DynamicCache, rows: list[KeptStates]) -> None:
+    """Write the rows' states to transformers' cache, which has a layer for each."""
+    for layer in rows[0].conv:
+        conv = torch.stack([row.conv[layer] for row in rows])
+        cache.update_conv_state(conv, layer, conv_kernel_size=conv.shape[-1])
+    for layer in rows[0].recurrent:
+        cache.update_recurrent_state(torch.stack([row.recurrent[layer] for row in rows]), layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.generation.stopping_criteria import (
@@ -46,7 +47,8 @@ class LockstepObserver:
         self.rows_can_stop = any(hasattr(each, "eos_token_id") for each in criteria)
         own = (StopStringCriteria,) if self.rows_can_stop else ()
         self.row_criteria = [each for each in criteria if type(each) in own]
-        self.others = StoppingCriteriaList(each for each in criteria if type(each) not in KNOWN_CRITERIA + own)
+        # Any: transformers' annotations allow the scores of one step only
+        self.others: Any = StoppingCriteriaList(each for each in criteria if type(each) not in KNOWN_CRITERIA + own)
         self.width = prompt_ids.shape[1]
         self.num_steps = 0
         self.scores: tuple[torch.Tensor, ...] | None = None if scores is None else ()

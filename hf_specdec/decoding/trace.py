@@ -35,7 +35,7 @@ class Trace(list[dict[str, Any]]):
     def table(self, tokenizer: Any, most: int = 12) -> str:
         """`with_text` as a table: of the rejected tokens at most `most`, and the number of the others."""
         titles = ("step", "row", *(f"{name} ms" for name in PHASES), "accepted + own", "rejected")
-        lines = [titles]
+        lines: list[tuple[str, ...]] = [titles]
         for step in self.with_text(tokenizer):
             accepted, rejected = step["accepted"], step["rejected"]
             own = step["written"][len(accepted) :]
@@ -65,13 +65,14 @@ class Tracer(Phases):
     def __init__(self, device: torch.device, drafter_of: Callable[[Sequence], str | None]):
         self.trace, self._drafter_of = Trace(), drafter_of
         self._device, self._clock = device, clock_for(device)
-        self._last, self._seconds = 0.0, dict.fromkeys(PHASES, 0.0)
+        self._last = 0.0
+        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._num_steps = 0
 
     def begin(self, first: bool = False) -> None:
         """Go on with the clock. `first`: a step begins."""
         if first:
-            self._seconds = dict.fromkeys(PHASES, 0.0)
+            self._seconds.update(dict.fromkeys(PHASES, 0.0))
         self._last = self._clock()
 
     def end(self, phase: str) -> None:

@@ -75,9 +75,11 @@ class Learner:
         self._resume()
 
     def observe(self, outcome: StepOutcome) -> None:
+        """A step was verified."""
         self.recorder.observe(outcome)
 
     def ended(self, seq: Sequence) -> None:
+        """A sequence leaves, finished or not."""
         text = self.recorder.ended(seq)
         if text is not None:
             self.texts.add(text)
@@ -117,6 +119,7 @@ class Learner:
         return True
 
     def report(self) -> dict[str, Any]:
+        """What was learnt, for statistics."""
         return {
             "texts": self.texts.count, "tokens": self.texts.num_tokens, "steps": self.steps, "swaps": self.swaps,
             "rollbacks": self.rollbacks, "seconds": round(self.seconds, 3), "held_out_tau": self.tau,

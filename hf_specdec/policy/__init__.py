@@ -31,11 +31,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..config import SpeculativeConfig
-from .fastest import Choice, Chooser, Drafter, Fastest
+from .fastest import Choice, Drafter, Fastest
 from .lengths import DraftedStep, DraftLengthPolicy, LengthPerBatchSize
 
 __all__ = [
-    "Choice", "Chooser", "DraftLengthPolicy", "DraftedStep", "Drafter", "Fastest", "LengthPerBatchSize", "make_policy",
+    "Choice", "DraftLengthPolicy", "DraftedStep", "Drafter", "Fastest", "LengthPerBatchSize", "make_policy",
 ]  # fmt: skip
 
 

@@ -17,8 +17,7 @@ class Acceptance:
 
     A few drafts say little about a row, so its factor is shrunk: (rejected + P) / (rejections expected + P), where P is the number of
     rejections expected among `WEIGHT` more tokens. The largest of several noisy estimates is usually too large, so with separate rates
-    for each row and depth the choice would follow the noise. A row's counts decay with each draft, and with each step without one. They
-    are replaced at once after a run of drafts that fail at the first token, if it is so long that the text must have changed.
+    for each row and depth the choice would follow the noise. A row's counts decay with each draft, and with each step without one.
 
     A draft has one of `KINDS` kinds. If the drafter says how much it expects to be accepted, the kind is the rate per token that it
     promises: kind k is at first believed to have the rate (k + 1/2) / KINDS.
@@ -39,7 +38,6 @@ class Acceptance:
     ROW_AGEING = 0.998  # decay of a row's counts per step without a draft: a text changes within 500 tokens ..
     AGEING = 0.997  # .. and a trial of one token is worth its price again within 300
     WEIGHT = 5.0  # judged tokens that the common rate is worth against a row's own
-    SURPRISE = 0.002  # a run of failed drafts that is less likely than this means that the text has changed
     HOPE = 0.7  # rejections of a drafter of which more is hoped than known, as a share of those known
     DEEPEST = -9.0  # log likelihood that no run of failures falls below, so that it ages within 300 tokens
     PRIOR = 6.0  # judged tokens that a guess is worth
@@ -60,8 +58,8 @@ class Acceptance:
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
         self._rows = np.zeros((16, 3, self.num_drafters))  # tokens rejected, rejections expected, tokens judged
-        # of the failed drafts since one was right: their number, rejections expected, log likelihood as the row was, and under hope
-        self._runs = np.zeros((16, 4, self.num_drafters))
+        # of the failed drafts since one was right: their number, and log likelihood under hope
+        self._runs = np.zeros((16, 2, self.num_drafters))
         self.saved = np.zeros((16, 2, self.num_drafters))  # plain steps that drafts saved, and drafts
         self.judged_at = np.zeros((16, self.num_drafters), dtype=np.int64)  # step of the last judged draft
         # tokens that the drafter has read; 0: it never drafted
@@ -138,7 +136,7 @@ class Acceptance:
 
     def log_likelihood(self, slots: np.ndarray, now: int) -> np.ndarray:
         """[D, B], at most 0: of the failed drafts since one was right, under hope. It ages, because texts change."""
-        return (self._runs[slots, 3] * self.AGEING ** np.maximum(now - self.judged_at[slots], 0)).T
+        return (self._runs[slots, 1] * self.AGEING ** np.maximum(now - self.judged_at[slots], 0)).T
 
     @property
     def share_of_rows(self) -> np.ndarray:
@@ -178,29 +176,17 @@ class Acceptance:
         age = np.maximum(now - self.judged_at[at, drafters], 0)
         self._rows[at, :, drafters] *= (self.ROW_MEMORY * self.ROW_AGEING**age)[:, None]
         self._rows[at, :, drafters] += np.stack([failed, expected, depth], axis=1)
-        self._runs[at, 3, drafters] *= self.AGEING**age
         self.judged_at[at, drafters] = now
-        self._count_failures(at, drafters, failed & (depth == 1), expected, wrong[:, 0])
+        # runs of drafts that are wrong from the first token
+        run = self._runs[at, :, drafters] * np.stack([np.ones(len(at)), self.AGEING**age], axis=1)
+        run += np.stack([np.ones(len(at)), np.log(np.clip(self.HOPE * wrong[:, 0], 1e-3, 0.99))], axis=1)
+        run[:, 1] = np.maximum(run[:, 1], self.DEEPEST)
+        self._runs[at, :, drafters] = run * (failed & (depth == 1))[:, None]
         many = np.minimum(np.bincount(drafters, minlength=self.num_drafters), self.MOST_AT_ONCE)
         self.counts *= (self.MEMORY**many)[:, None, None]
         np.add.at(self.counts[1], (drafters, kind), mine)
         np.add.at(self.counts[0], (drafters[failed], kind[failed], depth[failed] - 1), 1.0)
         self._rates = None
-
-    def _count_failures(
-        self, at: np.ndarray, drafters: np.ndarray, failed: np.ndarray, expected: np.ndarray, wrong: np.ndarray
-    ) -> None:
-        """Count runs of drafts that are wrong from the first token. A very unlikely run replaces the row's earlier counts."""
-        self._runs[at[~failed], :, drafters[~failed]] = 0.0
-        at, drafters, expected = at[failed], drafters[failed], expected[failed]
-        usual = self._rows[at, :, drafters]
-        chance = np.clip(expected * (usual[:, 0] + 0.5) / (usual[:, 1] + 0.5), 1e-3, 0.99)
-        hoped = np.clip(self.HOPE * wrong[failed], 1e-3, 0.99)
-        self._runs[at, :, drafters] += np.stack([np.ones(len(at)), expected, np.log(chance), np.log(hoped)], axis=1)
-        self._runs[at, 3, drafters] = np.maximum(self._runs[at, 3, drafters], self.DEEPEST)
-        run = self._runs[at, :, drafters]
-        new = (run[:, 2] < np.log(self.SURPRISE)) & (usual[:, 2] > run[:, 0])
-        self._rows[at[new], :, drafters[new]] = run[new][:, [0, 1, 0]]
 
     def asked(
         self, drafter: int, slots: np.ndarray, depths: np.ndarray, nodes: np.ndarray, lengths: np.ndarray

@@ -150,12 +150,9 @@ class DraftingCost(FittedCost):
 
     def of_draft(self, depth, num_asked, backlog=0):
         """Seconds for numbers or arrays that broadcast; 0 where nothing is asked for."""
-        fixed, per_depth, per_token, _ = self.coefficients
-        return (num_asked > 0) * (fixed + per_depth * depth + self.of_backlog(backlog)) + per_token * num_asked
-
-    def of_backlog(self, num_tokens):
-        """Seconds that catching up with so many tokens takes."""
-        return self.coefficients[3] / self.BACKLOG * num_tokens
+        fixed, per_depth, per_token, behind = self.coefficients
+        seconds = fixed + per_depth * depth + behind / self.BACKLOG * backlog
+        return (num_asked > 0) * seconds + per_token * num_asked
 
 
 class StepCost:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -52,37 +52,6 @@ class Choice:
     def nothing(cls, num_rows: int) -> Choice:
         """No row drafts."""
         return cls(np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64))
-
-
-class Chooser(Protocol):
-    """What method "auto" asks about its drafters in a step. `Fastest` answers by measurement."""
-
-    def heads_follow(self, seq: Sequence | None) -> bool:
-        """Whether heads follow the text; None: a text that begins now. A head that misses some tokens cannot draft for that text again."""
-        ...
-
-    def followed(self, seconds: float, num_rows: int) -> None:
-        """Heads took so long to follow a step of `num_rows` rows."""
-        ...
-
-    def is_awake(self, index: int) -> bool:
-        """Whether a look-up is asked in this step."""
-        ...
-
-    def choose(
-        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
-        scores: list[list[float] | None], able: np.ndarray | None = None,
-    ) -> Choice:  # fmt: skip
-        """The choice for each row.
-
-        Args:
-            limits: how deep each row may draft.
-            offers: what each look-up proposes; nothing if it is not awake.
-            seconds: how long each of them took.
-            scores: per look-up, how many tokens of each row's offer it expects to be accepted; None: it makes no estimate.
-            able: bool [D, B], which drafters follow which rows; None: all follow all.
-        """
-        ...
 
 
 @dataclass
@@ -159,7 +128,8 @@ class Fastest(DraftLengthPolicy):
         self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest)
         self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
         self.steps = Counter[str]()
-        self.num_steps = self._last_drafted = 0
+        self.num_steps = 0
+        self._drafted_at = np.zeros(len(drafters))  # step of each drafter's last draft
         self._depth = np.arange(1, longest + 1)
         self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))  # candidates
         self._knows_price = False  # whether a step with drafts has been timed
@@ -208,21 +178,22 @@ class Fastest(DraftLengthPolicy):
         if self.num_lookups or len(self.drafters) > 1:
             self._welcome(sequences)
             return np.minimum(caps, len(self._depth)).tolist()
-        self._asked = self._round(sequences, caps, [], [], [], None)
-        return self._asked.choice.depth.tolist()
+        return self.choose(sequences, caps, [], [], []).depth.tolist()
 
     def choose(
         self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
         scores: list[list[float] | None], able: np.ndarray | None = None,
     ) -> Choice:  # fmt: skip
-        """See Chooser."""
-        began = self.clock()
-        self._asked = self._round(sequences, limits, offers, seconds, scores, able)
-        self._spent = self.clock() - began
-        return self._asked.choice
+        """The choice for each row.
 
-    def _round(self, sequences, limits, offers, seconds, scores, able) -> Asked:
-        begins = [seq not in self.acceptance for seq in sequences]
+        Args:
+            limits: how deep each row may draft.
+            offers: what each look-up proposes; nothing if it is not awake.
+            seconds: how long each of them took.
+            scores: per look-up, how many tokens of each row's offer it expects to be accepted; None: it makes no estimate.
+            able: bool [D, B], which drafters follow which rows; None: all follow all.
+        """
+        began, begins = self.clock(), [seq not in self.acceptance for seq in sequences]
         room, slots = np.asarray(limits), self.acceptance.slots(sequences, self.num_steps)
         kinds = np.repeat(self.acceptance.usual_kinds[:, None], len(room), 1)
         for index, expected in enumerate(scores):
@@ -233,7 +204,9 @@ class Fastest(DraftLengthPolicy):
         choice, quiet = self._best(sequences, slots, kinds, offers, room, able)
         if quiet and not any(seq.drafter for seq in sequences):
             self._be_quiet(sequences, quiet, begins)
-        return Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, kinds, choice)
+        self._asked = Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, kinds, choice)
+        self._spent = self.clock() - began
+        return choice
 
     def _best(self, sequences, slots, kinds, offers, room, able) -> tuple[Choice, float]:
         """The fastest division of the rows among the drafters, plus the trials that are worth their price; and the steps for which
@@ -279,44 +252,36 @@ class Fastest(DraftLengthPolicy):
         return found, nodes, reach if able is None else reach * able
 
     def _rates(
-        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, doubt: float = 1.0
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, hopes: bool = False
     ) -> np.ndarray:
-        """[D, B, K]: tokens per row in the time of a plain step, if all rows drafted as one row does; 0 where it may not. `doubt`: a
-        factor on drafting times."""
-        num_rows, plain = won.shape[1], self.cost.of_plain(won.shape[1])
-        seconds = self._overhead + self._doubt * (
-            self.cost.of_target(num_rows, num_rows * (1.0 + nodes.cumsum(2))) - plain
-        )
+        """[D, B, K]: tokens per row in the time of a plain step, if all rows drafted as one row does; 0 where it may not. `hopes`:
+        drafting may take less than was measured."""
+        num_rows, drafting = won.shape[1], np.zeros_like(nodes)
         for index in self.models:
-            seconds[index] += doubt * self._of_drafting(index, self._depth, num_rows * self._depth, plain)
-            seconds[index] += self._of_backlog(index, num_rows * backlogs[index], plain)[:, None]
-        rates = (1.0 + won.cumsum(2)) / (1.0 + seconds / plain)
-        return np.where((self._depth <= reach[:, :, None]) & (nodes > 0), rates, 0.0)
+            times = num_rows, self._depth, num_rows * self._depth, num_rows * backlogs[index][:, None]
+            doubt = self._doubt(self._drafted_at[index]) if hopes else 1.0
+            drafting[index] = doubt * self._of_drafting(index, *times)
+        extra = self._extra(num_rows, num_rows * (1.0 + nodes.cumsum(2)), drafting)
+        return np.where((self._depth <= reach[:, :, None]) & (nodes > 0), (1.0 + won.cumsum(2)) / (1.0 + extra), 0.0)
 
-    def _of_drafting(self, drafter: int, depth, num_asked, plain: float):
-        """Seconds that a drafter takes to draft; look-ups have drafted already."""
+    def _of_drafting(self, drafter: int, num_rows: int, depth, num_asked, backlog=0):
+        """Seconds that a drafter takes to draft, and to catch up with tokens that it has not read; look-ups have drafted already."""
         if drafter < self.num_lookups:
             return 0.0
         if not self.drafting[drafter]:
-            return self.UNKNOWN * plain * (np.asarray(num_asked) > 0)
-        return self.drafting[drafter].of_draft(depth, num_asked)
+            return self.cost.of_plain(num_rows) * (self.UNKNOWN * (np.asarray(num_asked) > 0) + self.UNREAD * backlog)
+        return self.drafting[drafter].of_draft(depth, num_asked, backlog)
 
-    def _of_backlog(self, drafter: int, num_tokens, plain: float):
-        """Seconds that a drafter takes to catch up with tokens that it has not read."""
-        known = drafter < self.num_lookups or self.drafting[drafter]
-        return self.drafting[drafter].of_backlog(num_tokens) if known else self.UNREAD * plain * num_tokens
-
-    def _extra(self, num_rows: int, num_packed, depth, num_asked, backlog, drafter: int = 0):
-        """Extra time of a step over a plain one, with choosing and learning, in plain steps."""
+    def _extra(self, num_rows: int, num_packed, drafting):
+        """Extra time of a step over a plain one, with `drafting` seconds of a drafter, choosing and learning, in plain steps."""
         plain = self.cost.of_plain(num_rows)
-        drafting = self._of_drafting(drafter, depth, num_asked, plain)
-        seconds = self._doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._overhead
-        return (seconds + self._of_backlog(drafter, backlog, plain)) / plain
+        doubt = self._doubt(self._drafted_at.max())
+        seconds = doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._overhead
+        return seconds / plain
 
-    @property
-    def _doubt(self) -> float:
-        """Factor on the target's extra times. While nothing is drafted nothing is measured, so it is less and less certain."""
-        return max(0.5 ** ((self.num_steps - self._last_drafted) / self.DOUBT), 0.25)
+    def _doubt(self, since: float) -> float:
+        """Factor on an extra time that no draft has shown since that step, so that it is less and less certain."""
+        return max(0.5 ** ((self.num_steps - since) / self.DOUBT), 0.25)
 
     def _reach_their_ends(self, left: np.ndarray) -> bool:
         """True if the rows of a static batch are expected to write all the tokens [B] that they may, by how often rows ended before."""
@@ -363,7 +328,8 @@ class Fastest(DraftLengthPolicy):
         missed = ((depth == 0) * asks * menu.backlogs[row]).cumsum() / self.HORIZON
         ends = np.unique(np.linspace(0, len(order) - 1, min(len(order), self.SPEEDS)).astype(np.int64))
         asked = (taken & asks).cumsum(1)[:, ends]
-        extra = self._extra(num_rows, packed[:, ends], self._depths[:, None], asked, missed[ends], menu.drafter)
+        drafting = self._of_drafting(menu.drafter, num_rows, self._depths[:, None], asked, missed[ends])
+        extra = self._extra(num_rows, packed[:, ends], drafting)
         rates = (num_rows + won[:, ends]) / (1.0 + extra)
         which, end = np.unravel_index(rates.argmax(), rates.shape)
         if rates[which, end] <= num_rows:
@@ -395,7 +361,8 @@ class Fastest(DraftLengthPolicy):
         added = np.take_along_axis(packed[None], depth[:, :, None], 2)[:, :, 0].sum(1)
         asked = depth * menu.asks
         missed = ((asked > 0) * menu.backlogs).sum(1) / self.HORIZON
-        extra = self._extra(num_rows, num_rows + added, asked.max(1), asked.sum(1), missed, menu.drafter)
+        drafting = self._of_drafting(menu.drafter, num_rows, asked.max(1), asked.sum(1), missed)
+        extra = self._extra(num_rows, num_rows + added, drafting)
         times = np.where(reached, (1.0 + extra) / rates, np.inf)
         best = int(times.argmin())
         return depth[best], float(1.0 / times[best])
@@ -429,7 +396,8 @@ class Fastest(DraftLengthPolicy):
             waiting = waiting[np.argsort(-value[waiting], kind="stable")][: max(1, num_rows // self.TRIED)]
             while len(waiting):
                 count, backlog = len(waiting), backlogs[index, waiting].sum()
-                price = num_rows * self._extra(num_rows, num_rows + count, 1, count, backlog, index)
+                drafting = self._of_drafting(index, num_rows, 1, count, backlog)
+                price = num_rows * self._extra(num_rows, num_rows + count, drafting)
                 # what is gained without it, less what it is expected to gain at once
                 price += (current - expected[index])[waiting].sum()
                 allowed = risk * np.clip(tokens_left(sequences), least, 128).sum()
@@ -453,7 +421,7 @@ class Fastest(DraftLengthPolicy):
         found, nodes, _ = self._nodes([], room, able)
         hoped = np.repeat(self.acceptance.hope[:, None], len(room), 1) * found
         reach = np.minimum(room, self.longest[:, None]) * (1 if able is None else able)
-        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), self._doubt)
+        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), hopes=True)
         return np.maximum(rates.max(2) - 1.0, 0.0)
 
     def _be_quiet(self, sequences: list[Sequence], steps: float, begins: list[bool]) -> None:
@@ -503,13 +471,14 @@ class Fastest(DraftLengthPolicy):
                 self._asked_at[index] = self.num_steps
 
     def followed(self, seconds: float, num_rows: int) -> None:
-        """See Chooser."""
+        """Heads took so long to follow a step of `num_rows` rows."""
         if self.cost.target:
             share = seconds / self.cost.of_plain(num_rows)
             self._followed += (1.0 - self.WORTH) * (share - self._followed)
 
     def heads_follow(self, seq: Sequence | None) -> bool:
-        """See Chooser: they follow while they may gain what following takes."""
+        """Whether heads follow the text (None: one that begins now): while they may gain what following takes. A head that misses some
+        tokens cannot draft for that text again."""
         if self._followed <= self.LEAST_FOLLOWED:
             return True
         known = None if seq is None else self._prospects.get(seq.id)
@@ -557,12 +526,12 @@ class Fastest(DraftLengthPolicy):
         offered, accepted = self._judged(step, asked, at, drafter)
         # A row that has ended was cut short, which says nothing about its last draft.
         written = np.where([seq.finished for seq in step.sequences], 0, step.num_new)
-        drafting, plain = 0.0, self.cost.of_plain(len(slots))
+        drafting, num_rows = 0.0, len(slots)
         models = np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist()
         limits = [np.where(drafter == index, depth, 0) for index in models]
         # Models that drafted in one step share its time as they would by what is known of them.
         usual = [
-            max(float(self._of_drafting(index, each.max(), each.sum(), plain)), 1e-9)
+            max(float(self._of_drafting(index, num_rows, each.max(), each.sum())), 1e-9)
             for index, each in zip(models, limits, strict=True)
         ]
         seconds = max(step.drafting_seconds - sum(asked.seconds) - self._spent, 0.0)
@@ -570,15 +539,14 @@ class Fastest(DraftLengthPolicy):
             drafting += self._observe_model(step, index, slots, each, seconds * share / sum(usual))
         self.acceptance.observe(slots, asked.kinds[:, at], offered, accepted, written, self.num_steps)
         self.steps.update([self.drafters[index].name for index in drafter[drafted].tolist()])
-        num_rows, packed = len(at), len(at) + int(step.nodes.sum())
+        packed = num_rows + int(step.nodes.sum())
         if step.seconds is not None:
             self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
             self._knows_price |= packed > num_rows
             if packed == num_rows:
                 self._schedule_plain()
         self._settle(asked.seconds, slots, drafter, drafted, np.asarray(step.num_new) - 1, packed, drafting)
-        if drafted.any():
-            self._last_drafted = self.num_steps
+        self._drafted_at[drafter[drafted]] = self.num_steps
         self.num_steps += 1
         spent, self._spent = self._spent + self.clock() - began, 0.0
         self._overhead += (1.0 - self.WORTH if self._overhead else 1.0) * (spent - self._overhead)
@@ -626,8 +594,7 @@ class Fastest(DraftLengthPolicy):
         self.drafting[index].observe_draft(depth, num_asked, int(backlogs.sum()), seconds)
         self.acceptance.asked(index, slots[asks], limits[asks], step.nodes[asks], lengths)
         unread = int(backlogs[read > 0].sum())
-        plain = self.cost.of_plain(len(slots))
-        return float(self._of_drafting(index, depth, num_asked, plain) + self._of_backlog(index, unread, plain))
+        return float(self._of_drafting(index, len(slots), depth, num_asked, unread))
 
     def forget(self, seq: Sequence) -> None:
         """Drop the row's estimates, and count how it ended."""

@@ -52,7 +52,7 @@ class DFlashTrainer(HeadTrainer):
         self.mask_token_id = mask_token(self.options, self.target, token_counts)
         layout = DFlashLayout(
             layers=self.config, block_size=self.options.block_size, mask_token_id=self.mask_token_id, tapped=self.taps.layers,
-            from_anchor=False, causal=(False, True), window_from_anchor=False, starts_in_anchor_slot=False, heads={},
+            from_anchor=False, causal=(False, True), like_speculators=False, heads={},
         )  # fmt: skip
         owns: dict[str, tuple[int, ...] | None] = {"embed_tokens": None, "lm_head": None}
         drafter = DFlashDrafter(layout, self.target.hidden_size, self.target.vocab_size, owns)

@@ -46,7 +46,7 @@ def follow_target(
         trees: drafts of B rows with up to N nodes.
         scores: float32 [R, V], the target's.
         score_rows: int64 numpy [B, N + 1], the row of `scores` that follows the root and each node.
-        sampling: parameters that the rule's kernel must still apply; only for the rules of `fused.RULES_WITH_KERNELS`.
+        sampling: parameters that the rule's kernel must still apply; only for the rules of `sampling.parameters.RULES_WITH_KERNELS`.
 
     Returns: the accepted nodes bool [B, N] and the token after them int64 [B], on the scores' device, without waiting for it.
     """

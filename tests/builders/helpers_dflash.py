@@ -301,7 +301,7 @@ class Watched:
         self.records, self.accepted, self.turn, self.forced = [], [], 0, Forced()
         generator, on_read = self.generator, on_read or (lambda generator, sequences: None)
         propose, root, expand, observe = (
-            generator.propose, generator.grower.root_logits, generator.expand, generator.observe,
+            generator.propose, generator.root_logits, generator.expand, generator.observe,
         )  # fmt: skip
 
         def watched_root(sequences, limits):
@@ -335,7 +335,7 @@ class Watched:
             self.accepted += [len(path) for path in outcome.accepted]
             observe(outcome)
 
-        generator.propose, generator.grower.root_logits = watched_propose, watched_root
+        generator.propose, generator.root_logits = watched_propose, watched_root
         generator.expand, generator.observe = watched_expand, watched_observe
 
     def _choose(self, text, trees, row):

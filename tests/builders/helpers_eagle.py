@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_specdec.candidate_generators.growing.grower import Grower
+from hf_specdec.candidate_generators.growing.grower import GrowsDrafts
 
 HIDDEN, INNER, HEADS, KV_HEADS, WIDTH = 32, 48, 4, 2, 8
 EPS = 1e-5
@@ -201,10 +201,10 @@ class Recording:
 def recorded(generator_class):
     """Inside, generators of this class write down what they do."""
     recording, frontier = Recording(), []
-    root_logits, expand, propose = Grower.root_logits, generator_class.expand, generator_class.propose
+    root_logits, expand, propose = GrowsDrafts.root_logits, generator_class.expand, generator_class.propose
 
-    def recording_root(grower, sequences, limits):
-        logits, self = root_logits(grower, sequences, limits), grower.drafter
+    def recording_root(self, sequences, limits):
+        logits = root_logits(self, sequences, limits)
         frontier[:] = [[()] for _ in sequences]
         for seq, row in zip(sequences, logits, strict=True):
             text = tuple(seq.tokens)
@@ -220,7 +220,7 @@ def recorded(generator_class):
             for paths, parents, tokens in zip(before, level.parents.tolist(), level.tokens.tolist(), strict=True)
         ]
         for i, paths, rows in zip(level.rows, frontier, logits, strict=True):
-            text = tuple(self.grower.sequences[i].tokens)
+            text = tuple(self.sequences[i].tokens)
             for path, row in zip(paths, rows.expand(len(paths), -1), strict=True):
                 recording.logits.append((text, path, row.clone()))
         return logits
@@ -230,12 +230,12 @@ def recorded(generator_class):
         recording.trees.append(([tuple(seq.tokens) for seq in sequences], trees))
         return trees
 
-    Grower.root_logits, generator_class.expand = recording_root, recording_expand
+    GrowsDrafts.root_logits, generator_class.expand = recording_root, recording_expand
     generator_class.propose = recording_propose
     try:
         yield recording
     finally:
-        Grower.root_logits, generator_class.expand = root_logits, expand
+        GrowsDrafts.root_logits, generator_class.expand = root_logits, expand
         generator_class.propose = propose
 
 

@@ -205,7 +205,7 @@ class DraftRecorder:
 
     def __init__(self, generator):
         self.seen: list[tuple[list[int], list[int], torch.Tensor]] = []
-        root_logits, expand = generator.grower.root_logits, generator.expand
+        root_logits, expand = generator.root_logits, generator.expand
 
         def recorded_root(sequences, limits):
             logits = root_logits(sequences, limits)
@@ -226,7 +226,7 @@ class DraftRecorder:
             self.texts, self.paths = texts, paths
             return logits
 
-        generator.grower.root_logits, generator.expand = recorded_root, recorded_expand
+        generator.root_logits, generator.expand = recorded_root, recorded_expand
 
 
 def recorded(model, config) -> DraftRecorder:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cache_checks import check_blocks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -109,14 +110,14 @@ def assert_clean(model: PreTrainedModel) -> None:
     assert model.config._attn_implementation != "hf_specdec"
     for decoder in integration.kept_decoders(model):
         assert decoder.statistics == {} and decoder.cache.tables == {}
-        decoder.cache.pool.check()
+        check_blocks(decoder.cache.pool)
         assert decoder.cache.pool.num_used == 0
         generator = decoder.generator
         for part in (generator, getattr(generator, "ngrams", None)):
             for state in ("indices", "kept_nodes", "unread", "texts"):
                 assert not getattr(part, state, None), state
         if hasattr(getattr(generator, "cache", None), "pool"):  # not a suffix cache
-            generator.cache.pool.check()
+            check_blocks(generator.cache.pool)
             assert generator.cache.pool.num_used == 0 and generator.cache.tables == {}
         if hasattr(generator, "drafter"):
             assert not getattr(generator.bridge, "read", None)

@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import torch
+from cache_checks import check_blocks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec.cache import OutOfBlocks
@@ -125,14 +126,14 @@ def run_scenario(target, drafter, method, num_requests: int = 100, vocab_size: i
                     scheduler.cancel(seq)
                     cancelled.add(seq)
             scheduler.step()
-            decoder.cache.pool.check()
+            check_blocks(decoder.cache.pool)
             time += 1
             assert time < 20000, "the scheduler makes no progress"
     assert decoder.cache.pool.num_used == 0 and not decoder.cache.tables and not decoder.statistics
     cache = getattr(decoder.generator, "cache", None)
     if hasattr(cache, "pool"):
         assert cache.pool.num_used == 0 and not cache.tables
-        cache.pool.check()
+        check_blocks(cache.pool)
     assert scheduler.preemptions > 0 and scheduler.waits > 0 and scheduler.mixed_steps > 0 and cancelled
     for seq, prompt in zip(requests, prompts, strict=True):
         expected = plain(target, prompt, seq)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from oracle import ragged
 from test_memory import MEBI, Watch, resident
 from transformers.generation.stopping_criteria import StoppingCriteriaList
@@ -40,7 +41,7 @@ def check(model, config):
     assert torch.equal(out, model.generate(**inputs, max_new_tokens=8, do_sample=False))
     assert watch.most < 96 * MEBI and resident() - before < 96 * MEBI
     for decoder in integration.kept_decoders(model):
-        decoder.cache.pool.check()
+        check_blocks(decoder.cache.pool)
         assert decoder.cache.pool.num_used == 0
     hf_specdec.release(model)
 

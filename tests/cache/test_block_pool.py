@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
+from cache_checks import check_blocks
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
@@ -143,7 +144,7 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self):
         if not hasattr(self, "pool"):
             return
-        self.pool.check()
+        check_blocks(self.pool)
         assert self.pool.ref_counts == [self.refs[b] for b in range(len(self.refs))]
         runs = [block for first, end in self.pool.taken_runs() for block in range(first, end)]
         assert runs == [block for block in self.refs if block not in self.free]
@@ -197,4 +198,4 @@ def test_check_finds_corruption(corrupt):
     else:
         pool._hash_of[3] = "y"
     with pytest.raises(AssertionError):
-        pool.check()
+        check_blocks(pool)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import assert_clean, method_configs, ragged, tiny_llama
@@ -282,7 +283,7 @@ def test_a_growth_that_fails_leaves_a_cache_of_one_size(monkeypatch):
     with pytest.raises(MemoryError, match="no more"):
         cache.reserve(0, 20)
     assert {len(pool) for layer in cache.layers for pool in (layer.keys, layer.values)} == {cache.num_slots}
-    cache.pool.check()
+    check_blocks(cache.pool)
     cache.reserve(0, 20)
     assert {len(pool) for layer in cache.layers for pool in (layer.keys, layer.values)} == {cache.num_slots}
     for index in range(3):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import pytest
 import torch
+from cache_checks import check_blocks
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -215,7 +216,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         cache = self.cache
-        cache.pool.check()
+        check_blocks(cache.pool)
         counts = [0] * cache.pool.num_blocks
         for seq_id, (tokens, length) in self.sequences.items():
             table = cache.tables[seq_id]
@@ -239,7 +240,7 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             for seq_id in list(self.sequences):
                 self.remove_id(seq_id)
-            self.cache.pool.check()
+            check_blocks(self.cache.pool)
             assert self.cache.pool.num_used == 0, "blocks were leaked"
 
 
@@ -287,7 +288,7 @@ def test_copies_of_a_prompt_share_it():
     for seq_id in (1, 2, 3):
         check_content(cache, seq_id, texts[seq_id], 13)
         cache.remove(seq_id)
-    cache.pool.check()
+    check_blocks(cache.pool)
     assert cache.pool.num_used == 0
     cache.add(9)
     assert cache.match_prefix(9, prompt) == 8  # still cached after all have left

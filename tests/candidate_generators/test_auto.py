@@ -91,7 +91,7 @@ def test_one_word(tiny_model):
     assert auto.tolist() == plain.tolist()
     (decoder,) = [each for each in hf_specdec.integration.kept_decoders(tiny_model) if each.config.method == "auto"]
     report = decoder.policy.report(2)
-    assert report["plain_ms"] > 0 and set(report["drafters"]) == set(decoder.generator.names)
+    assert report["plain_ms"] > 0 and set(report["drafters"]) == set(decoder.generator.drafters)
     hf_specdec.release(tiny_model)
 
 
@@ -311,14 +311,14 @@ CARD = "---\nbase_model: {}\n---\n"
 def test_a_bundled_head(tiny_model):
     generator = found_for(target(TINY))
     assert "the bundled tiny-eagle3" in str(generator.found) and "the bundled tiny-draft" in str(generator.found)
-    assert generator.names[generator.num_lookups :] == ["eagle3", "draft_model"]
-    assert {"ngram", "token_recycling"} < set(generator.names[: generator.num_lookups])
+    assert generator.drafters[generator.num_lookups :] == ["eagle3", "draft_model"]
+    assert {"ngram", "token_recycling"} < set(generator.drafters[: generator.num_lookups])
 
 
 def test_look_ups_where_there_is_nothing_else(cache, tmp_path):
     other_words(shutil.copytree(TINY, tmp_path / "mine"))
     generator = found_for(target(tmp_path / "mine"))
-    assert len(generator.names) == generator.num_lookups and "needs no model" in str(generator.found)
+    assert len(generator.drafters) == generator.num_lookups and "needs no model" in str(generator.found)
 
 
 def test_own_mtp_layers_come_first(cache, tmp_path):
@@ -330,7 +330,7 @@ def test_own_mtp_layers_come_first(cache, tmp_path):
     save_file({**tensors, **module}, folder / "model.safetensors")
     generator = found_for(target(folder))
     assert "mtp (the target's own MTP layers)" in str(generator.found)
-    assert generator.names[generator.num_lookups :] == ["mtp", "draft_model"]
+    assert generator.drafters[generator.num_lookups :] == ["mtp", "draft_model"]
 
 
 def test_files_of_the_target_that_are_damaged_are_noted(cache, tmp_path):
@@ -350,14 +350,14 @@ def test_a_head_in_the_local_cache_by_its_card(cache):
     cache("org/others-eagle3", hf_specdec.bundled("tiny-eagle3"), CARD.format("org/other"))
     cache("org/broken-card", hf_specdec.bundled("tiny-eagle3"), "---\n: [\n---\n")
     generator = found_for(target(snapshot))
-    assert generator.names[-1] == "eagle" and "org/target-eagle, in the local cache" in str(generator.found)
+    assert generator.drafters[-1] == "eagle" and "org/target-eagle, in the local cache" in str(generator.found)
 
 
 def test_a_head_that_does_not_fit_is_left_out_with_its_reason(cache):
     snapshot = cache("org/target", TINY)
     cache("org/broken", hf_specdec.bundled("tiny-eagle3"), CARD.format("org/target"), {"hidden_size": 128})
     generator = found_for(target(snapshot))
-    assert len(generator.names) == generator.num_lookups
+    assert len(generator.drafters) == generator.num_lookups
     (note,) = [note for note in generator.found.notes if "org/broken" in note]
     assert "hidden" in note or "shape" in note
     out = generator.target.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, speculative_config="auto")
@@ -378,7 +378,7 @@ def test_a_small_model_with_the_same_vocabulary(cache):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     generator = found_for(target(snapshot))
     line = str(generator.found)
-    assert generator.names[-1] == "draft_model" and "draft_model (org/small, in the local cache)" in line
+    assert generator.drafters[-1] == "draft_model" and "draft_model (org/small, in the local cache)" in line
     assert "org/other-words, in the local cache: small enough, but it has another vocabulary" in line
     assert len(line.splitlines()) == 1
 
@@ -465,7 +465,7 @@ def test_a_head_on_the_hub(online, monkeypatch):
 def test_heads_that_cannot_be_had(online, monkeypatch, models, error, values, line):
     taken = downloads_to(monkeypatch, "nowhere")
     generator = found_for(target(online(models, error)), **values)
-    assert not taken and len(generator.names) == generator.num_lookups
+    assert not taken and len(generator.drafters) == generator.num_lookups
     assert line in str(generator.found) and len(str(generator.found).splitlines()) == 1
 
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from combinations import covering
 from families import make as make_family
 from helpers_dflash import MASK, Reference, Watched, compare, make
@@ -96,7 +97,7 @@ def test_preempted_rows_are_read_again(target, tmp_path):
     made = make(tmp_path, target)
     reference, checked = Reference(target, made), []
     decoder = make_decoder(target, {"method": "dflash", "model": made.folder, "block_size": 4})
-    root = decoder.generator.grower.root_logits
+    root = decoder.generator.root_logits
 
     def check(sequences, limits):
         logits = root(sequences, limits)
@@ -110,7 +111,7 @@ def test_preempted_rows_are_read_again(target, tmp_path):
             checked.append(seq.id)
         return logits
 
-    decoder.generator.grower.root_logits = check
+    decoder.generator.root_logits = check
     decoder.allocate(200, 2)
     rows = [Sequence([9, 8, 7, 6, 5, 9, 8], 40), Sequence([11, 12, 13], 40)]
     with decoder.active():
@@ -234,7 +235,7 @@ def test_bfloat16_and_release(tmp_path):
     (decoder,) = kept_decoders(model)
     assert decoder.generator.head.dtype == torch.bfloat16
     assert decoder.generator.unread == {} and decoder.generator.cache.tables == {}
-    decoder.generator.cache.pool.check()
+    check_blocks(decoder.generator.cache.pool)
 
 
 def test_default_length_is_the_blocks(target, tmp_path):
@@ -246,7 +247,7 @@ def test_default_length_is_the_blocks(target, tmp_path):
         ({"top_k": 4}, 5),
     ):
         generator = get_decoder(target, parse_config({"method": "dflash", "model": made.folder, **config})).generator
-        assert generator.grower.shape.depth == depth, config
+        assert generator.shape.depth == depth, config
     with pytest.raises(SpeculativeConfigError, match=r"asks for drafts of 6 tokens.* use at most 5"):
         get_decoder(target, parse_config({"method": "dflash", "model": made.folder, "num_speculative_tokens": 6}))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cache_checks import check_blocks
 from combinations import covering
 from helpers_mtp import store
 from replayed_graphs import CaptureInPython, defined_attention, graphs_in_python  # noqa: F401
@@ -16,7 +17,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 import hf_specdec
 from hf_specdec import integration
 from hf_specdec.candidate_generators.growing.grower import CapturedRounds
-from hf_specdec.candidate_generators.growing.tree_growth import grow
+from hf_specdec.candidate_generators.growing.tree_growth import growth_of
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.sampling import FusedSamplingLogitsWarper
 from hf_specdec.sampling.processors import NodeProcessors
@@ -54,7 +55,7 @@ def compared(monkeypatch):
     """Every captured round is also grown, from the same roots; yields the drafts, and `replayed`, which of them were captured."""
     original, drafts = CapturedRounds.draft, []
 
-    def both(self, sequences, limits, roots):
+    def both(self, growth, roots):
         drafter, before = self.drafter, None
         cache = getattr(drafter, "cache", None)
         pools = (
@@ -63,11 +64,12 @@ def compared(monkeypatch):
             else [pool for layer in cache.layers if layer.is_initialized for pool in (layer.keys, layer.values)]
         )
         before = [pool.clone() for pool in pools]
-        expected = grow(drafter, drafter.config, self.grower.shape, sequences, limits, drafter.begin(*roots))
+        eager = growth_of(drafter, growth.sequences, growth.limits)
+        expected = eager.draft(*eager.levels(drafter.begin(*roots)))
         wanted = [pool.clone() for pool in pools]
         for pool, old in zip(pools, before, strict=True):
             pool.copy_(old)
-        found = original(self, sequences, limits, roots)
+        found = original(self, growth, roots)
         assert_same(found, expected)
         for pool, other in zip(pools, wanted, strict=True):
             torch.testing.assert_close(pool, other, rtol=1e-4, atol=1e-4)
@@ -117,7 +119,7 @@ def decode_rows(target, config, texts, num_steps, samplings=()):
                 seq.num_speculative_tokens = LIMITS[(i + step // 2) % 4]
             decoder.step(rows)
     steps = [each for seq in rows for each in decoder.remove(seq).steps]
-    decoder.cache.pool.check()
+    check_blocks(decoder.cache.pool)
     return decoder, [seq.tokens[seq.prompt_length :] for seq in rows], steps
 
 
@@ -127,7 +129,7 @@ def test_rounds_are_those_of_the_growing_path(
 ):  # fmt: skip
     config = {"method": HEADS[name], "model": name, **SHAPES[shape]}
     decoder, drafted, accepted = run_rounds(tiny_model, config, prompts, num_steps=8)
-    captures = decoder.generator.grower.rounds.captures
+    captures = decoder.generator.rounds.captures
     assert 0 < accepted < drafted and len(compared) >= 6
     assert not any(each.refused for each in graphs_in_python)
     assert 1 <= captures.capture.count <= 2  # 3 or 4 rows are one bucket, all limits another's first levels
@@ -153,7 +155,7 @@ def test_rows_that_sample(tiny_model, prompts, graphs_in_python, defined_attenti
     """Noise, sampling parameters and the distributions drafts are drawn from are part of what is captured."""
     config = {"method": HEADS[name], "model": name, **SHAPES[shape], "rejection_sample_method": rule}
     decoder, drafted, accepted = run_rounds(tiny_model, config, prompts, num_steps=8, samplings=samplings())
-    captures = decoder.generator.grower.rounds.captures
+    captures = decoder.generator.rounds.captures
     assert 0 < accepted < drafted and len(compared) >= 6
     assert any(each.trees.probs is not None for each in compared) == (rule == "rejection" and shape != "dynamic tree")
     assert not any(each.refused for each in graphs_in_python)
@@ -204,7 +206,7 @@ def test_rules_share_no_captures(tiny_model, tiny_tokenizer, prompts, graphs_in_
 def test_any_number_of_rows(tiny_model, prompts, graphs_in_python, defined_attention, compared, num_rows):  # noqa: F811
     config = {"method": "eagle3", "model": "tiny-eagle3", **SHAPES["dynamic tree"]}
     decoder, drafted, _ = run_rounds(tiny_model, config, prompts[:num_rows], num_steps=9)
-    assert drafted > 0 and decoder.generator.grower.rounds.captures.capture.count == 3  # of rows or depths
+    assert drafted > 0 and decoder.generator.rounds.captures.capture.count == 3  # of rows or depths
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -215,7 +217,7 @@ def test_modules_that_take_turns(tmp_path, graphs_in_python, defined_attention, 
     config = {"method": "mtp", **SHAPES[shape]}
     decoder, drafted, _ = run_rounds(target, config, texts, num_steps=8)
     assert drafted and len(decoder.generator.heads) == 3 and len(compared) >= 6
-    assert decoder.generator.grower.rounds.captures.capture.count >= 1
+    assert decoder.generator.rounds.captures.capture.count >= 1
 
 
 def test_the_best_paths_of_a_tree(tiny_model, prompts, graphs_in_python, defined_attention, compared):  # noqa: F811
@@ -227,7 +229,7 @@ def test_the_best_paths_of_a_tree(tiny_model, prompts, graphs_in_python, defined
         "n_candidates": 3,
     }
     decoder, drafted, _ = run_rounds(tiny_model, config, prompts, num_steps=6)
-    assert drafted and decoder.generator.grower.rounds.captures.capture.count == 1
+    assert drafted and decoder.generator.rounds.captures.capture.count == 1
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_generate(tiny_model, tiny_tokenizer, prompts, graphs_in_python, defined
 def test_other_pools_and_weights_are_captured_anew(tiny_model, prompts, graphs_in_python, defined_attention, compared):  # noqa: F811
     config = {"method": "eagle", "model": "tiny-eagle", **SHAPES["chain"]}
     decoder, _, _ = run_rounds(tiny_model, config, prompts[:1], num_steps=4)
-    captures, generator = decoder.generator.grower.rounds.captures, decoder.generator
+    captures, generator = decoder.generator.rounds.captures, decoder.generator
 
     def another_round():
         seq = Sequence(list(prompts[0]), 200)
@@ -348,11 +350,8 @@ def test_a_loop_that_cannot_be_captured_is_grown(tiny_model, prompts, graphs_in_
 
 def test_blocks_have_no_loop(tiny_model, graphs_in_python):  # noqa: F811
     config = {"method": "dflash", "model": "tiny-dflash", "cuda_graphs": True}
-    assert make_decoder(tiny_model, config).generator.grower.rounds is None
-    assert (
-        make_decoder(tiny_model, {**config, "method": "eagle", "model": "tiny-eagle"}).generator.grower.rounds
-        is not None
-    )
+    assert make_decoder(tiny_model, config).generator.rounds is None
+    assert make_decoder(tiny_model, {**config, "method": "eagle", "model": "tiny-eagle"}).generator.rounds is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures for real")
@@ -368,6 +367,6 @@ def test_on_a_gpu(tiny_model, prompts, monkeypatch, name, shape):
         ids, max_new_tokens=40, do_sample=False, speculative_config=config, return_dict_in_generate=True
     )
     assert torch.equal(out.sequences, plain) and out.speculation.num_accepted_tokens > 0
-    rounds = integration.get_decoder(target, integration.parse_config(config)).generator.grower.rounds
+    rounds = integration.get_decoder(target, integration.parse_config(config)).generator.rounds
     assert not rounds.captures.refused
     hf_specdec.release(target)

@@ -73,7 +73,7 @@ def test_confidence_ends_drafts(target, tmp_path, shape):
         keys = keys | {"total_tokens": 60}  # more than there are: none is dropped for another reason
     config = {"method": "dflash", "model": made.folder, "draft_confidence_threshold": threshold, **keys}
     watched, reference, depths = Watched(target, config), Reference(target, made), set()
-    propose, longest = watched.generator.propose, watched.generator.grower.shape.depth
+    propose, longest = watched.generator.propose, watched.generator.shape.depth
 
     def check(sequences, limits):
         before = len(watched.records)

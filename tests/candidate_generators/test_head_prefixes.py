@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from helpers_mtp import store as mtp_checkpoint
 from oracle import VOCAB, tiny_llama
 from test_scheduling_heads import made
@@ -76,7 +77,7 @@ def test_a_shared_prefix_is_read_once(target, name, tmp_path):
     assert all_of_it == (len(prompt) + len(answer) - 1) // BLOCK * BLOCK
     assert again == without.answer(prompt + answer)[0]
     for run in (ours, without, plain):
-        run.engine.decoder.cache.pool.check()
+        check_blocks(run.engine.decoder.cache.pool)
         run.engine.close()
 
 

@@ -38,10 +38,8 @@ def prompt(rng, longest=17):
 
 def check_states(generator, true):
     for seq_id, seq in generator.followed.items():
-        if seq_id in generator.known and not seq.finished:
-            torch.testing.assert_close(
-                generator.hidden[generator.slots[seq_id]].double(), true(seq.tokens[:-1]), atol=1e-4, rtol=1e-4
-            )
+        if seq_id in generator.hidden and not seq.finished:
+            torch.testing.assert_close(generator.hidden[seq_id].double(), true(seq.tokens[:-1]), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
@@ -56,7 +54,7 @@ def test_states_follow_their_texts(tmp_path, model, shape, seed):
 
     def checked_propose(sequences, limits):
         nonlocal drafted, undrafted
-        known, trees = set(generator.known), propose(sequences, limits)
+        known, trees = set(generator.hidden), propose(sequences, limits)
         for seq, limit, length in zip(sequences, limits, trees.lengths, strict=True):
             assert (length > 0) == (limit > 0 and seq.id in known)
             drafted, undrafted = drafted + (length > 0), undrafted + (limit > 0 and not length)
@@ -87,51 +85,31 @@ def test_states_follow_their_texts(tmp_path, model, shape, seed):
                     finished += [seq] if seq.finished else []
                 elif rng.random() < 0.05:
                     decoder.preempt(seq)
-                    assert seq.id not in generator.known
+                    assert seq.id not in generator.hidden
     assert drafted > 20 and undrafted > 5 and len(finished) > 5
-    assert not generator.slots and not generator.known
-    assert len(generator.hidden) <= 8, "slots are used again"
+    assert not generator.hidden
     for seq in finished:
         text = torch.tensor([seq.tokens[: seq.prompt_length]])
         plain = model.generate(text, max_new_tokens=seq.num_generated, attention_mask=torch.ones_like(text))
         assert plain[0].tolist() == seq.tokens
 
 
-def test_a_slot_s_former_state_is_never_drafted_from(tmp_path, model):
-    """A sequence that takes over a slot is unknown until the target has read its prompt to the end."""
+def test_nothing_is_drafted_before_a_prompt_has_been_read(tmp_path, model):
     decoder, generator = allocated(model, tmp_path)
     first, second = Sequence([5, 6, 7], 20), Sequence([8, 9, 10, 4], 20)
     with decoder.active():
         decoder.add(first)
         decoder.step([first])
-        slot = generator.slots[first.id]
         decoder.remove(first)
         decoder.add(second)
-        assert generator.slots[second.id] == slot and not generator.known
         decoder.step([second], [2])
-        assert not generator.known and generator.propose([second], [3]).lengths == [0]
+        assert not generator.hidden and generator.propose([second], [3]).lengths == [0]
         decoder.step([second], [2])
-        assert generator.known == {second.id} and generator.propose([second], [3]).lengths == [3]
+        assert set(generator.hidden) == {second.id} and generator.propose([second], [3]).lengths == [3]
         assert generator.propose([second], [2]).lengths == [2]
-
-
-def test_more_sequences_than_expected(tmp_path, model):
-    """The buffer grows, and what it held stays."""
-    decoder, generator = allocated(model, tmp_path)
-    generator.followed, true = {}, TrueHidden(model)
-    rng = random.Random(0)
-    with decoder.active():
-        for _ in range(7):
-            seq = Sequence(prompt(rng), 60)
-            decoder.add(seq)
-            generator.followed[seq.id] = seq
-            decoder.step([seq])
-            check_states(generator, true)
-    assert len(generator.known) == 7 and 7 <= len(generator.hidden) <= 14
-    for seq in generator.followed.values():
-        decoder.remove(seq)
+        decoder.remove(second)
     decoder.release()
-    assert generator.hidden is None and generator.grower.state is None
+    assert not generator.hidden and generator.state is None
 
 
 @pytest.mark.parametrize("build", [mlp_checkpoint, lstm_checkpoint])

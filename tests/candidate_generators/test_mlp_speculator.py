@@ -203,7 +203,7 @@ def test_checkpoint_tree(tmp_path, model):
     mlp_checkpoint(tmp_path, n_predict=4)
     base = {"method": "mlp_speculator", "model": str(tmp_path), "use_checkpoint_tree": True}
     for more, ends, kept in (({}, [4, 16, 40, 88], 3), ({"num_speculative_tokens": 2, "n_candidates": 7}, [4, 16], 7)):
-        shape = integration.get_decoder(model, parse_config(base | more)).generator.grower.shape
+        shape = integration.get_decoder(model, parse_config(base | more)).generator.shape
         assert shape.level_ends == ends and shape.keep_paths == kept
     mlp_checkpoint(tmp_path / "none", top_k_tokens_per_head=[3])
     with pytest.raises(SpeculativeConfigError, match=r"top_k_tokens_per_head = \[3\] for n_predict = 3"):

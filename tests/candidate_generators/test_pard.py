@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from families import make as make_family
 from helpers_dflash import Watched
 from oracle import drafter_of, ragged, tiny_llama
@@ -65,7 +66,7 @@ def compare(target, drafter, config):
         if tuple(text) not in expected:
             expected[tuple(text)] = plain_logits(reference, text, 8)
         torch.testing.assert_close(logits.double(), expected[tuple(text)][len(path)], atol=1e-4, rtol=1e-4)
-    depth = watched.generator.grower.shape.depth
+    depth = watched.generator.shape.depth
     assert 0 in watched.accepted and depth in watched.accepted and len(set(watched.accepted)) > 2
 
 
@@ -162,7 +163,7 @@ def test_scarce_memory_and_release(target, drafter):
         )
         generator = kept_decoders(target)[-1].generator
         assert generator.cache.tables == {} and generator.kept_nodes == {}
-        generator.cache.pool.check()
+        check_blocks(generator.cache.pool)
 
 
 @pytest.mark.slow  # test_scheduling_heads.py has a shorter one

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from oracle import assert_clean
 
 from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
@@ -28,7 +29,7 @@ def llm(tiny_model, tiny_tokenizer):
     config = {"method": "per_request", "methods": METHODS, "block_size": 4, "num_blocks": 60}
     made = LLM(tiny_model, tiny_tokenizer, config, max_model_len=128, max_num_seqs=6, max_num_batched_tokens=48)
     yield made
-    made.engine.decoder.cache.pool.check()
+    check_blocks(made.engine.decoder.cache.pool)
     assert made.engine.decoder.cache.pool.num_used == 0
     made.close()
 

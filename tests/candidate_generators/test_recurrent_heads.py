@@ -1,6 +1,7 @@
 """Drafting heads of targets whose layers have a recurrent state: Qwen's own MTP layers, and EAGLE-3."""
 
 import pytest
+from cache_checks import check_cache
 from families import build
 from helpers_drafters import assert_lossless, assert_nothing_left, run_limited_and_preempted
 from helpers_eagle import HIDDEN, recorded
@@ -54,7 +55,7 @@ def test_mtp_rows_with_their_own_limits_that_are_preempted(tmp_path):
         rows = run_limited_and_preempted(decoder, stored.model, ragged([6, 13, 3, 2], vocab_size=128), 12)
     check_logits(PlainMtp(stored), recording, stored.model)
     assert_nothing_left(decoder, rows)
-    decoder.cache.check()
+    check_cache(decoder.cache)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,6 @@ def test_a_drafter_has_no_cache_until_it_is_asked(target, name, tmp_path):
     costs no cache, and the next one asks anew."""
     decoder = make_decoder(target, made(name, target, tmp_path))
     plain = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0].tolist()
-    pages = decoder.generator.pages
     for asks in (False, True, False):
         decoder.allocate(200, 2)
         rows = [Sequence(list(PROMPT), len(PROMPT) + 12, num_speculative_tokens=0) for _ in range(2)]
@@ -93,7 +92,7 @@ def test_a_drafter_has_no_cache_until_it_is_asked(target, name, tmp_path):
                 decoder.add(seq)
             drafted = 0
             while not all(seq.finished for seq in rows):
-                assert (pages.made is not None) == bool(drafted)
+                assert (decoder.generator.pages is not None) == bool(drafted)
                 if asks and len(rows[0].tokens) > len(PROMPT) + 3:
                     rows[0].num_speculative_tokens = 2
                 decoder.step([seq for seq in rows if not seq.finished])
@@ -103,4 +102,4 @@ def test_a_drafter_has_no_cache_until_it_is_asked(target, name, tmp_path):
                 decoder.remove(seq)
         assert [seq.tokens for seq in rows] == [plain] * 2
         decoder.release()
-        assert pages.made is None
+        assert decoder.generator.pages is None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.candidate_generators.growing.tree_growth import DraftLevel, grow
+from hf_specdec.candidate_generators.growing.tree_growth import DraftLevel, growth_of
 from hf_specdec.candidate_generators.growing.tree_shapes import DynamicTree, TreeDraftingConfig, TreeTemplate
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.sequence import Sequence
@@ -106,6 +106,12 @@ def dynamic_paths(shape: DynamicTree, row: int, limit: int) -> set[tuple[int, ..
         values |= children
         frontier = dict(sorted(children.items(), key=lambda item: -item[1])[: shape.top_k])
     return set(sorted(values, key=lambda path: -values[path])[: shape.total_tokens - 1])
+
+
+def grow(drafter, config, shape, sequences, limits, logits):
+    drafter.config, drafter.shape = config, shape
+    growth = growth_of(drafter, sequences, limits)
+    return growth.draft(*growth.levels(logits))
 
 
 def run(shape, limits, **config):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from families import make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -128,7 +129,7 @@ def test_a_row_that_is_removed_while_two_steps_are_pending(model):
         for seq in left:
             decoder.remove(seq)
     assert [[len(each.new_tokens) for each in step] for step in results] == [[1, 0, 1]] * 2
-    decoder.cache.pool.check()
+    check_blocks(decoder.cache.pool)
     assert decoder.cache.pool.num_used == 0
     for seq, prompt in zip(left, (prompts[0], prompts[2]), strict=True):
         plain = model.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from scheduling import VOCAB, make_decoder, run_scenario, small_llama
 
 from hf_specdec.core.sequence import Sequence
@@ -76,5 +77,5 @@ def test_prefixes_are_shared(models):
         assert len({seq.tokens[-1] for seq in rows}) == 1
         for seq in rows:
             decoder.remove(seq)
-    decoder.cache.pool.check()
+    check_blocks(decoder.cache.pool)
     assert decoder.cache.pool.num_used == 0

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import ragged
@@ -93,7 +94,7 @@ def test_a_swap_in_the_middle_of_texts(tiny_model, tiny_tokenizer, tmp_path, eag
     found = []
     for _ in range(3):
         found.append([each.outputs[0].token_ids for each in with_swaps.generate(prompts, params, use_tqdm=False)])
-    with_swaps.engine.decoder.cache.pool.check()
+    check_blocks(with_swaps.engine.decoder.cache.pool)
     with_swaps.close()
     plain = LLM(tiny_model, tiny_tokenizer, None, max_model_len=96)
     expected = [each.outputs[0].token_ids for each in plain.generate(prompts, params, use_tqdm=False)]

@@ -57,7 +57,7 @@ def test_graphs_are_the_default(graphs_in_python, defined_attention, monkeypatch
     monkeypatch.setattr(captures, "capture_obstacle", lambda packed: "no")
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **arguments), plain)
     made = [entry.decoder for entry in hf_specdec.integration._kept(model).entries]
-    assert all(each.target.graphs is None and each.generator.grower.rounds is None for each in made)
+    assert all(each.target.graphs is None and each.generator.rounds is None for each in made)
 
 
 @pytest.mark.parametrize(

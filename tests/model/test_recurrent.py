@@ -9,6 +9,7 @@ import types
 import pytest
 import recurrent_families
 import torch
+from cache_checks import check_cache
 from families import make as make_family
 from oracle import assert_clean
 from recurrent_families import FAMILIES, VOCAB, WrongAt, WrongAtInTrees, make, perturbed
@@ -201,7 +202,7 @@ def test_rows_join_and_leave(name, states, models):
         late = rows[4:]
         while scheduler.waiting or scheduler.running:
             scheduler.step()
-            decoder.cache.check()
+            check_cache(decoder.cache)
             if late:
                 scheduler.submit(late.pop(0))
             if cancelled in scheduler.running and cancelled.num_generated > 2:
@@ -317,7 +318,7 @@ def test_a_state_that_was_not_kept_raises(models):
     assert cache.tables[0].length == 0  # read from the beginning
     assert cache.num_bytes > cache.states.num_bytes >= packed.bytes_of_states(0) > 0
     cache.remove(0)
-    cache.check()
+    check_cache(cache)
 
 
 class AtStep(StoppingCriteria):
@@ -412,7 +413,7 @@ def test_the_engine_serves_a_hybrid(models):
         expected = plain(model, {"input_ids": torch.tensor([prompt])}, 12)[0, len(prompt) :].tolist()
         assert list(output.outputs[0].token_ids) == expected
         assert output.num_cached_tokens == 0  # a block of another text holds no state
-    llm.engine.decoder.cache.check()
+    check_cache(llm.engine.decoder.cache)
     assert llm.engine.decoder.cache.states.num_used == 0
     llm.close()
 

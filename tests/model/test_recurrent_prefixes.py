@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cache_checks import check_cache, check_prefix_states
 from recurrent_families import FAMILIES, make, perturbed
 from test_recurrent import SHORT, plain
 from transformers.cache_utils import Cache
@@ -47,7 +48,7 @@ class Run:
         for request in requests:
             expected = plain(self.model, {"input_ids": torch.tensor([request.prompt_token_ids])}, new)
             assert request.prompt_token_ids + request.choices[0].output.token_ids == expected[0].tolist()
-        self.decoder.cache.check()
+        check_cache(self.decoder.cache)
         return [request.num_cached_tokens for request in requests]
 
 
@@ -152,9 +153,9 @@ def test_memory_of_kept_states_is_bounded():
     kept.put(b"e", states(16))
     assert [name in kept for name in (b"a", b"b", b"c", b"d", b"e")] == [True, False, True, True, False]
     assert kept.longest([b"x", b"a", b"b", b"d", b"y"]) == 4 and kept.longest([b"x"]) == 0
-    kept.check()
+    check_prefix_states(kept)
     kept.forget()
-    kept.check()
+    check_prefix_states(kept)
     assert kept.longest([b"a"]) == 0
 
 
@@ -175,5 +176,5 @@ def test_a_head_and_its_hybrid_target_share_a_prefix():
         assert output.outputs[0].token_ids == expected[0, ids.shape[1] :].tolist()
         cached.append(output.num_cached_tokens)
     assert cached == [0, 0, 2 * CHUNK, 2 * CHUNK]
-    llm.engine.decoder.cache.check()
+    check_cache(llm.engine.decoder.cache)
     llm.close()

@@ -185,6 +185,14 @@ def test_near_the_best_fixed_drafter_and_length(machine, text, noise):
     assert np.mean(ratios) > 0.95, ratios
 
 
+def test_a_drafter_that_looked_slow_at_first_is_tried_again():
+    """Its first draft took long, because it had to catch up; meanwhile another drafter, which is worse, drafts."""
+    world = World(TEXTS["eight rows"], gpu)
+    policy = world.policy()
+    world.rate(policy, 250)
+    assert world.rate(policy, 100) > 0.9 * World(TEXTS["eight rows"], gpu).rate(None, 100, ("head", 4))
+
+
 def test_models_that_are_tried_in_one_step_share_its_time():
     """If each were charged all of it, the better one would look too slow to be used, wherever a draft takes long."""
     chances = {

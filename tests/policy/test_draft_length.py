@@ -392,7 +392,9 @@ def test_the_soonest_end_is_the_best_of_all_lengths():
 
         def time(depths, gains=gains, left=left, policy=policy):
             won = np.array([gains[i, :d].sum() for i, d in enumerate(depths)])
-            extra = policy._extra(num_rows, num_rows + sum(depths), max(depths), sum(depths), 0.0)
+            extra = policy._extra(
+                num_rows, num_rows + sum(depths), policy._of_drafting(0, num_rows, max(depths), sum(depths))
+            )
             return float((1 + extra) * (left / (1 + won)).max())
 
         best = min(time(depths) for depths in itertools.product(range(longest + 1), repeat=num_rows))
@@ -665,6 +667,7 @@ def test_greedy_text_is_that_of_plain_generate(tiny_model, tiny_draft, tiny_toke
         "1 2 3 4 5 6",
     ]
     inputs = tiny_tokenizer((prompts * 2)[:batch_size], return_tensors="pt", padding=True, return_token_type_ids=False)
+    hf_specdec.release(tiny_model)  # all tests share this model, which keeps their decoders
     plain = tiny_model.generate(**inputs, max_new_tokens=60, do_sample=False)
     config = {"method": method, "num_speculative_tokens": "auto"}
     if method == "ngram":

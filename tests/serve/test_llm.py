@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from oracle import tiny_llama
 
 import hf_specdec
@@ -50,7 +51,7 @@ def make(tiny_model, tiny_tokenizer):
 
 def check_empty(llm):
     pool = llm.engine.decoder.cache.pool
-    pool.check()
+    check_blocks(pool)
     assert pool.num_used == 0 and not llm.engine.has_work and not llm.engine._choices
     assert not llm.engine.decoder.statistics and not llm.engine.decoder.cache.tables
 

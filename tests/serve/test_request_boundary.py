@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from tokenizers import decoders
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
@@ -102,7 +103,7 @@ def test_one_request_fails_and_the_others_finish(llm, others, monkeypatch, caplo
     assert list(tokens.values()) == expected and all(ended[id].error is None for id in tokens)
     assert any("injected" in str(record.exc_info) for record in caplog.records)
     assert not running._requests and not llm.engine._choices
-    llm.engine.decoder.cache.pool.check()
+    check_blocks(llm.engine.decoder.cache.pool)
     assert llm.engine.decoder.cache.pool.num_used == 0
 
 

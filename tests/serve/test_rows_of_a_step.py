@@ -1,6 +1,7 @@
 """Which rows a step of the engine has: how many, which wait, which lose their blocks, and that prompts share it with rows that decode."""
 
 import pytest
+from cache_checks import check_blocks
 
 from hf_specdec.serve import LLM, SamplingParams
 
@@ -21,7 +22,7 @@ def make(tiny_model, tiny_tokenizer):
     for engine in made:
         engine.run()
         pool = engine.decoder.cache.pool
-        pool.check()
+        check_blocks(pool)
         assert pool.num_used == 0
         engine.close()
 

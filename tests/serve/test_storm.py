@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_checks import check_blocks
 from helpers_server import Process
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -159,7 +160,7 @@ def weather(model, tokenizer, config, count, seed, **limits):
         assert written == alone(model, tokenizer, ids, params), params
         check_text(params, output)
     decoder = llm.engine.decoder
-    decoder.cache.pool.check()
+    check_blocks(decoder.cache.pool)
     assert decoder.cache.pool.num_used == 0 and not llm.engine._choices
     assert not decoder.statistics and not decoder.cache.tables
     llm.close()

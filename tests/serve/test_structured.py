@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from cache_checks import check_blocks
 
 from hf_specdec.sampling.grammar import GrammarLogitsProcessor, Reasoning
 from hf_specdec.serve import LLM, SamplingParams, StructuredOutputsParams
@@ -62,7 +63,7 @@ def make(tiny_model, tiny_tokenizer):
     yield make
     for llm in made:
         pool = llm.engine.decoder.cache.pool
-        pool.check()
+        check_blocks(pool)
         assert pool.num_used == 0 and not llm.engine._choices
         llm.close()
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from cache_checks import check_blocks
 from paths import ROOT
 
 from hf_specdec import LLM, SamplingParams
@@ -129,7 +130,7 @@ def assert_clean(*engines):
         assert not transfers.producer.held and not transfers.consumer.pulling and not decoder.statistics
         for cache in transfers.pools.caches:
             assert not cache.tables
-            cache.pool.check()
+            check_blocks(cache.pool)
             assert cache.pool.num_used == 0
 
 

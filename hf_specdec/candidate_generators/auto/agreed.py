@@ -7,7 +7,7 @@ import numpy as np
 from ...core.draft_trees import DraftTrees
 from ...core.ranks import Ranks
 from ...core.sequence import Sequence
-from ...policy import Choice, Chooser
+from ...policy import Choice, Fastest
 
 
 class AgreedChoice:
@@ -17,7 +17,7 @@ class AgreedChoice:
         chooser: rank 0's; on the other ranks it is not asked.
     """
 
-    def __init__(self, ranks: Ranks, chooser: Chooser):
+    def __init__(self, ranks: Ranks, chooser: Fastest):
         self.ranks, self.chooser = ranks, chooser
         self._following: dict[int | None, bool] = {None: True}
 

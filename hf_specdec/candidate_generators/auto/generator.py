@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ...core.outcome import StepOutcome
 from ...core.output import Taps
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
-from ...policy import Chooser, Drafter, Fastest
+from ...policy import Drafter, Fastest
 from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, MayRest, ScoresDrafts
 from ..combined import CombinedGenerator, check_drafter, with_common_keys
 from ..registry import register
@@ -33,7 +34,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
 
     Attributes:
         found: what was found to draft with, and what was not.
-        names: the names of the parts; look-ups come first.
+        drafters: the names of the parts; look-ups come first.
         num_lookups: how many parts are look-ups.
         policy: measures; the decoder asks it for draft lengths.
         memory: keeps what the policy learns from process to process; None: it is not kept.
@@ -46,7 +47,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     config: AutoConfig
 
     def __init__(
-        self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None, chooser: Chooser | None = None
+        self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None, chooser: Any = None
     ):  # fmt: skip
         super().__init__(config, target, context)
         self.clock = clock_for(target.device)
@@ -54,11 +55,12 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         made = self._make_parts(self.found, context)
         lookups = {name: part for name, part in made.items() if not part.config.has_weights}
         self.by_name = {**lookups, **{name: part for name, part in made.items() if name not in lookups}}
-        self.names, self.num_lookups = list(self.by_name), len(lookups)
+        self.drafters, self.num_lookups = list(self.by_name), len(lookups)
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
-        self._most_nodes = max((part.max_draft_nodes for part in self.parts), default=0)
-        self.config = self._bounded(config)
+        longest = int(max(self.longest, default=0))  # drafts are no longer than the longest that a part can make
+        if 0 < longest < config.longest_draft:
+            self.config = dataclasses.replace(config, num_speculative_tokens=longest)
         known = [
             Drafter(name, int(longest), not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5)
             for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)
@@ -68,7 +70,9 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         if self.memory is not None:
             self.memory.restore(self.policy)
         ranks = target.ranks
-        self.chooser: Chooser = chooser or (self.policy if ranks is None else AgreedChoice(ranks, self.policy))
+        self.chooser: Fastest | AgreedChoice = chooser or (
+            self.policy if ranks is None else AgreedChoice(ranks, self.policy)
+        )
         self._heads = [part for part in self.parts if part.taps.whole_text]
         self._others_tap = any(part.taps != Taps() for part in self.parts if part not in self._heads)
         learning = [i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe]
@@ -103,22 +107,10 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             made[name] = part
         return made
 
-    def _bounded(self, config: AutoConfig) -> AutoConfig:
-        """The configuration, with drafts no longer than the longest that a part can make."""
-        longest = int(max(self.longest, default=0)) if len(self.longest) else 0
-        if config.longest_draft <= longest or not longest:
-            return config
-        return dataclasses.replace(config, num_speculative_tokens=longest)
-
-    @property
-    def drafters(self) -> list[str]:
-        """The drafters' names."""
-        return self.names
-
     @property
     def max_draft_nodes(self) -> int:
         """The nodes of the largest tree."""
-        return self._most_nodes
+        return max((part.max_draft_nodes for part in self.parts), default=0)
 
     # ---- who follows which text -------------------------------------------------------------------------------------
 
@@ -137,7 +129,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         Raises:
             ValueError: no drafter has the name that the sequence gives.
         """
-        check_drafter(seq, self.names)
+        check_drafter(seq, self.drafters)
         if self._rests(seq, begins=True):
             self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
         try:
@@ -197,7 +189,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         choice = self.chooser.choose(sequences, limits, offers, seconds, scores, self.able(sequences))
         for i, seq in enumerate(sequences):
             if seq.drafter is not None:
-                choice.drafter[i], choice.depth[i] = self.names.index(seq.drafter), limits[i]
+                choice.drafter[i], choice.depth[i] = self.drafters.index(seq.drafter), limits[i]
         trees = nothing
         for index in np.unique(choice.drafter[choice.depth > 0]).tolist():
             chosen = (choice.drafter == index) & (choice.depth > 0)
@@ -205,7 +197,9 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             self.asked[index] = True
             own = self._drafts_of(index, sequences, depths, offers[index] if index < self.num_lookups else None)
             self.note(index, sequences, own)
-            self.chosen.update((seq.id, self.names[index]) for seq, mine in zip(sequences, chosen, strict=True) if mine)
+            self.chosen.update(
+                (seq.id, self.drafters[index]) for seq, mine in zip(sequences, chosen, strict=True) if mine
+            )
             trees = own if chosen.all() else DraftTrees.choose(trees, own, chosen.tolist())
         return trees
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +16,15 @@ from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from .files import BAD_VALUES, Checkpoint, Plan
 from .keys import LAYER_KEYS, LAYERS
-from .target_parts import device_and_dtype, layer_config, plain_rope, target_embeddings
+from .target_parts import (
+    DraftVocabulary,
+    built,
+    device_and_dtype,
+    layer_config,
+    plain_rope,
+    target_embeddings,
+    vocabulary_of,
+)
 
 # What is taken of a configuration that describes the layers, or a whole language model.
 _KEYS = [key for key in LAYER_KEYS if key not in ("model_type", "use_sliding_window", "max_window_layers")]
@@ -106,16 +116,35 @@ def add_tables(module: nn.Module, plan: Plan, width: int) -> None:
     fit_biases(module, plan)
 
 
-def packed(
-    checkpoint: Checkpoint, target: PackedModel, module: Any, config: PretrainedConfig, prepack_weights: bool | None, **more: Any
-) -> PackedHead:  # fmt: skip
-    """A loaded head over packed rows, with rotary positions, and the target's embeddings if it has none."""
+@dataclass(eq=False)
+class LoadedHead:
+    """A head, `module`, over packed rows; its language-model head, or the target's; and the vocabulary of the logits."""
+
+    head: PackedHead
+    module: Any
+    lm_head: nn.Module
+    vocabulary: DraftVocabulary
+
+
+def loaded(
+    checkpoint: Checkpoint, plan: Plan, target: PackedModel, config: PretrainedConfig, make: Callable[[], nn.Module],
+    prepack_weights: bool | None, stated: tuple[int | None, ...] = (), fuses: bool = False,
+) -> LoadedHead:  # fmt: skip
+    """Load the head that `make` builds, with rotary positions, and the target's embeddings and language-model head if it has none.
+
+    Args:
+        stated: see `vocabulary_of`.
+        fuses: texts are read with `module.fuse`.
+    """
+    vocabulary, lm_head = vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
+    module: Any = built(checkpoint, plan, target, make)
     device, dtype = device_and_dtype(target)
     module.rotary = RotaryPositions(checkpoint, config, device)
     table = getattr(module, "embed_tokens", None)
     module.embeddings = embeddings_of(checkpoint, target, table, config.hidden_size)
-    count = config.num_hidden_layers
-    return PackedHead(module, config, count, prepack_weights=prepack_weights, device=device, dtype=dtype, **more)
+    options = {"prepack_weights": prepack_weights, "device": device, "dtype": dtype}
+    head = PackedHead(module, config, config.num_hidden_layers, fuse=module.fuse if fuses else None, **options)
+    return LoadedHead(head, module, lm_head or module.lm_head, vocabulary)
 
 
 class RotaryPositions(nn.Module):

@@ -128,8 +128,7 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
         # DSpark is trained to predict from the anchor's slot too; others only if config.json says so
         from_anchor=is_dspark or bool(given.shift_label) if from_anchor is None else from_anchor,
         causal=(False, sliding_is_causal) if given.causal is None else (given.causal, given.causal),
-        window_from_anchor=given.kind is not None,
-        starts_in_anchor_slot=given.kind is not None,
+        like_speculators=given.kind is not None,
         heads=heads,
         draft_vocab_size=given.draft_vocab_size,
         embedding_scale=scale,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ...config import config_key
@@ -16,7 +15,7 @@ from ...model.packed_model import PackedModel
 from ..base import DrafterContext
 from ..checkpoints.config import HeadConfig, proposed_length
 from ..checkpoints.target_parts import gather_features, load_once
-from ..growing.features import FeatureGenerator, joined
+from ..growing.features import FeatureGenerator
 from ..growing.tree_growth import DraftLevel
 from ..registry import register
 from .checkpoint import is_dflash, load_dflash, read_layout
@@ -53,6 +52,7 @@ class DFlashGenerator(FeatureGenerator):
     """
 
     drafts_twice = True
+    tokens_ahead = 0
 
     def __init__(self, config: DFlashConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_dflash)
@@ -85,18 +85,6 @@ class DFlashGenerator(FeatureGenerator):
         layers = [output.layers[i] for i in self.layout.tapped]
         return self.block.context(gather_features(layers, index, self.head.device, self.head.dtype))
 
-    def read(self, sequences: list[Sequence], chunk: int) -> None:
-        """Write context keys and values of up to `chunk` tokens of each text. Slots are reserved."""
-        inputs, context = [], []
-        for seq in sequences:
-            context.append(self.taken(seq, chunk))
-            start = self.pages.length(seq)
-            tokens = np.asarray(seq.tokens[start : start + len(context[-1])], dtype=np.int64)
-            inputs.append(RowInput(seq.id, tokens, start))
-        self.block.read_context(inputs, joined(context), self.cache)
-        for seq, row in zip(sequences, inputs, strict=True):
-            self.has_read(seq, row.start + len(row.tokens))
-
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def slots_of_draft(self, limit: int) -> int:
@@ -110,17 +98,17 @@ class DFlashGenerator(FeatureGenerator):
         anchors = upload([seq.tokens[-1] for seq in sequences], self.head.device)
         ids = torch.full((len(sequences), self.num_slots), self.layout.mask_token_id, device=self.head.device)
         ids[:, 0] = anchors
-        rows = [RowInput(seq.id, block, self.pages.length(seq)) for seq, block in zip(sequences, ids, strict=True)]
+        rows = [RowInput(seq.id, block, self.num_read(seq)) for seq, block in zip(sequences, ids, strict=True)]
         hidden = self.block.block(rows, self._embed(ids.flatten()), self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
         self.base = self.layout.capped(self.lm_head(self.hidden))
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
-        self.grower.state = hidden.new_zeros(len(sequences), 1, size)
-        if first and self.layout.starts_in_anchor_slot and size:
-            self._correct(hidden[:, 0], anchors[:, None], self.grower.state, 1)
-        return (self._follow_paths(1, anchors[:, None], self.grower.state, None)[:, 0],)
+        self.state = hidden.new_zeros(len(sequences), 1, size)
+        if first and self.layout.like_speculators and size:
+            self._correct(hidden[:, 0], anchors[:, None], self.state, 1)
+        return (self._follow_paths(1, anchors[:, None], self.state, None)[:, 0],)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         return roots[0]
@@ -128,7 +116,7 @@ class DFlashGenerator(FeatureGenerator):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""
         assert self.base is not None and self.hidden is not None
-        state, survival = self.grower.carried(level), self.survival
+        state, survival = self.carried(level), self.survival
         if len(level.kept) < len(self.base):
             kept = upload(level.kept, self.base.device)
             self.base, self.hidden = self.base[kept], self.hidden[kept]
@@ -156,7 +144,7 @@ class DFlashGenerator(FeatureGenerator):
         flat = previous.flatten()
         per_node = hidden[:, None].expand(-1, count, -1).flatten(0, 1)
         new, bias = self.sequential(state.flatten(0, 1), flat, per_node, self._embed, depth)
-        self.grower.state = new.view(rows, count, -1)
+        self.state = new.view(rows, count, -1)
         return None if bias is None else bias.view(rows, count, -1)
 
     def _confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:

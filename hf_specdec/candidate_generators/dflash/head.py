@@ -42,10 +42,9 @@ class DFlashLayout:
         from_anchor: slot k predicts the token after it, the anchor's slot included; otherwise mask slots predict the token at
             their own place.
         causal: whether slots see only earlier slots (in full-attention layers, in sliding ones).
-        window_from_anchor: sliding layers see this many context tokens before the anchor from every slot (speculators);
-            otherwise each slot sees a window that ends with itself (SpecForge).
-        starts_in_anchor_slot: a recurrent head runs on the anchor's slot before the first slot that predicts (speculators);
-            otherwise its state is zero there (SpecForge).
+        like_speculators: as speculators trains it. Sliding layers see their window of context tokens before the anchor from every slot,
+            and a recurrent head runs on the anchor's slot before the first slot that predicts. Otherwise (SpecForge) each slot sees a
+            window that ends with itself, and the head's state is zero there.
         heads: keys of the DSpark or Domino heads; `projector_type` tells which.
         draft_vocab_size: number of logits that the configuration states, if it does.
         embedding_scale: of the embedding rows of the block's tokens; None: as the target's first layer reads them.
@@ -58,8 +57,7 @@ class DFlashLayout:
     tapped: tuple[int, ...]
     from_anchor: bool
     causal: tuple[bool, bool]
-    window_from_anchor: bool
-    starts_in_anchor_slot: bool
+    like_speculators: bool
     heads: dict[str, Any]
     draft_vocab_size: int | None = None
     embedding_scale: float | None = None
@@ -252,13 +250,13 @@ class BlockHead(PackedHead):
         return head
 
     @torch.no_grad()
-    def read_context(self, rows: list[RowInput], context: torch.Tensor, cache: PagedStaticCache) -> None:
-        """Write the keys and values of context tokens [T, H], in the rows' order, to their slots."""
-        if self.reading_graphs is None or self.reading_graphs.run([rows], cache, context) is None:
-            self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), context)
+    def read(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> Any:
+        """Write the keys and values of context tokens [T, H], in the rows' order, to their slots. Returns None."""
+        if self.reading_graphs is None or self.reading_graphs.run([rows], cache, features) is None:
+            self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), features)
 
     def write_context(self, batch: PackedBatch | CapturedBatch, features: torch.Tensor) -> torch.Tensor:
-        """`read_context` for a packed batch; returns `features`."""
+        """`read` for a packed batch; returns `features`."""
         cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
         with batch.cache.running(batch):
             for index, layer in enumerate(self.module.layers):
@@ -304,7 +302,7 @@ class BlockHead(PackedHead):
             count = len(row.tokens)
             if kind == "sliding_attention":
                 seen = sliding_visibility(
-                    row.start, count, self.config.sliding_window, layout.causal[1], layout.window_from_anchor
+                    row.start, count, self.config.sliding_window, layout.causal[1], layout.like_speculators
                 )
             else:
                 seen = None if layout.causal[0] else np.ones((count, count), dtype=bool)

@@ -25,11 +25,10 @@ from ...model.architectures import has_repository_code
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
-from ..base import CandidateGenerator, DrafterContext, MayMissSteps, RunsModel
+from ..base import DrafterContext, MayMissSteps, RunsModel
 from ..checkpoints.files import Checkpoint, register_format, versions_of
 from ..checkpoints.target_parts import once_per
-from ..growing.grower import Grower, GrowsDrafts
-from ..growing.own_cache import OwnCache, OwnsCache
+from ..growing.own_cache import OwnsCache
 from ..growing.tree_growth import Draft, DraftLevel
 from ..growing.tree_shapes import TreeDraftingConfig
 from ..registry import register
@@ -129,7 +128,7 @@ def is_known(name: str, revision: str) -> bool:
 
 
 @register(DraftModelConfig)
-class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel, MayMissSteps):
+class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
     """Drafts with a causal language model, run like the target by a PackedModel over a paged cache."""
 
     config: DraftModelConfig
@@ -159,10 +158,8 @@ class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel,
         borrowed = model is context.assistant_model
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
-        has_graphs = self.drafter.graphs is not None
-        self.grower = Grower(self, config.shape(), has_loop=self.has_loop and has_graphs)
-        self.pages = OwnCache(self, self.grower, config.block_size)
-        self.pages.has_graphs = has_graphs
+        self.has_graphs = self.drafter.graphs is not None
+        self.grow_as(config.shape(), has_loop=self.has_loop and self.has_graphs)
         # per sequence, the cache index of each node of the last draft (or -1)
         self.kept_nodes: dict[int, list[int]] = {}
         # where to enter the drafter's context, before it is first asked
@@ -224,7 +221,7 @@ class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel,
             return False
         self.cache.truncate(seq.id, self.bridge.num_unchanged(seq, text))
         self.cache.match_prefix(seq.id, text)
-        if not self.pages.try_reserve(seq, len(text) + self.grower.shape.num_expanded(limit)):
+        if not self.try_reserve(seq, len(text) + self.shape.num_expanded(limit)):
             return False
         if share_now:  # one forward writes all texts, so later rows may share these blocks
             self.cache.register_prefix(seq.id, text, len(text))
@@ -248,26 +245,34 @@ class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel,
         return (logits,)
 
     def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:
-        inputs = []
+        """Read up to `chunk` new tokens of each text, and `after_text` where that is all; logits [R, V] of the last tokens."""
+        inputs, ends = [], []
         for seq, text in rows:
             start = self.cache.tables[seq.id].length
-            tokens = np.asarray(text[start : start + chunk], dtype=np.int64)
-            inputs.append(RowInput(seq.id, tokens, start, prompt=seq.num_chunked(start, start + len(tokens))))
+            ends.append(min(start + chunk, len(text)))
+            after = self.after_text(seq) if ends[-1] == len(text) else []
+            tokens, prompt = (
+                np.asarray(text[start : ends[-1]] + after, dtype=np.int64),
+                seq.num_chunked(start, ends[-1]),
+            )
+            inputs.append(RowInput(seq.id, tokens, start, logits=1 + len(after), prompt=prompt))
         logits = self.drafter.forward(inputs, self.cache).logits
-        for row in inputs:
-            self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
+        for row, end in zip(inputs, ends, strict=True):
+            self.cache.tables[row.seq_id].length = end
         return logits
+
+    def after_text(self, seq: Sequence) -> list[int]:
+        """The drafter's tokens that are read after a whole text; their keys and values do not stay."""
+        return []
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the drafter over the nodes of one depth: logits [R, F, V]."""
-        (rows, count), loop = level.tokens.shape, self.grower.loop
+        (rows, count), loop = level.tokens.shape, self.loop
         tokens = self.bridge.drafter_ids(level.tokens)
         if loop is not None:
             output = self.drafter.forward_batch(loop.batch(level.depth, tokens, level.ancestors))
         else:
-            seq_ids = [self.grower.sequences[i].id for i in level.rows]
-            positions = [len(self.texts[seq_id]) - 1 for seq_id in seq_ids]
-            output = self.drafter.forward(self.pages.level_inputs(level, tokens, seq_ids, positions), self.cache)
+            output = self.drafter.forward(self.level_inputs(level, tokens), self.cache)
         return output.logits.view(rows, count, -1)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:

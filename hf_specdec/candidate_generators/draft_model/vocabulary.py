@@ -14,6 +14,7 @@ from ...core.sequence import Sequence
 from ...model.architectures import has_repository_code
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, held_weakly
+from ..checkpoints.target_parts import DraftVocabulary
 from ..growing.tree_shapes import TreeDraftingConfig
 
 logger = logging.getLogger(__name__)
@@ -104,14 +105,14 @@ def _common_tokens(ours, theirs, our_size: int, their_size: int) -> dict[int, in
     return pairs
 
 
-class SharedVocabulary:
+class SharedVocabulary(DraftVocabulary):
     """Both models use the same tokenizer; their embeddings may be padded to different sizes."""
 
     nodes_are_drafter_tokens = True  # an accepted node's KV can be kept
-    in_target_vocabulary = True  # the drafter's scores are over the target's tokens
 
     def __init__(self, vocab_size: int, drafter_size: int):
-        self.vocab_size, self.drafter_size = vocab_size, drafter_size
+        super().__init__(vocab_size)
+        self.drafter_size = drafter_size
         # per sequence: tokens checked, and whether the drafter lacks an embedding for one
         self.checked: dict[int, tuple[int, bool]] = {}
 
@@ -131,13 +132,6 @@ class SharedVocabulary:
     def num_unchanged(self, seq: Sequence, text: list[int]) -> int:
         """How many leading tokens of `text` are unchanged since the last round."""
         return len(text)
-
-    def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """The drafter's logits [R, Vd] over the target's vocabulary [R, V]."""
-        width = logits.shape[1]
-        if width >= self.vocab_size:
-            return logits[:, : self.vocab_size]
-        return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
 
     def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """Drafted tokens [R, F] in the drafter's ids."""

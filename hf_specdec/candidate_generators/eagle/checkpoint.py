@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import nn
-
-from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints import layers, target_parts
 from ..checkpoints.files import Checkpoint, Plan, register_format
@@ -57,16 +52,7 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
 register_format("EAGLE-1/2, HASS (yuhuili/EAGLE-*: fc [H, 2H], layers.0; speculators: fusion_fc)", "eagle", is_eagle)
 
 
-@dataclass(eq=False)
-class LoadedEagle:
-    """A loaded head, its language-model head, and the vocabulary of the logits."""
-
-    head: PackedHead
-    lm_head: nn.Module
-    vocabulary: target_parts.DraftVocabulary
-
-
-def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedEagle:
+def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> layers.LoadedHead:
     """Load an EAGLE-1/2 head on the target's device, in its dtype."""
     plan = Plan(checkpoint, _canonical)
     settings = _TABLE.read(checkpoint, plan)
@@ -74,7 +60,4 @@ def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: boo
     has_embeddings = "embed_tokens.weight" in plan
     vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else settings.vocab_size
     target_parts.check_target(checkpoint, target, config.hidden_size, vocab_size)
-    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size)
-    module = target_parts.built(checkpoint, plan, target, lambda: EagleHead(config, plan))
-    head = layers.packed(checkpoint, target, module, config, prepack_weights)
-    return LoadedEagle(head, lm_head or module.lm_head, vocabulary)
+    return layers.loaded(checkpoint, plan, target, config, lambda: EagleHead(config, plan), prepack_weights)

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...core.output import PackedOutput, Taps
-from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints import layers as head_layers
 from ..checkpoints import target_parts
 from ..checkpoints.files import Checkpoint, Plan, register_format
 from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
-from ..checkpoints.target_parts import DraftVocabulary, trained_for
+from ..checkpoints.target_parts import trained_for
 from .head import Eagle3Head, Eagle3Options
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -81,19 +79,10 @@ register_format(
 
 
 @dataclass(eq=False)
-class LoadedEagle3:
-    """A loaded head.
+class LoadedEagle3(head_layers.LoadedHead):
+    """A loaded head. `mask_features`: [H], in place of features in P-EAGLE's mask rows; None for EAGLE-3."""
 
-    Attributes:
-        lm_head: the head's own, or the target's.
-        mask_features: [H], in place of features in P-EAGLE's mask rows; None for EAGLE-3.
-    """
-
-    head: PackedHead
-    module: Eagle3Head
     options: Eagle3Options
-    lm_head: nn.Module
-    vocabulary: DraftVocabulary
     mask_features: torch.Tensor | None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -129,24 +118,25 @@ def load_eagle3(
     options = _options(checkpoint, given, plan, target, mask_token, recycle_normed)
     config = head_layers.read_layer_config(checkpoint, plan)
     _check_target(checkpoint, given, plan, options, target)
-    stated = given.draft_vocab_size, given.vocab_size
-    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
-    sizes = max(1, len(options.taps.layers)), target.config.hidden_size
-    module = target_parts.built(checkpoint, plan, target, lambda: Eagle3Head(config, plan, options, *sizes))
+    stated, sizes = (
+        (given.draft_vocab_size, given.vocab_size),
+        (max(1, len(options.taps.layers)), target.config.hidden_size),
+    )
     # P-EAGLE's mask rows have no target states to fuse, so its generator fuses the features of the text.
-    fuse = module.fuse if options.mask_token is None else None
-    head = head_layers.packed(checkpoint, target, module, config, prepack_weights, fuse=fuse)
-    mask_features = None
+    loaded = head_layers.loaded(
+        checkpoint, plan, target, config, lambda: Eagle3Head(config, plan, options, *sizes), prepack_weights, stated,
+        fuses=options.mask_token is None,
+    )  # fmt: skip
+    mask_features, module = None, loaded.module
     if options.mask_token is not None:
-        table: Any = module.embeddings.table
-        rows = len(table.weight)
+        rows = len(module.embeddings.table.weight)
         if options.mask_token >= rows:
             raise checkpoint.error(
                 f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
             )
         with torch.no_grad():
             mask_features = module.fuse(module.mask_hidden.flatten())
-    return LoadedEagle3(head, module, options, lm_head or module.lm_head, vocabulary, mask_features)
+    return LoadedEagle3(**vars(loaded), options=options, mask_features=mask_features)
 
 
 def _options(

@@ -64,7 +64,7 @@ class Eagle3Generator(FeatureGenerator, HasHead):
         loaded = load_once(
             config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *given), *given
         )
-        self.loaded, self.mask_token = loaded, loaded.options.mask_token
+        self.loaded, self.head_module, self.mask_token = loaded, loaded.module, loaded.options.mask_token
         drafts_at_once, self.window_stays = self.mask_token is not None, loaded.options.window_stays
         if config.parallel_drafting not in (None, drafts_at_once):
             how = "all depths at once" if drafts_at_once else "step by step"
@@ -79,10 +79,6 @@ class Eagle3Generator(FeatureGenerator, HasHead):
         self.vocabulary, self.taps = loaded.vocabulary, loaded.options.taps
         self.head = natively(loaded.head, config.native) if self.window_stays else self.captured(loaded.head)
         self.made: AllDepths | None = None  # P-EAGLE's logits of the current round
-
-    @property
-    def head_module(self) -> nn.Module:
-        return self.loaded.module
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """The target's hidden states, concatenated [n, L * Ht], which the head projects when it reads them; P-EAGLE's features [n, H]

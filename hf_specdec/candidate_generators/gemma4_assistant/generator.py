@@ -92,7 +92,7 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
         """The limits; 0 for rows whose hidden state or keys are not known, or whose text is shorter than the tree is wide."""
         limits = super().ready(sequences, limits)
         return [
-            limit if limit and self._num_keys(seq) == len(seq.tokens) - 1 >= self.grower.shape.widest else 0
+            limit if limit and self._num_keys(seq) == len(seq.tokens) - 1 >= self.shape.widest else 0
             for seq, limit in zip(sequences, limits, strict=True)
         ]
 
@@ -108,7 +108,7 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
         return self._pass(self._texts, tokens[:, None], hidden[:, None])[:, 0]
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
-        return self._pass([self.grower.sequences[i] for i in level.rows], level.tokens, self.grower.carried(level))
+        return self._pass([self.sequences[i] for i in level.rows], level.tokens, self.carried(level))
 
     @torch.no_grad()
     def _pass(self, texts: list[Sequence], tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
             inputs_embeds=inputs, attention_mask=masks, position_ids=batch.position_ids, shared_kv_states=shared, use_cache=False,
             logits_to_keep=None, specdec=batch,
         ).last_hidden_state.view(len(texts), count, -1)  # fmt: skip
-        self.grower.state = assistant.post_projection(hidden)
+        self.state = assistant.post_projection(hidden)
         return self._scores(hidden)
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:

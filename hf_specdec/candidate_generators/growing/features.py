@@ -17,16 +17,15 @@ from ...kernels.transfer import upload
 from ...model.native import natively
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
-from ..base import CandidateGenerator, DrafterContext, RunsModel, SharesPrefixes, Transferable
-from .grower import Grower, GrowsDrafts
-from .own_cache import OwnCache, OwnsCache
+from ..base import DrafterContext, RunsModel, SharesPrefixes, Transferable
+from .own_cache import OwnsCache
 from .tree_growth import DraftLevel
 from .tree_shapes import TreeDraftingConfig, TreeShape
 
 Head = TypeVar("Head", bound=PackedHead)
 
 
-class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixes, Transferable, RunsModel):
+class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     """Drafts from pairs of a token and the feature before it.
 
     The head's row p takes token p + 1 and the target's feature at p, has position p, and predicts token p + 2. Each row of the
@@ -37,7 +36,6 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
     `scoring_modules`), `fed_back` and (with `taps`) `features` where it differs from EAGLE-1.
 
     Attributes:
-        pages: its cache.
         unread: per sequence, features [n, F] that the head has not read yet.
         window_stays: sliding windows end at the text's last token while drafting.
     """
@@ -47,6 +45,7 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
     head: PackedHead
     lm_head: nn.Module
     window_stays = False
+    tokens_ahead = 1  # the head reads the feature of a token together with the token so many places after it
     drafts_twice = False  # whether it can draft again for a text that it has read to its end
 
     def __init__(
@@ -54,8 +53,7 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
         shape: TreeShape | None = None, has_loop: bool = True,
     ):  # fmt: skip
         super().__init__(config, target, context)
-        self.grower = Grower(self, shape or config.shape(), has_loop)
-        self.pages = OwnCache(self, self.grower, config.block_size)
+        self.grow_as(shape or config.shape(), has_loop)
         self.unread: dict[int, list[torch.Tensor]] = {}
         # of steps of one token per row, not yet in `unread`
         self._newest: list[tuple[list[Sequence], torch.Tensor]] = []
@@ -92,9 +90,9 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
         """
         rewritten = self.config.compile is not False and self.config.quantization is None
         head = head.with_graphs(self.config.cuda_graphs, rewritten)
-        self.pages.has_graphs = head.graphs is not None
-        if not self.pages.has_graphs:
-            self.grower.rounds = None
+        self.has_graphs = head.graphs is not None
+        if not self.has_graphs:
+            self.rounds = None
         return natively(head, self.config.native) if native else head
 
     def modules(self) -> list[nn.Module]:
@@ -128,14 +126,14 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
     # ---- prefixes, and rows from another process --------------------------------------------------------------------
 
     def known_prefix(self, seq: Sequence) -> int:
-        return self.cache.known_prefix(seq.tokens) if seq.is_text and self.pages.made is not None else 0
+        return self.cache.known_prefix(seq.tokens) if seq.is_text and self.pages is not None else 0
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
         self.cache.match_prefix(seq.id, seq.tokens, num_tokens)
 
     def forget_prefixes(self) -> None:
         """Drop all prefix hashes: the head's rows were computed from features of the changed target."""
-        if self.pages.made is not None:
+        if self.pages is not None:
             self.cache.pool.forget()
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
@@ -143,7 +141,7 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
 
     def read_features(self, seq: Sequence, count: int) -> None:
         """Let the head read these rows of the text; later features stay unread."""
-        while (start := self.pages.length(seq)) < count:
+        while (start := self.num_read(seq)) < count:
             chunk = min(count - start, self.config.prefill_chunk_size)
             self.cache.reserve(seq.id, start + chunk)
             self.read([seq], chunk)
@@ -170,19 +168,19 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
         chunk = self.config.prefill_chunk_size
         long = [seq for seq in sequences if self.num_unread(seq) > chunk]
         while long:
-            if not all(self.pages.try_reserve(seq, self.pages.length(seq) + chunk) for seq in long):
+            if not all(self.try_reserve(seq, self.num_read(seq) + chunk) for seq in long):
                 break  # no free blocks: keep the features
             self.read(long, chunk)
             long = [seq for seq in long if self.num_unread(seq) > chunk]
-        if self.pages.outlives_texts:
+        if self.outlives_texts:
             self._read_ended([seq for seq in sequences if seq.finished])
 
     def _sort_in(self, sequences: list[Sequence], features: tuple[torch.Tensor, ...]) -> None:
         for seq, taken in zip(sequences, features, strict=True):
             if not seq.finished:
                 self.unread[seq.id].append(taken)
-            elif self.pages.outlives_texts:  # a row needs the next token, which rows at the text's end do not have
-                room = len(seq.tokens) - 1 - self.pages.length(seq) - self.num_unread(seq)
+            elif self.outlives_texts:  # a row needs the next token, which rows at the text's end do not have
+                room = len(seq.tokens) - 1 - self.num_read(seq) - self.num_unread(seq)
                 self.unread[seq.id].append(taken[: max(room, 0)])
 
     def _sort_newest(self) -> None:
@@ -202,7 +200,7 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
         ended = []
         for seq in sequences:
             unread = self.num_unread(seq)
-            if unread >= self.config.block_size and self.pages.try_reserve(seq, self.pages.length(seq) + unread):
+            if unread >= self.config.block_size and self.try_reserve(seq, self.num_read(seq) + unread):
                 ended.append(seq)
         if ended:
             self.read_all(ended)
@@ -223,8 +221,9 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
         inputs, features = [], []
         for seq in sequences:
             features.append(self.taken(seq, chunk))
-            start = self.pages.length(seq)
-            tokens = np.asarray(seq.tokens[start + 1 : start + 1 + len(features[-1])], dtype=np.int64)
+            start = self.num_read(seq)
+            first = start + self.tokens_ahead
+            tokens = np.asarray(seq.tokens[first : first + len(features[-1])], dtype=np.int64)
             inputs.append(RowInput(seq.id, tokens, start))
         return inputs, features
 
@@ -235,6 +234,8 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
         hidden = self.head.read(inputs, joined(features), self.cache)
         for seq, row in zip(sequences, inputs, strict=True):
             self.has_read(seq, row.start + len(row.tokens))
+        if hidden is None:
+            return None
         if len(inputs) == 1:
             return hidden[-1:]
         last = np.cumsum([len(row.tokens) for row in inputs]) - 1
@@ -264,16 +265,16 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
         """The limits; 0 for rows whose text cannot be read to its end yet, or for which there are no free blocks."""
         out = []
         for seq, limit in zip(sequences, limits, strict=True):
-            start = self.pages.length(seq)
+            start = self.num_read(seq)
             end = start + (self.num_unread(seq) if limit else 0)
             complete = end == len(seq.tokens) - 1 and (self.drafts_twice or start < end)
-            fits = limit and complete and self.pages.try_reserve(seq, end + self.slots_of_draft(limit))
+            fits = limit and complete and self.try_reserve(seq, end + self.slots_of_draft(limit))
             out.append(limit if fits else 0)
         return out
 
     def slots_of_draft(self, limit: int) -> int:
         """Cache slots that a draft of that depth needs after the text."""
-        return self.grower.shape.num_expanded(limit)
+        return self.shape.num_expanded(limit)
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read all unread rows of each text; returns the head's hidden states [R, H] at the texts' ends."""
@@ -281,22 +282,19 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         (hidden,) = roots
-        self.grower.state = self.fed_back(hidden)[:, None]
+        self.state = self.fed_back(hidden)[:, None]
         return self.score(hidden)
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the head over the nodes of one depth: logits [R, F, Vd]."""
-        (rows, count), loop = level.tokens.shape, self.grower.loop
-        features = self.grower.carried(level).flatten(0, 1)
+        (rows, count), loop = level.tokens.shape, self.loop
+        features = self.carried(level).flatten(0, 1)
         if loop is not None:
             hidden = self.head.forward_batch(loop.batch(level.depth, level.tokens, level.ancestors), features=features)
         else:
-            seq_ids = [self.grower.sequences[i].id for i in level.rows]
-            cache = self.cache
-            before = [cache.tables[seq_id].length - 1 for seq_id in seq_ids]
-            inputs = self.pages.level_inputs(level, level.tokens, seq_ids, before, self.window_stays)
-            hidden = self.head.forward(inputs, features, cache)
-        self.grower.state = self.fed_back(hidden).view(rows, count, -1)
+            inputs = self.level_inputs(level, level.tokens, self.window_stays)
+            hidden = self.head.forward(inputs, features, self.cache)
+        self.state = self.fed_back(hidden).view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)
 
 

@@ -1,4 +1,4 @@
-"""GrowsDrafts: drafters that grow drafts depth by depth. Grower: what grows them, one depth after the other or as a CUDA graph.
+"""GrowsDrafts: drafters that grow drafts depth by depth, one depth after the other or all as a CUDA graph.
 
 A captured round runs the growth of tree_growth.py over a bucket of rows that all draft equally deep; each row's draft is cut to
 its own limit afterwards. No depth waits for the host: the nodes' positions are known in advance (`LoopBuffers`), and their
@@ -27,28 +27,82 @@ from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS, blocks_bucket, rows_bucket
 from ...model.packed_model import PackedModel
 from ...sampling.parameters import SamplingBuffers
-from .tree_growth import Draft, DraftLevel, DynamicGrowth, Growth, Vocabulary, grow, growth_of
+from .tree_growth import Draft, DraftLevel, DynamicGrowth, Growth, Vocabulary, growth_of
 from .tree_shapes import TreeShape
 
 
 class GrowsDrafts(ABC):
-    """Drafts chains, static trees or dynamic trees with its `grower`, which calls `ready`, `roots`, `begin` and `expand`.
+    """Drafts chains, static trees or dynamic trees depth by depth, with its `roots`, `begin` and `expand`.
 
-    A class that has it sets `grower` and `vocabulary` in its `__init__`. If nodes pass a state to their children, the states of the
-    last level's nodes are in `grower.state`.
+    A class that has it calls `grow_as` and sets `vocabulary` in its `__init__`.
+
+    Attributes:
+        shape: of its drafts.
+        rounds: the captured rounds; None: rounds run eagerly.
+        sequences: the batch of the current round.
+        state: [R, F, S], what the last level's nodes pass to their children (of the roots: F = 1); None: nothing.
+        loop: the inputs of the round's forwards, while it is captured.
     """
 
     config: Any  # a TreeDraftingConfig, which each method narrows
     target: PackedModel
     vocabulary: Vocabulary
-    grower: Grower
+
+    def grow_as(self, shape: TreeShape, has_loop: bool = True) -> None:
+        """Grow drafts of this shape from now on.
+
+        Args:
+            has_loop: `begin` and `expand` compute each depth from the one before, and read no sequences while `loop` is set, so that
+                rounds can be captured as CUDA graphs.
+        """
+        self.shape = shape
+        self.sequences: list[Sequence] = []
+        self.state: torch.Tensor | None = None
+        self.loop: LoopBuffers | None = None
+        graphs = self.target.graphs is not None if self.config.cuda_graphs is None else self.config.cuda_graphs
+        self.rounds = CapturedRounds(self) if graphs and has_loop else None
 
     @property
     def max_draft_nodes(self) -> int:
-        return self.grower.shape.num_nodes(self.grower.shape.depth)
+        return self.shape.num_nodes(self.shape.depth)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        return self.grower.propose(sequences, limits)
+        limits = self.begin_round(sequences, limits)
+        rows = [i for i, limit in enumerate(limits) if limit]
+        if not rows:
+            return DraftTrees.empty(len(sequences), self.target.device)
+        texts = [sequences[i] for i in rows], [limits[i] for i in rows]
+        growth = growth_of(self, sequences, limits)
+        with current(self.target.device):
+            if self.rounds is not None:
+                draft = self.rounds.draft(growth, self.roots(*texts))
+            else:
+                draft = growth.draft(*growth.levels(self.root_logits(*texts)))
+        self.drafted(sequences, draft)
+        return draft.trees
+
+    def begin_round(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+        """Begin a round: how deep each row drafts."""
+        self.sequences = sequences
+        return self.ready(sequences, [min(limit, self.shape.depth) for limit in limits])
+
+    def root_logits(self, sequences: list[Sequence], limits: list[int]) -> torch.Tensor:
+        """Logits [R, Vd] of the token after each text."""
+        return self.begin(*self.roots(sequences, limits))
+
+    def remaining(self, level: DraftLevel) -> torch.Tensor:
+        """`state` [R, F of the last level, S] of the rows that are still drafting."""
+        assert self.state is not None
+        return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
+
+    def carried(self, level: DraftLevel) -> torch.Tensor:
+        """The state [R, F, S] of each node's parent."""
+        state = self.remaining(level)
+        if state.shape[1] == 1:  # a chain, or the first level
+            return state.expand(-1, level.tokens.shape[1], -1)
+        return state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
+
+    # ---- hooks of a drafter -----------------------------------------------------------------------------------------
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """The limits; 0 for rows that cannot draft in this step. Reserves memory for the others."""
@@ -60,7 +114,7 @@ class GrowsDrafts(ABC):
         logits [R, Vd]."""
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """Logits [R, Vd] of the token after each text; sets `grower.state`, if the drafter has one."""
+        """Logits [R, Vd] of the token after each text; sets `state`, if the drafter has one."""
         return roots[0]
 
     @abstractmethod
@@ -93,69 +147,6 @@ class GrowsDrafts(ABC):
         """Called when the round's draft is complete."""
 
 
-class Grower:
-    """Grows one drafter's drafts.
-
-    Args:
-        has_loop: `begin` and `expand` compute each depth from the one before, and read no sequences while `loop` is set, so that rounds
-            can be captured as CUDA graphs.
-
-    Attributes:
-        rounds: the captured rounds; None: rounds run eagerly.
-        sequences: the batch of the current round.
-        state: [R, F, S], what the last level's nodes pass to their children (of the roots: F = 1); None: nothing.
-        loop: the inputs of the round's forwards, while it is captured.
-    """
-
-    def __init__(self, drafter: GrowsDrafts, shape: TreeShape, has_loop: bool = True):
-        self.drafter, self.shape = weakref.proxy(drafter), shape  # whose weights go when it does
-        self.sequences: list[Sequence] = []
-        self.state: torch.Tensor | None = None
-        self.loop: LoopBuffers | None = None
-        config = drafter.config
-        graphs = drafter.target.graphs is not None if config.cuda_graphs is None else config.cuda_graphs
-        self.rounds = CapturedRounds(self, type(drafter).__name__) if graphs and has_loop else None
-
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        drafter, limits = self.drafter, self.ready(sequences, limits)
-        rows = [i for i, limit in enumerate(limits) if limit]
-        if not rows:
-            return DraftTrees.empty(len(sequences), drafter.target.device)
-        texts = [sequences[i] for i in rows], [limits[i] for i in rows]
-        with current(drafter.target.device):
-            if self.rounds is not None:
-                draft = self.rounds.draft(sequences, limits, drafter.roots(*texts))
-            else:
-                draft = grow(drafter, drafter.config, self.shape, sequences, limits, self.root_logits(*texts))
-        drafter.drafted(sequences, draft)
-        return draft.trees
-
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """Begin a round: how deep each row drafts."""
-        self.sequences = sequences
-        return self.drafter.ready(sequences, [min(limit, self.shape.depth) for limit in limits])
-
-    def forget(self) -> None:
-        if self.rounds is not None:
-            self.rounds.clear()
-
-    def root_logits(self, sequences: list[Sequence], limits: list[int]) -> torch.Tensor:
-        """Logits [R, Vd] of the token after each text."""
-        return self.drafter.begin(*self.drafter.roots(sequences, limits))
-
-    def remaining(self, level: DraftLevel) -> torch.Tensor:
-        """`state` [R, F of the last level, S] of the rows that are still drafting."""
-        assert self.state is not None
-        return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
-
-    def carried(self, level: DraftLevel) -> torch.Tensor:
-        """The state [R, F, S] of each node's parent."""
-        state = self.remaining(level)
-        if state.shape[1] == 1:  # a chain, or the first level
-            return state.expand(-1, level.tokens.shape[1], -1)
-        return state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
-
-
 class CapturedRounds:
     """One drafter's captured rounds, by bucket of rows, depth and blocks; a bucket is captured when first needed.
 
@@ -163,9 +154,9 @@ class CapturedRounds:
     tensors run eagerly: rows with other logits processors, drafts that stop at a confidence threshold.
     """
 
-    def __init__(self, grower: Grower, name: str):
-        self.grower, self.drafter = weakref.proxy(grower), grower.drafter
-        self.captures = Captures(f"The drafting loop of {name}")
+    def __init__(self, drafter: GrowsDrafts):
+        self.drafter = weakref.proxy(drafter)  # whose weights go when it does
+        self.captures = Captures(f"The drafting loop of {type(drafter).__name__}")
         self._forwards_of: dict[int, list[LevelForward]] = {}  # by depth
         self._probs = torch.zeros(0)  # the distributions of the last round, shared by all buckets
 
@@ -174,21 +165,18 @@ class CapturedRounds:
         self.captures.clear()
         self._probs = torch.zeros(0)
 
-    def draft(self, sequences: list[Sequence], limits: list[int], roots: tuple[torch.Tensor, ...]) -> Draft:
+    def draft(self, growth: Growth, roots: tuple[torch.Tensor, ...]) -> Draft:
         """Run a round through a graph, or eagerly if this round cannot be captured.
 
         Args:
-            sequences, limits: the batch, and how deep each row drafts.
             roots: what `GrowsDrafts.roots` returned for the rows with a limit.
         """
-        drafter = self.drafter
-        growth = growth_of(drafter, drafter.config, self.grower.shape, sequences, limits)
-        draft = self._replayed(growth, sequences, roots) if growth.is_replayable else None
-        return growth.draft(*growth.levels(drafter.begin(*roots))) if draft is None else draft
+        draft = self._replayed(growth, roots) if growth.is_replayable else None
+        return growth.draft(*growth.levels(self.drafter.begin(*roots))) if draft is None else draft
 
-    def _replayed(self, growth: Growth, sequences: list[Sequence], roots: tuple[torch.Tensor, ...]) -> Draft | None:
+    def _replayed(self, growth: Growth, roots: tuple[torch.Tensor, ...]) -> Draft | None:
         """The draft from a graph; None if there are too many nodes, no cache is allocated yet, or capturing failed."""
-        drafter, shape = self.drafter, self.grower.shape
+        drafter, shape, sequences = self.drafter, self.drafter.shape, growth.sequences
         if self.captures.refused:
             return None
         limits = growth.limits
@@ -219,7 +207,7 @@ class CapturedRounds:
         def make() -> tuple[_RoundBuffers, Callable[[], Any]]:
             loop = LoopBuffers(forwards, num_rows, num_blocks, cache, device)
             sampling = SamplingBuffers(num_rows, kind, device) if any(kind) else None
-            buffers = _RoundBuffers(self.grower, loop, roots, depth, sampling, probs)
+            buffers = _RoundBuffers(drafter, loop, roots, depth, sampling, probs)
             fill(buffers)
             return buffers, buffers.run
 
@@ -243,7 +231,7 @@ class CapturedRounds:
 
     def _probs_of(self, num_rows: int, depth: int, device: torch.device) -> torch.Tensor:
         """The buffer [rows, nodes, V] for the distributions drafts are drawn from; all buckets share its memory."""
-        shape = num_rows, 1 + self.grower.shape.num_expanded(depth), self.drafter.target.vocab_size
+        shape = num_rows, 1 + self.drafter.shape.num_expanded(depth), self.drafter.target.vocab_size
         if len(self._probs) < math.prod(shape):
             self._probs = torch.zeros(math.prod(shape), device=device)
         return self._probs[: math.prod(shape)].view(shape)
@@ -259,14 +247,14 @@ class _RoundBuffers:
 
     def __init__(
         self,
-        grower: Grower,
+        drafter: GrowsDrafts,
         loop: LoopBuffers,
         roots: tuple[torch.Tensor, ...],
         depth: int,
         sampling: SamplingBuffers | None,
         probs: torch.Tensor | None,
     ):
-        self.grower, self.loop, self.depth = grower, loop, depth
+        self.drafter, self.loop, self.depth = drafter, loop, depth
         self.sampling, self.probs = sampling, probs
         self.roots = [root.new_zeros(loop.num_rows, *root.shape[1:]) for root in roots]
         # placeholders: a captured round does not read them
@@ -283,14 +271,13 @@ class _RoundBuffers:
 
     def run(self) -> tuple[torch.Tensor, ...]:
         """Run all depths on the buffers; this is what the graph captures."""
-        grower, drafter = self.grower, self.grower.drafter
-        limits = [self.depth] * len(self.rows)
-        growth = growth_of(drafter, drafter.config, grower.shape, self.rows, limits, self.sampling, self.probs)
+        drafter, limits = self.drafter, [self.depth] * len(self.rows)
+        growth = growth_of(drafter, self.rows, limits, self.sampling, self.probs)
         if isinstance(growth, DynamicGrowth):
             growth.device_limits = self.loop.limits
-        grower.loop = self.loop
+        drafter.loop = self.loop
         try:
             with torch.no_grad():
                 return growth.levels(drafter.begin(*self.roots))
         finally:
-            grower.loop = None
+            drafter.loop = None

@@ -19,7 +19,7 @@ from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, RunsModel
 from ..checkpoints.config import HeadConfig
 from ..checkpoints.target_parts import device_and_dtype
-from .grower import Grower, GrowsDrafts
+from .grower import GrowsDrafts
 
 
 @dataclass
@@ -39,10 +39,10 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     A subclass sets `vocabulary` in its `__init__`, and implements
 
     * `begin(hidden, tokens)`: logits [R, Vd] of the token after each text, from the target's last hidden states [R, H] and
-      the newest tokens int64 [R]. It sets `grower.state` [R, 1, S] to the state that nodes below need;
+      the newest tokens int64 [R]. It sets `state` [R, 1, S] to the state that nodes below need;
     * `expand(level)`: logits [R, F, Vd] of the token after each node, or [R, 1, Vd] if the nodes of a row share them.
-      `grower.carried(level)` is the state [R, F, S] of the nodes' parents; the nodes' own state [R, F, S] is assigned to
-      `grower.state`. Heads that read only the root's state set it to `grower.remaining(level)`, which drops the rows that
+      `carried(level)` is the state [R, F, S] of the nodes' parents; the nodes' own state [R, F, S] is assigned to
+      `state`. Heads that read only the root's state set it to `remaining(level)`, which drops the rows that
       have ended.
 
     Head number `level.depth` predicts the token after a node; head 0 the token after the text.
@@ -50,7 +50,7 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     Args:
         heads: the drafter's weights, already on their device.
         num_heads: bounds the depth of drafts.
-        has_loop: see Grower.
+        has_loop: see GrowsDrafts.
 
     Raises:
         SpeculativeConfigError: the configuration asks for deeper drafts.
@@ -63,13 +63,9 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     ):
         super().__init__(config, target)
         self.device, self.dtype = device_and_dtype(target)
-        self.grower = Grower(self, config.shape_within(num_heads), has_loop)
-        self.config = config.bounded(self.grower.shape.depth)
-        self.slots: dict[int, int] = {}  # sequence id → its row of `hidden`
-        self.known: set[int] = set()  # ids of the sequences whose row is filled
-        self.hidden: torch.Tensor | None = None  # [slots, H]
-        self._free: list[int] = []
-        self._num_expected = 1
+        self.grow_as(config.shape_within(num_heads), has_loop)
+        self.config = config.bounded(self.shape.depth)
+        self.hidden: dict[int, torch.Tensor] = {}  # per sequence, the state [H] that its newest token was chosen from
         self._heads = heads
         graphs = target.graphs is not None
         self._linears = few_row_linears(heads) if graphs else prepack(heads, config.prepack_weights)
@@ -81,13 +77,12 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """The limits; 0 for rows whose hidden state is not known."""
-        return [limit if seq.id in self.known else 0 for seq, limit in zip(sequences, limits, strict=True)]
+        return [limit if seq.id in self.hidden else 0 for seq, limit in zip(sequences, limits, strict=True)]
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Hidden states [R, H] and newest tokens int64 [R], for `begin`."""
-        assert self.hidden is not None
-        index = upload([[self.slots[seq.id], seq.tokens[-1]] for seq in sequences], self.device)
-        return self.hidden.index_select(0, index[:, 0]), index[:, 1]
+        hidden = torch.stack([self.hidden[seq.id] for seq in sequences])
+        return hidden, upload([seq.tokens[-1] for seq in sequences], self.device)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Keep the hidden state that produced each verified sequence's newest token."""
@@ -95,45 +90,24 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
         going = {seq.id for seq in outcome.sequences if not seq.finished}
         read, rows, counts = outcome.read_rows()
         last = rows[np.cumsum(counts) - 1].tolist()
-        pairs = [(self.slots[seq.id], row) for seq, row in zip(read, last, strict=True) if seq.id in going]
-        if not pairs:
-            return
-        taken = outcome.output.last_hidden
-        buffer = self._buffer(taken.shape[1])
-        slots, index = upload(pairs, taken.device).unbind(1)
-        buffer.index_copy_(0, slots.to(buffer.device), taken.index_select(0, index).to(buffer))
-        self.known |= going
+        kept = {seq.id: row for seq, row in zip(read, last, strict=True) if seq.id in going}
+        if kept:
+            states = outcome.output.last_hidden
+            states = states.index_select(0, upload(list(kept.values()), states.device)).to(self.device, self.dtype)
+            self.hidden.update(zip(kept, states.unbind(), strict=True))
 
     # ---- memory and membership --------------------------------------------------------------------------------------
-
-    def _buffer(self, width: int) -> torch.Tensor:
-        """`hidden`, grown to a row per slot."""
-        needed = max(len(self.slots) + len(self._free), self._num_expected)
-        have = 0 if self.hidden is None else len(self.hidden)
-        if self.hidden is None or have < needed:
-            grown = torch.zeros(max(needed, 2 * have), width, dtype=self.dtype, device=self.device)
-            if self.hidden is not None:
-                grown[:have] = self.hidden
-            self.hidden = grown
-        return self.hidden
 
     def active(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self._linears is None else self._linears.active()
 
-    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Note how many rows are needed; they are allocated with the first hidden state."""
-        self._num_expected = num_sequences
-
     def release(self) -> None:
-        self.hidden = self.grower.state = None
-
-    def start(self, seq: Sequence) -> None:
-        self.slots[seq.id] = self._free.pop() if self._free else len(self.slots)
+        self.hidden.clear()
+        self.state = None
 
     def evict(self, seq: Sequence) -> None:
         """Forget the hidden state; the target will read the text again."""
-        self.known.discard(seq.id)
+        self.hidden.pop(seq.id, None)
 
     def stop(self, seq: Sequence) -> None:
-        self._free.append(self.slots.pop(seq.id))
-        self.known.discard(seq.id)
+        self.hidden.pop(seq.id, None)

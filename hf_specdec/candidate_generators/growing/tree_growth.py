@@ -19,7 +19,7 @@ from ...kernels.sampling import is_fused
 from ...kernels.transfer import upload
 from ...sampling.logits import needs_prefix, process_logits
 from ...sampling.parameters import SamplingBuffers, SamplingKind
-from .tree_shapes import DynamicTree, TreeDraftingConfig, TreeShape, TreeTemplate
+from .tree_shapes import DynamicTree, TreeTemplate
 
 
 @dataclass
@@ -97,24 +97,19 @@ class Growth(ABC):
     """One round of drafting: `levels` does the work on the device, `draft` turns its tensors into trees.
 
     Args:
-        expander: the drafter (`GrowsDrafts`).
+        drafter: its `config` and `shape` say how to grow; its `expand` is called for each depth.
         sequences, limits: the batch, and how deep each row's draft may be.
         sampling: sampling parameters as tensors; None: taken from the sequences.
         probs: float32 [B, M, V] buffer for the distributions drafts are drawn from; None: allocated when needed.
     """
 
     def __init__(
-        self,
-        expander: Any,
-        config,
-        shape,
-        sequences: list[Sequence],
-        limits: list[int],
-        sampling: SamplingBuffers | None = None,
+        self, drafter: Any, sequences: list[Sequence], limits: list[int], sampling: SamplingBuffers | None = None,
         probs: torch.Tensor | None = None,
-    ):
-        self.expander, self.shape, self.sequences = expander, shape, sequences
-        self.vocabulary = expander.vocabulary
+    ):  # fmt: skip
+        self.drafter, self.sequences, self.vocabulary = drafter, sequences, drafter.vocabulary
+        config, shape = drafter.config, drafter.shape
+        self.shape = shape
         self.last = min(max(limits), shape.depth)
         self.limits = [min(limit, self.last) for limit in limits]
         self.independent = config.verifies_by_draft_probs
@@ -239,7 +234,7 @@ class Growth(ABC):
                 paths = torch.cat([above, paths], dim=2)
             self.paths = paths
         first, self.depths = self.num_expanded, np.append(self.depths, [depth] * tokens.shape[1])
-        return self.expander.expand(DraftLevel(depth, deeper, kept, tokens, parents, first, ancestors, self.depths))
+        return self.drafter.expand(DraftLevel(depth, deeper, kept, tokens, parents, first, ancestors, self.depths))
 
     def confident(self, rows: list[int], best: torch.Tensor, depth: int) -> None:
         """End the drafts of rows whose best path is less probable than the threshold, before this depth.
@@ -248,7 +243,7 @@ class Growth(ABC):
         """
         if self.least is None:
             return
-        survival = self.expander.log_survival()
+        survival = self.drafter.log_survival()
         if survival is not None:
             best = survival.amax(1)
         for i, enough in zip(rows, (best >= self.least).tolist(), strict=True):
@@ -393,15 +388,7 @@ class DynamicGrowth(Growth):
             values[self.index(ended, values.device), new] = float("-inf")
 
 
-def growth_of(
-    expander: Any,
-    config: TreeDraftingConfig,
-    shape: TreeShape,
-    sequences: list[Sequence],
-    limits: list[int],
-    sampling: SamplingBuffers | None = None,
-    probs: torch.Tensor | None = None,
-) -> Growth:
+def growth_of(drafter: Any, sequences: list[Sequence], limits: list[int], *captured: Any) -> Growth:
     """A new round of drafting.
 
     Children are the most likely tokens (greedy), or the best after Gumbel perturbation, which is sampling without replacement;
@@ -410,16 +397,10 @@ def growth_of(
 
     Args:
         sequences, limits: the batch, and how deep each row's draft may be (0: no draft).
-        sampling, probs: see `Growth`.
+        captured: `sampling` and `probs` of `Growth`.
     """
-    growth = DynamicGrowth if isinstance(shape, DynamicTree) else StaticGrowth
-    return growth(expander, config, shape, sequences, limits, sampling, probs)
-
-
-def grow(expander: Any, config, shape, sequences: list[Sequence], limits: list[int], logits) -> Draft:
-    """One round of drafting (see `growth_of`) from the logits [R, Vd] after each text with a limit."""
-    growth = growth_of(expander, config, shape, sequences, limits)
-    return growth.draft(*growth.levels(logits))
+    growth = DynamicGrowth if isinstance(drafter.shape, DynamicTree) else StaticGrowth
+    return growth(drafter, sequences, limits, *captured)
 
 
 def _with_children(ancestors: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:

@@ -49,13 +49,13 @@ class HydraDrafting(GrowsDrafts):
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         hidden, tokens = roots
         state = self.heads.with_tokens(hidden, tokens)
-        self.grower.state = state[:, None]
+        self.state = state[:, None]
         return self.heads.heads[0](state)
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The next head's logits after each node [R, F, V]."""
-        self.grower.state = self.heads.with_tokens(self.grower.carried(level), level.tokens)
-        return self.heads.heads[level.depth](self.grower.state)
+        self.state = self.heads.with_tokens(self.carried(level), level.tokens)
+        return self.heads.heads[level.depth](self.state)
 
 
 class HydraGenerator(HydraDrafting, LastHiddenGenerator):

@@ -46,10 +46,10 @@ class MedusaGenerator(LastHiddenGenerator):
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         hidden, _ = roots
-        self.grower.state = hidden[:, None]
+        self.state = hidden[:, None]
         return self.heads(0, hidden)
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The next head's logits [R, 1, Vd], which depend on the text only."""
-        self.grower.state = self.grower.remaining(level)
-        return self.heads(level.depth, self.grower.state)
+        self.state = self.remaining(level)
+        return self.heads(level.depth, self.state)

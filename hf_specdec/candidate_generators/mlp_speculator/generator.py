@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ...config import config_key
 from ...model.packed_model import PackedModel
@@ -79,7 +78,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
 
     def __init__(self, config: MLPSpeculatorConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(lambda checkpoint: kind_of(checkpoint) is not None)
-        self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
+        self.head_module = self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
         super().__init__(config, target, self.speculator, self.speculator.n_predict)
         given = TABLE.read(checkpoint)
         vocab_size = given.vocab_size
@@ -88,11 +87,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
         if config.use_checkpoint_tree:
             kept = config.n_candidates or given.n_candidates
             factors = self._checkpoint_factors(checkpoint, given.top_k_tokens_per_head)
-            self.grower.shape = TreeTemplate.from_widths(factors[: self.grower.shape.depth], kept)
-
-    @property
-    def head_module(self) -> nn.Module:
-        return self.speculator
+            self.shape = TreeTemplate.from_widths(factors[: self.shape.depth], kept)
 
     def _checkpoint_factors(self, checkpoint: Checkpoint, factors: list[int] | None) -> list[int]:
         n_predict = self.speculator.n_predict
@@ -110,14 +105,14 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         hidden, tokens = roots
         logits, state = self.speculator.step(0, hidden, self._embedded(tokens))
-        self.grower.state = state[:, None]
+        self.state = state[:, None]
         return logits
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         rows, count = level.tokens.shape
         tokens = self._embedded(level.tokens.flatten())
-        logits, state = self.speculator.step(level.depth, self.grower.carried(level).flatten(0, 1), tokens)
-        self.grower.state = state.view(rows, count, -1)
+        logits, state = self.speculator.step(level.depth, self.carried(level).flatten(0, 1), tokens)
+        self.state = state.view(rows, count, -1)
         return logits.view(rows, count, -1)
 
 

@@ -174,7 +174,7 @@ class MtpGenerator(FeatureGenerator):
         )
         length = loaded.proposed_length or len(loaded.modules)
         super().__init__(config.with_default_length(length), target, context)
-        used = min(len(loaded.modules), self.grower.shape.depth)
+        used = min(len(loaded.modules), self.shape.depth)
         self.mtp_modules = loaded.modules[:used]
         self.heads = [self.captured(head) for head in loaded.heads[:used]]
         self.head, self.num_heads = self.heads[0], len(self.heads)
@@ -260,7 +260,7 @@ class MtpGenerator(FeatureGenerator):
 
     def known_prefix(self, seq: Sequence) -> int:
         """Number of leading tokens whose rows are in the cache, as far as the modules' states at the blocks' ends are known."""
-        if not seq.is_text or self.pages.made is None:
+        if not seq.is_text or self.pages is None:
             return 0
         hashes = [content for content, _ in self.cache.known_blocks(seq.tokens)]
         known = len(hashes) if self.num_heads == 1 else self.boundaries.num_known(hashes)
@@ -292,7 +292,7 @@ class MtpGenerator(FeatureGenerator):
         below, starts, ends = [], [], []  # below: x_{j-1}(t - 1) for the tokens t that module j reads, per row
         for seq in sequences:
             below.append(self.taken(seq, chunk))
-            starts.append(self.pages.length(seq))
+            starts.append(self.num_read(seq))
             ends.append(starts[-1] + len(below[-1]))
         first_states = None
         for j, head in enumerate(self.heads):
@@ -360,7 +360,7 @@ class MtpGenerator(FeatureGenerator):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
-        draft, loop = self.draft, self.grower.loop
+        draft, loop = self.draft, self.loop
         assert draft is not None
         draft.add(level)
         assert draft.ancestors is not None
@@ -371,12 +371,11 @@ class MtpGenerator(FeatureGenerator):
         if loop is not None:
             hidden = head.forward_batch(loop.batch(level.depth, tokens, draft.ancestors[:, first:]), features=features)
         else:
-            seq_ids = [self.grower.sequences[row].id for row in level.rows]
-            ends = [self.cache.tables[seq_id].length - module for seq_id in seq_ids]  # in this module's slots
-            before = [end - 1 for end in ends]
+            read = [self.sequences[row] for row in level.rows]
+            ends = [(seq.id, self.num_read(seq) - module) for seq in read]  # in this module's slots
             is_chain = draft.num_nodes == level.depth
             ancestors = None if is_chain else on_host(draft.ancestors)[:, first:]
-            inputs = node_inputs(tokens, seq_ids, ends, before, first, level.depths, ancestors)
+            inputs = node_inputs(tokens, ends, first, level.depths, ancestors)
             hidden = head.forward(inputs, features, self.cache)
         hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
         draft.made(module, hidden, width)
