@@ -25,12 +25,13 @@ class Made:
 
 
 def make(folder, target, style="own", head=None, seed=0, **options):
-    """Write a checkpoint for a target. Styles: "own" (z-lab, SpecForge), "speculators". Heads: "dspark", "domino" or none."""
+    """Write a checkpoint for a target. Styles: "own" (z-lab, SpecForge), "speculators". Heads: "dspark", "domino", "dflash2" or none."""
     o = {
         "layers": 2, "block": 6, "taps": (1, 2), "bias": False, "layer_types": None, "window": None, "causal": False,
-        "block_inside": False, "non_causal_window": False, "from_anchor": head is not None, "draft_ids": None,
+        "block_inside": False, "non_causal_window": False, "from_anchor": head in ("dspark", "domino"), "draft_ids": None,
         "own_embeddings": False, "own_head": False, "rank": 6, "markov": "vanilla", "confidence": True,
         "confidence_markov": True, "pure": 1, "prefix": "", "heads": (4, 2, 8), "extra": {}, "name_taps": True,
+        "conv_group": 8, "taps_of_conv": 2, "top_k": 5,
         "embedding_scale": 1.0, "multiplier": 1.0, "softcap": None, "eps": EPS, "theta": THETA, "stretch": 1.0, "mask": MASK,
     } | options  # fmt: skip
     assert not set(options) - set(o), options
@@ -86,6 +87,19 @@ def make(folder, target, style="own", head=None, seed=0, **options):
             p + "prefix_gru.weight_ih_l0": rand(3 * 10, h), p + "prefix_gru.weight_hh_l0": rand(3 * 10, 10),
             p + "embed_proj.0.weight": rand(7, h + 10), p + "embed_proj.2.weight": rand(v, 7, scale=1),
         }  # fmt: skip
+    if head == "dflash2":
+        for i in range(o["layers"]):
+            for name in ("attention_conv", "mlp_conv"):
+                taps = o["taps_of_conv"]
+                w[f"layers.{i}.{name}.base_kernel"] = rand(2, taps, h, scale=0.5)
+                w[f"layers.{i}.{name}.kernel_projection.weight"] = rand(2 * taps * (h // o["conv_group"]), h, scale=0.1)
+        for name in ("predecessor", "successor"):
+            w[f"candidate_selector.{name}_codebook"] = rand(v, o["rank"], scale=1)
+        w["candidate_selector.hidden_projection.weight"] = rand(o["rank"], h)
+    second = {
+        "conv_kernel_size": o["taps_of_conv"], "conv_group_size": o["conv_group"], "selector_rank": o["rank"],
+        "selector_top_k": o["top_k"],
+    }  # fmt: skip
     layer_keys = {
         "model_type": "qwen3", "hidden_size": h, "intermediate_size": 48, "num_hidden_layers": o["layers"],
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": d, "hidden_act": "silu", "vocab_size": v,
@@ -108,7 +122,9 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         if head == "domino":
             own |= {"projector_type": "domino", "emb_dim": 7, "gru_hidden_dim": 10, "pure_draft_prefix_len": o["pure"]}
             own |= {"shift_label": o["from_anchor"]}
-        name = {None: "DFlash", "dspark": "DSpark", "domino": "Domino"}[head]
+        if head == "dflash2":
+            own |= second
+        name = {None: "DFlash", "dspark": "DSpark", "domino": "Domino", "dflash2": "DFlash2"}[head]
         config = layer_keys | {
             "architectures": [f"{name}DraftModel"], "auto_map": {"AutoModel": f"{name.lower()}.{name}DraftModel"},
             "num_target_layers": target.config.num_hidden_layers, "dflash_config": own, "dtype": "float32",
@@ -118,7 +134,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         kind = head or "dflash"
         config = {
             "speculators_model_type": kind, "speculators_version": "0.9.0", "draft_vocab_size": vd, "block_size": o["block"],
-            "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
+            "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}[kind]],
             "aux_hidden_state_layer_ids": list(o["taps"]), "mask_token_id": MASK, "tie_word_embeddings": False,
             "sample_from_anchor": o["from_anchor"], "sliding_window_non_causal": o["non_causal_window"],
             "transformer_layer_config": layer_keys, "dtype": "float32",
@@ -128,8 +144,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
                 "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
             },
         }  # fmt: skip
-        if head == "dspark":
-            config |= spark
+        config |= {"dspark": spark, "dflash2": second}.get(head, {})
     os.makedirs(folder, exist_ok=True)
     save_file({k: t.contiguous() for k, t in w.items()}, os.path.join(folder, "model.safetensors"))
     with open(os.path.join(folder, "config.json"), "w") as f:
@@ -162,6 +177,25 @@ class Reference:
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         a, b = x[..., : d // 2], x[..., d // 2 :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    def convolved(self, u, kernels, side):
+        """Each slot's values [slots, H] mixed with those of the slots before it, channel by channel; `kernels`: see `kernels`."""
+        if kernels is None:
+            return u
+        out = torch.zeros_like(u)
+        for slot in range(len(u)):
+            for tap in range(min(kernels.shape[2], slot + 1)):
+                out[slot] += kernels[slot, side, tap] * u[slot - tap]
+        return out
+
+    def kernels(self, x, name):
+        """[slots, 2, taps, H] of a sublayer's convolutions, from its input; None if it has none."""
+        base = self.w.get(f"{name}.base_kernel")
+        if base is None:
+            return None
+        delta = self.linear(x, f"{name}.kernel_projection").view(len(x), 2, base.shape[1], -1)
+        group = self.o["conv_group"]
+        return torch.stack([base[:, :, c] + delta[:, :, :, c // group] for c in range(base.shape[2])], dim=-1)
 
     @torch.no_grad()
     def context(self, text):
@@ -199,6 +233,8 @@ class Reference:
         positions = torch.arange(anchor, anchor + slots)
         for i in range(self.o["layers"]):
             y, p = self.norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.self_attn."
+            mixed = self.kernels(y, f"layers.{i}.attention_conv")
+            y = self.convolved(y, mixed, 0)
             old_k, old_v = self.keys_values(context, i, torch.arange(anchor))
             new_k, new_v = self.keys_values(y, i, positions)
             k, v = torch.cat([old_k, new_k]), torch.cat([old_v, new_v])
@@ -210,10 +246,13 @@ class Reference:
                     b = a // (heads // kv_heads)
                     weights = torch.softmax(k[seen, b] @ q[s, a] / d**0.5, dim=0)
                     out[s, a] = weights @ v[seen, b]
-            x = x + self.linear(out.flatten(1), p + "o_proj")
+            x = x + self.convolved(self.linear(out.flatten(1), p + "o_proj"), mixed, 1)
             y, p = self.norm(x, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp."
+            mixed = self.kernels(y, f"layers.{i}.mlp_conv")
+            y = self.convolved(y, mixed, 0)
             gate = self.linear(y, p + "gate_proj")
-            x = x + self.linear(gate * torch.sigmoid(gate) * self.linear(y, p + "up_proj"), p + "down_proj")
+            y = self.linear(gate * torch.sigmoid(gate) * self.linear(y, p + "up_proj"), p + "down_proj")
+            x = x + self.convolved(y, mixed, 1)
         return self.norm(x, "norm")
 
     def logits(self, block, text, path):
@@ -224,6 +263,17 @@ class Reference:
         logits, cap = o["multiplier"] * hidden @ self.head.T, o["softcap"]
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
         previous = before[-1]
+        if o["head"] == "dflash2":
+            chosen = sorted(range(len(logits)), key=lambda b: -float(logits[b]))[: o["top_k"]]
+            a, p = (
+                w["candidate_selector.predecessor_codebook"][previous],
+                self.linear(hidden, "candidate_selector.hidden_projection"),
+            )
+            pairs = {
+                b: float(logits[b]) + float((a * p * w["candidate_selector.successor_codebook"][b]).sum())
+                for b in chosen
+            }
+            logits = torch.tensor([pairs.get(b, float("-inf")) for b in range(len(logits))], dtype=torch.float64)
         if o["head"] == "dspark" and o["rank"]:
             e = w["markov_head.markov_w1.weight"]
             latent = e[previous]

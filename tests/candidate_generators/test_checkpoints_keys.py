@@ -143,8 +143,8 @@ REFUSED = {
     "rotation in pairs": ({}, None, {"is_neox_style": False}, "is_neox_style = False; only True is supported"),
     "scaled values": ({}, None, {"attention_value_scale": 0.5}, "attention_value_scale = 0.5; only 1.0 is"),
     "sinks": ({}, None, {"dflash_config.attention_sink_bias": True}, "dflash_config.attention_sink_bias = True; only False"),
-    "DFlash2's keys": ({}, None, {"dflash_config.conv_kernel_size": 2}, "dflash_config.conv_kernel_size = 2, which this format does not"),
-    "DFlash2's class": ({}, None, {"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel.* known are DFlashDraftModel"),
+    "DFlash2's keys": ({}, None, {"dflash_config.conv_kernel_size": 2}, "conv_kernel_size = 2, but it is no drafter with this head"),
+    "DFlash2's class": ({}, None, {"architectures": ["DFlash2DraftModel"]}, r"missing candidate_selector\.hidden_projection"),
     "two blocks": ({}, None, {"dflash_config.block_size": 4}, "dflash_config.block_size = 4 and block_size = 6, which contradict"),
     "two masks": ({}, None, {"pard_token": 4}, "dflash_config.mask_token_id = 5 and pard_token = 4, which contradict"),
     "two lists of layers": ({}, None, {AUX: [1, 3]}, rf"target_layer_ids = \[0, 1\] and {AUX} = \[1, 3\], which contradict"),
@@ -385,6 +385,9 @@ DSPARK_KEYS = DFLASH_KEYS | alike(
 DOMINO_KEYS = DFLASH_KEYS | {
     "pure_draft_prefix_len": {"pure": 2}, "projector_type=domino": {}, "dflash_config.shift_label=False": {"from_anchor": False},
 }  # fmt: skip
+DFLASH2_KEYS = {key: effect for key, effect in DFLASH_KEYS.items() if effect != {"from_anchor": True}} | {
+    "projector_type=dflash2": {}, "selector_top_k": {"top_k": 6},
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 GOOD = {
     "EAGLE": Good("eagle", eagle._TABLE, eagle_file("llama3"), EAGLE_KEYS | scaled_rope(5e5)),
@@ -404,6 +407,8 @@ GOOD = {
     "DSpark": Good("dflash", dflash._TABLE, dflash_file("dspark"), DSPARK_KEYS),
     "DSpark, speculators": Good("dflash", dflash._TABLE, dflash_file("dspark", style="speculators"), DSPARK_KEYS),
     "Domino": Good("dflash", dflash._TABLE, dflash_file("domino"), DOMINO_KEYS),
+    "DFlash2": Good("dflash", dflash._TABLE, dflash_file("dflash2"), DFLASH2_KEYS),
+    "DFlash2, speculators": Good("dflash", dflash._TABLE, dflash_file("dflash2", style="speculators"), DFLASH2_KEYS),
     "MLP": Good(
         "mlp_speculator", mlp.TABLE, speculator_file(helpers_speculators.mlp_checkpoint),
         {"scale_input": {"scale_input": True}}

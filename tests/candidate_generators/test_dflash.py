@@ -49,7 +49,16 @@ LAYOUTS = {
     "speculators, sliding": {"style": "speculators", **SLIDING},
     "speculators, sliding both ways": {"style": "speculators", "non_causal_window": True, **SLIDING},
     "speculators, from anchor": {"style": "speculators", "from_anchor": True},
-}
+    "DFlash2": {"head": "dflash2"},
+    "DFlash2, three taps of a convolution, capped": {
+        "head": "dflash2", "taps_of_conv": 3, "conv_group": 4, "top_k": 3, "multiplier": 0.3, "softcap": 5.0,
+        "extra": {"output_multiplier": 0.3, "final_logit_softcapping": 5.0},
+    },
+    "DFlash2, sliding both ways": {
+        "head": "dflash2", "layer_types": ["sliding_attention"] * 2, "window": 7, "non_causal_window": True, "extra": {"is_causal": False},
+    },
+    "DFlash2, speculators": {"head": "dflash2", "style": "speculators", "non_causal_window": True, **SLIDING},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +73,7 @@ def test_drafts_and_cache_are_those_of_the_formula(target, tmp_path, layout):
     assert 0 in accepted and max(accepted) >= 4 and len(set(accepted)) >= 4
 
 
-@pytest.mark.parametrize("layout", ["plain", "causal block", "sliding", "speculators, sliding both ways"])
+@pytest.mark.parametrize("layout", ["plain", "causal block", "sliding", "speculators, sliding both ways", "DFlash2"])
 def test_captured_blocks_are_those_of_the_formula(target, tmp_path, graphs_in_python, defined_attention, layout):  # noqa: F811
     """Reading context and running the block over static buffers, a graph each for every bucket."""
     made = make(tmp_path, target, **LAYOUTS[layout])
@@ -340,6 +349,11 @@ BAD = {
     "width": ({}, lambda c: c.update(intermediate_size="x"), None, "intermediate_size = 'x'; it must be an integer"),
     "epsilon": ({}, lambda c: c.update(rms_norm_eps="x"), None, "rms_norm_eps = 'x'; it must be a number"),
     "heads": ({}, lambda c: c.update(num_attention_heads=7), None, "num_attention_heads|attention heads|has shape"),
+    "DFlash2 from the anchor": ({"head": "dflash2", "from_anchor": True, "style": "speculators"}, None, None, "the anchor's slot predicts"),
+    "DFlash2, draft vocabulary": (
+        {"head": "dflash2", "draft_ids": [*range(0, 60, 2), 59], "style": "speculators", "own_embeddings": True}, None, None,
+        "there is a draft vocabulary",
+    ),
     "table without head": ({}, None, lambda w: w.update(d2t=torch.zeros(4)), "d2t.* but no lm_head"),
 }  # fmt: skip
 
@@ -358,7 +372,9 @@ def test_bad_checkpoints(target, tmp_path, case):
 def test_a_drafter_of_another_kind(target, tmp_path):
     made = make(tmp_path, target, style="speculators")
     _edit(made, lambda c: c.update(speculators_model_type="dflash2"))
-    with pytest.raises(CheckpointError, match="speculators_model_type = 'dflash2'; it must be 'dflash' or 'dspark'"):
+    with pytest.raises(
+        CheckpointError, match=r"'dflash2' and speculators_config\.algorithm = 'dflash', which contradict"
+    ):
         target.generate(**ragged([5]), max_new_tokens=4, speculative_config={"method": "dflash", "model": made.folder})
 
 

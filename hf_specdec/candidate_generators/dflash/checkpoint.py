@@ -1,4 +1,4 @@
-"""Checkpoints of z-lab, SpecForge and speculators: reading their settings, and loading the drafter."""
+"""Checkpoints of z-lab, DeepSpec, SpecForge and speculators: reading their settings, and loading the drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _NOT_IN_MODULE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 _PROJECTORS = {
     "DFlashDraftModel": None, "DFlashSpeculator": None, "DominoDraftModel": "domino", "DSparkDraftModel": "dspark",
-    "DSparkSpeculator": "dspark", "Qwen3DSparkModel": "dspark",
+    "DSparkSpeculator": "dspark", "Qwen3DSparkModel": "dspark", "DFlash2DraftModel": "dflash2", "DFlash2Speculator": "dflash2",
 }  # fmt: skip
 _HEAD_KEYS = {
     "dspark": {
@@ -32,12 +32,19 @@ _HEAD_KEYS = {
         "confidence_head_alpha": Key(NUMBER, default=0.0),
     },
     "domino": {**keys(integer(0), "emb_dim", "gru_hidden_dim"), "pure_draft_prefix_len": Key(integer(0), default=0)},
+    "dflash2": keys(integer(), "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
 }
+_DFLASH2 = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}  # its writers' defaults
 _TABLE = Table(
     {
-        "kind": Key(one_of("dflash", "dspark"), places=(".speculators_model_type", "speculators_config.algorithm")),
+        "kind": Key(one_of("dflash", "dflash2", "dspark"), places=(".speculators_model_type", "speculators_config.algorithm")),
         "architectures": Key(NAMES, default=[], places=(".architectures",)),
-        "projector": Key(one_of("dspark", "domino"), places=("projector_type",)),
+        "projector": Key(one_of("dspark", "domino", "dflash2"), places=("projector_type",)),
         "block_size": Key(integer(0), places=("block_size", "dspark_block_size")),
         "mask_token_id": Key(
             integer(0), default=..., places=("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"),
@@ -59,6 +66,7 @@ _TABLE = Table(
         ),
         **_HEAD_KEYS["dspark"],
         **_HEAD_KEYS["domino"],
+        **_HEAD_KEYS["dflash2"],
     },
     section="dflash_config",
     only={"use_aux_hidden_state": True},
@@ -69,13 +77,15 @@ _TABLE = Table(
 def is_dflash(checkpoint: Checkpoint) -> bool:
     kind = checkpoint.config.get("speculators_model_type")
     if kind is not None:
-        return kind in ("dflash", "dflash2", "dspark")  # "dflash2" is refused by name later
+        return kind in ("dflash", "dflash2", "dspark")
     has_norms = "hidden_norm.weight" in checkpoint and "layers.0.self_attn.q_norm.weight" in checkpoint
     return has_norms or "dflash_config" in checkpoint.config
 
 
 register_format(
-    "DFlash, DSpark, Domino (z-lab/*-DFlash*, SpecForge, speculators: hidden_norm, fc)", "dflash", is_dflash
+    "DFlash, DFlash2, DSpark, Domino (z-lab/*-DFlash*, DeepSpec, SpecForge, speculators: hidden_norm, fc)",
+    "dflash",
+    is_dflash,
 )
 
 
@@ -99,7 +109,9 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     given = _TABLE.read(checkpoint, plan)
     config: Any = read_layer_config(checkpoint, plan, "qwen3")
     config.attention_bias = "layers.0.self_attn.o_proj.bias" in plan
-    sliding_is_causal = not given.sliding_window_non_causal
+    heads = _heads(checkpoint, given, plan)
+    is_dflash2, non_causal = heads.get("projector_type") == "dflash2", given.sliding_window_non_causal
+    sliding_is_causal = not (is_dflash2 and given.kind is not None if non_causal is None else non_causal)
     if given.use_swa and "sliding_attention" not in config.layer_types:
         window = (checkpoint.section(LAYERS) or checkpoint.config).get("sliding_window")
         config.layer_types = ["sliding_attention"] * config.num_hidden_layers
@@ -107,14 +119,14 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     num_layers, tapped = target.config.num_hidden_layers, given.tapped
     if tapped is None and given.kind is None:
         tapped = [i + 1 for i in default_target_layers(num_layers, config.num_hidden_layers)]
-    heads = _heads(checkpoint, given, plan)
     is_dspark, from_anchor = heads.get("projector_type") == "dspark", given.sample_from_anchor
     scale = given.input_embedding_scale if embedding_scale is None else embedding_scale
     scales_rows = hasattr(target_parts.target_embeddings(target), "embed_scale") and "embed_tokens.weight" not in plan
     if scales_rows and scale is None:
         # z-lab's earlier code and vLLM read the rows that a target like Gemma scales, and cap logits as it does; speculators
-        # and z-lab's newer files, which state the factor, read the rows of the table.
-        scale, how = (None, "scaled, as the target does,") if given.kind is None else (1.0, "as they are")
+        # and z-lab's newer files, DFlash2 among them, read the rows of the table.
+        scaled = given.kind is None and not is_dflash2
+        scale, how = (None, "scaled, as the target does,") if scaled else (1.0, "as they are")
         logger.info(
             "%s: it reads the target's embeddings %s like drafters of its format; 'input_embedding_scale' overrides this.",
             checkpoint.name, how,
@@ -122,7 +134,7 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     cap = getattr(target.config, "final_logit_softcapping", None) if scales_rows and scale is None else None
     layout = DFlashLayout(
         layers=config,
-        block_size=given.block_size or (8 if given.block_size is None and given.kind else 0),
+        block_size=_block_size(given, is_dflash2),
         mask_token_id=given.mask_token_id,
         tapped=tuple(tapped or ()),
         # DSpark is trained to predict from the anchor's slot too; others only if config.json says so
@@ -139,8 +151,15 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     return layout
 
 
+def _block_size(given: Any, is_dflash2: bool) -> int:
+    """What the file states, or its writer's default: 8 of speculators, 16 of z-lab's DFlash2; 0: there is none."""
+    if given.block_size is not None:
+        return given.block_size
+    return 8 if given.kind else 16 if is_dflash2 else 0
+
+
 def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
-    """The keys of the DSpark or Domino heads, `projector_type` tells which; {} if the file has neither."""
+    """The keys of the DSpark, Domino or DFlash2 parts, `projector_type` tells which; {} if the file has none of these."""
     named = {_PROJECTORS.get(name, name) for name in given.architectures} | {given.projector, given.kind}
     named -= {None, "dflash"}
     if len(named) > 1 or not named <= set(_HEAD_KEYS):
@@ -163,6 +182,8 @@ def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
             if not heads[key] or heads[key] != held:
                 raise checkpoint.error(f"has {key} = {heads[key]}, but its {tensor} reads {held} numbers.")
         return heads
+    if projector == "dflash2":
+        return heads | {key: default if heads[key] is None else heads[key] for key, default in _DFLASH2.items()}
     is_own = given.kind is None
     defaults = (0, given.confidence_head_alpha > 0, False) if is_own else (256, True, True)
     for key, default in zip(
@@ -179,6 +200,9 @@ def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: Pac
     num_layers, anchor, label = target.config.num_hidden_layers, given.sample_from_anchor, given.shift_label
     if layout.num_tokens < 1:
         raise checkpoint.error(f"has block_size {given.block_size}, which leaves nothing to draft.")
+    if layout.heads.get("projector_type") == "dflash2" and (layout.from_anchor or "d2t" in checkpoint):
+        what = "the anchor's slot predicts" if layout.from_anchor else "there is a draft vocabulary (d2t)"
+        raise checkpoint.error(f"says that {what}, which DFlash2's selector does not have.")
     if given.num_target_layers not in (None, num_layers):
         raise checkpoint.error(f"was made for a target of {given.num_target_layers} layers; this one has {num_layers}.")
     if not layout.tapped:

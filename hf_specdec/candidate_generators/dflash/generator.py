@@ -1,4 +1,4 @@
-"""Drafting with DFlash, DSpark and Domino: one forward of a small drafter fills a whole block; keys of method `dflash`."""
+"""Drafting with DFlash, DFlash2, DSpark and Domino: one forward of a small drafter fills a whole block; keys of method `dflash`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .checkpoint import is_dflash, load_dflash, read_layout
 
 @dataclass
 class DFlashConfig(HeadConfig):
-    """DFlash, DSpark and Domino: a drafter of a few layers reads the target's hidden states and predicts a block of tokens in
+    """DFlash, DFlash2, DSpark and Domino: a drafter of a few layers reads the target's hidden states and predicts a block of tokens in
     one forward, by default as many as its block was trained for. With fewer, it runs a shorter block.
 
     With a DSpark confidence head, `draft_confidence_threshold` ends a draft where the head's estimate of the probability
@@ -31,7 +31,7 @@ class DFlashConfig(HeadConfig):
     """
 
     name = "dflash"
-    requires = ("a DFlash, DSpark or Domino drafter trained for the target: 'model'",)
+    requires = ("a DFlash, DFlash2, DSpark or Domino drafter trained for the target: 'model'",)
     default_longest_draft = 15
 
     input_embedding_scale: float | None = config_key(
@@ -43,7 +43,7 @@ class DFlashConfig(HeadConfig):
 
 @register(DFlashConfig)
 class DFlashGenerator(FeatureGenerator):
-    """Drafts with a DFlash, DSpark or Domino checkpoint.
+    """Drafts with a DFlash, DFlash2, DSpark or Domino checkpoint.
 
     All depths share one forward. In plain DFlash all nodes of a depth share their logits; the other heads correct them for
     each node's path. A block has the slots that `num_speculative_tokens` needs, whatever the rows' own limits, so that a
@@ -107,7 +107,7 @@ class DFlashGenerator(FeatureGenerator):
         size = self.sequential.state_size if self.sequential is not None else 0
         self.state = hidden.new_zeros(len(sequences), 1, size)
         if first and self.layout.like_speculators and size:
-            self._correct(hidden[:, 0], anchors[:, None], self.state, 1)
+            self._correct(hidden[:, 0], anchors[:, None], self.state, self.base[:, 0], 1)
         return (self._follow_paths(1, anchors[:, None], self.state, None)[:, 0],)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
@@ -134,16 +134,18 @@ class DFlashGenerator(FeatureGenerator):
             self.survival = accepted if survival is None else survival + accepted
         if self.sequential is None:
             return base
-        bias = self._correct(hidden, previous, state, depth)
+        bias = self._correct(hidden, previous, state, base[:, 0], depth)
         return base if bias is None else base + bias
 
-    def _correct(self, hidden: torch.Tensor, previous: torch.Tensor, state: torch.Tensor, depth: int):
+    def _correct(
+        self, hidden: torch.Tensor, previous: torch.Tensor, state: torch.Tensor, base: torch.Tensor, depth: int
+    ):
         """Run the sequential head on the paths that end in `previous` [R, F]; its correction of the logits [R, F, Vd] or None."""
         assert self.sequential is not None
         rows, count = previous.shape
         flat = previous.flatten()
-        per_node = hidden[:, None].expand(-1, count, -1).flatten(0, 1)
-        new, bias = self.sequential(state.flatten(0, 1), flat, per_node, self._embed, depth)
+        hidden, base = (each[:, None].expand(-1, count, -1).flatten(0, 1) for each in (hidden, base))
+        new, bias = self.sequential(state.flatten(0, 1), flat, hidden, base, self._embed, depth)
         self.state = new.view(rows, count, -1)
         return None if bias is None else bias.view(rows, count, -1)
 

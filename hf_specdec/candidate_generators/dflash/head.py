@@ -1,4 +1,4 @@
-"""The network of DFlash, DSpark and Domino drafters, and how its block runs over pages."""
+"""The network of DFlash, DFlash2, DSpark and Domino drafters, and how its block runs over pages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from ...cache import PagedStaticCache
 from ...core.names import CACHE
 from ...core.rows import RowInput
+from ...kernels.transfer import upload
 from ...model.graphs import CapturedBatch, GraphRunner
 from ...model.packed_batch import PackedBatch
 from ...model.packed_head import PackedHead
 from ..checkpoints.layers import RotaryPositions
+from .convolved import ConvolvedLayer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,7 +47,7 @@ class DFlashLayout:
         like_speculators: as speculators trains it. Sliding layers see their window of context tokens before the anchor from every slot,
             and a recurrent head runs on the anchor's slot before the first slot that predicts. Otherwise (SpecForge) each slot sees a
             window that ends with itself, and the head's state is zero there.
-        heads: keys of the DSpark or Domino heads; `projector_type` tells which.
+        heads: keys of the DSpark, Domino or DFlash2 parts; `projector_type` tells which.
         draft_vocab_size: number of logits that the configuration states, if it does.
         embedding_scale: of the embedding rows of the block's tokens; None: as the target's first layer reads them.
         logit_scale, softcap: see `capped`.
@@ -88,14 +90,15 @@ class SequentialHead(nn.Module):
 
     @abstractmethod
     def forward(
-        self, state: torch.Tensor, previous: torch.Tensor, hidden: torch.Tensor, embed: Embed, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, state: torch.Tensor, previous: torch.Tensor, hidden: torch.Tensor, base: torch.Tensor, embed: Embed, depth: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """One more token on n paths.
 
         Args:
             state: [n, S].
             previous: int64 [n], the token before the predicted one.
             hidden: [n, H], the block's final hidden state in the slot that predicts.
+            base: [n, Vd], the logits to be corrected.
             embed: the drafter's embedding of tokens, [n, H] from [n].
             depth: 1 for the first drafted token.
 
@@ -130,7 +133,7 @@ class MarkovHead(SequentialHead):
         # The target's embeddings may have more padding rows than the head's.
         return self.markov_w1(previous.clamp(max=self.markov_w1.num_embeddings - 1))
 
-    def forward(self, state, previous, hidden, embed, depth):
+    def forward(self, state, previous, hidden, base, embed, depth):
         latent = self.summary(previous)
         if self.kind == "gated":
             latent = latent * torch.sigmoid(self.gate_proj(torch.cat([hidden, latent], dim=-1)))
@@ -156,10 +159,35 @@ class DominoHead(SequentialHead):
             nn.Linear(bottleneck, draft_vocab_size, bias=False),
         )
 
-    def forward(self, state, previous, hidden, embed, depth):
+    def forward(self, state, previous, hidden, base, embed, depth):
         _, state = self.prefix_gru(embed(previous)[:, None], state[None].contiguous())
         state = state[0]
         return state, self.embed_proj(torch.cat([hidden, state], dim=-1)) if depth > self.num_pure else None
+
+
+class CandidateSelector(SequentialHead):
+    """DFlash2's choice among the `top_k` likeliest tokens b of a slot: A[previous] * (P hidden) . B[b] is added to their logits, and no
+    other token is drafted. Formula: z-lab/dflash (dflash/model.py).
+
+    Args:
+        vocab_size: V, rows of A and B.
+        rank: their columns.
+    """
+
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int, top_k: int):
+        super().__init__()
+        self.top_k = top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(self, state, previous, hidden, base, embed, depth):
+        count = len(self.predecessor_codebook)  # the target's embeddings may have more padding rows
+        known = base[:, :count]
+        kept = known.topk(min(self.top_k, known.shape[1]), dim=-1).indices
+        query = self.predecessor_codebook[previous.clamp(max=count - 1)] * self.hidden_projection(hidden)
+        scores = (self.successor_codebook[kept] @ query[:, :, None])[:, :, 0]
+        return state, torch.full_like(base, float("-inf")).scatter_(1, kept, scores)
 
 
 class ConfidenceHead(nn.Module):
@@ -195,19 +223,30 @@ class DFlashDrafter(nn.Module):
         size, kind = config.hidden_size, heads.get("projector_type")
         self.fc = nn.Linear(len(layout.tapped) * feature_size, size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.is_convolved = kind == "dflash2"
+        self.layers = nn.ModuleList(
+            ConvolvedLayer(config, i, heads["conv_kernel_size"], heads["conv_group_size"])
+            if self.is_convolved
+            else Qwen3DecoderLayer(config, i)
+            for i in range(config.num_hidden_layers)
+        )
         self.norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
         table = owns["embed_tokens"]
         self.embed_tokens = nn.Embedding(table[0], table[1]) if table else None
         self.lm_head = nn.Linear(size, vocab, bias=False) if owns["lm_head"] else None
         self.markov_head: MarkovHead | None = None
         self.domino: DominoHead | None = None
+        self.candidate_selector: CandidateSelector | None = None
         self.confidence_head: ConfidenceHead | None = None
         self.confidence_reads_markov = bool(heads.get("confidence_head_with_markov"))
         rank = heads.get("markov_rank", 0)
         if kind == "domino":
             sizes = heads["emb_dim"], size, heads["gru_hidden_dim"]
             self.domino = DominoHead(vocab, *sizes, heads["pure_draft_prefix_len"])
+        elif kind == "dflash2":
+            self.candidate_selector = CandidateSelector(
+                config.vocab_size, heads["selector_rank"], size, heads["selector_top_k"]
+            )
         elif rank:
             self.markov_head = MarkovHead(config.vocab_size, vocab, rank, size, heads["markov_head_type"])
         if kind == "dspark" and heads["enable_confidence_head"]:
@@ -218,7 +257,7 @@ class DFlashDrafter(nn.Module):
     @property
     def sequential(self) -> SequentialHead | None:
         """The head that corrects the logits along a path, if there is one."""
-        return self.domino if self.markov_head is None else self.markov_head
+        return self.markov_head or self.domino or self.candidate_selector
 
 
 class BlockHead(PackedHead):
@@ -270,6 +309,9 @@ class BlockHead(PackedHead):
     @torch.no_grad()
     def block(self, rows: list[RowInput], embedded: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
         """Final hidden states [T, H] of the rows' blocks, from their embeddings [T, H]."""
+        if self.module.is_convolved:  # the last feature of a token is its slot
+            slots = upload(np.concatenate([np.arange(row.num_tokens) for row in rows]), embedded.device)
+            embedded = torch.cat([embedded, slots[:, None].to(embedded)], dim=1)
         views = [self._seen(rows, kind) for kind in self.kinds]
         hidden = None if self.graphs is None else self.graphs.run(views, cache, embedded)
         if hidden is not None:
@@ -282,7 +324,9 @@ class BlockHead(PackedHead):
     ) -> torch.Tensor:
         """`block` for a batch that is packed once for each kind of attention, in the order of `kinds`."""
         by_kind = dict(zip(self.kinds, (batch, *others), strict=True))
-        hidden = features[None]
+        hidden, more = features[None], {}
+        if self.module.is_convolved:
+            hidden, more = hidden[:, :, :-1], {"slots": features[:, -1]}
         position_embeddings = self.rotary(batch.position_ids, hidden.dtype)
         with batch.cache.running(batch):
             for kind, layer in zip(self.config.layer_types, self.module.layers, strict=True):
@@ -292,6 +336,7 @@ class BlockHead(PackedHead):
                     position_embeddings=position_embeddings,
                     specdec=by_kind[kind],
                     **{CACHE: batch.cache},
+                    **more,
                 )
         return self.module.norm(hidden)[0]
 
