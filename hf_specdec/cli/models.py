@@ -1,4 +1,4 @@
-"""`hf-specdec models`: list the bundled models and all methods, with their keys and requirements."""
+"""`hf-specdec models`: list the bundled models, the methods with their keys and requirements, and published heads."""
 
 from __future__ import annotations
 
@@ -19,18 +19,26 @@ from .options import Output
 
 EPILOG = """\
 examples:
-  hf-specdec models                   everything
+  hf-specdec models                   bundled models and heads, and the methods' names
   hf-specdec models suffix            one method in full
+  hf-specdec models qwen3             published heads with this in their name or their target's
+  hf-specdec models --all             every method in full, and every published head
 
 A bundled name works wherever a model name does: as MODEL on the command line and as "model" in a speculative configuration.
 hf_specdec.bundled(NAME) is its local folder, for from_pretrained.
 """
 
+MORE = "`hf-specdec models WORD` shows a method, or published heads; `hf-specdec models --all` shows everything."
+
 
 def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("models", help="list bundled models and methods", description=__doc__, epilog=EPILOG)
-    parser.add_argument("method", nargs="?", metavar="METHOD", help="show only this method")
-    parser.add_argument("--markdown", action="store_true", help="print methods and keys as the page docs/keys.md")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "word", nargs="?", metavar="WORD", help="show this method, or published heads whose names hold it"
+    )
+    shown.add_argument("--all", action="store_true", help="show every method in full, and every published head")
+    shown.add_argument("--markdown", action="store_true", help="print methods and keys as the page docs/keys.md")
     return parser
 
 
@@ -40,22 +48,45 @@ def run(args: argparse.Namespace) -> int:
         print(markdown_page(methods), end="")
         return 0
     console = Output()
-    if args.method is not None:
-        if args.method not in methods:
-            hint = nearest_hint(args.method, methods)
-            raise ValueError(f"no method {args.method!r}{hint}; there are {', '.join(methods)}.")
-        methods = {args.method: methods[args.method]}
-    else:
-        console.print("[bold]bundled models[/bold]")
-        for name in hf_specdec.bundled_names():
-            console.say(bundled_line(name))
-        missing = sorted(set(APART) - set(hf_specdec.bundled_names()))
-        if missing:
-            console.say(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}")
-        from ..kernels import native
+    if args.word is None:
+        print_bundled(console)
+    if args.word is None and not args.all:
+        console.say(f"\nmethods: {', '.join(methods)}\n\n{MORE}")
+        return 0
+    shown = methods if args.all else {name: config for name, config in methods.items() if name == args.word}
+    heads = [] if args.word in methods else head_lines(args.word or "")
+    if not shown and not heads:
+        hint = nearest_hint(args.word, methods)
+        others = f"and no published head has that in its name; the methods are {', '.join(methods)}."
+        raise ValueError(f"no method {args.word!r}{hint}, {others}")
+    if shown:
+        print_methods(console, shown)
+    if heads:
+        console.say("\n".join(["published heads, on the Hub:", *heads]))
+    return 0
 
-        console.print(f"\n[bold]native library[/bold] for CPUs {native.description()}", soft_wrap=True)
-        console.print("\n[bold]methods[/bold]")
+
+def print_bundled(console: Output) -> None:
+    from ..kernels import native
+
+    console.print("[bold]bundled models[/bold]")
+    for name in hf_specdec.bundled_names():
+        console.say(bundled_line(name))
+    missing = sorted(set(APART) - set(hf_specdec.bundled_names()))
+    if missing:
+        console.say(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}")
+    console.print(f"\n[bold]native library[/bold] for CPUs {native.description()}", soft_wrap=True)
+
+
+def head_lines(word: str) -> list[str]:
+    """A line for each published head in whose name or target's name `word` is, whatever the case."""
+    from ..candidate_generators.auto.hub import known_heads
+
+    lines = (f"  {head.repo} ({head.method}{head.about}) for {target}" for target, head in known_heads())
+    return [line for line in lines if word.lower() in line.lower()]
+
+
+def print_methods(console: Output, methods: dict[str, type[SpeculativeConfig]]) -> None:
     for name, config in methods.items():
         console.print(f"[bold]{name}[/bold] – {escape(description(config))}")
         console.print(f"  needs {escape(', '.join(config.requires) or 'nothing more')}", soft_wrap=True)
@@ -69,7 +100,6 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"[bold]keys of {group}[/bold]", keys_table(group_fields(base), base), "", sep="\n")
     console.print("[bold]keys of every method[/bold]")
     console.print(keys_table(shared_fields(), SpeculativeConfig))
-    return 0
 
 
 def key_groups() -> dict[str, type[SpeculativeConfig]]:
@@ -139,7 +169,7 @@ def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
 
 
 def bundled_line(name: str) -> str:
-    """Two lines about a bundled model: its name, shape (or method, for a head) and size; its folder."""
+    """A line about a bundled model: its name, shape (or method, for a head) and size."""
     folder = Path(hf_specdec.bundled(name))
     megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
     if (folder / "tokenizer.json").is_file():
@@ -149,7 +179,7 @@ def bundled_line(name: str) -> str:
         what = f"{config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
     else:
         what = f"{hf_specdec.parse_config({'model': name}).method} head for tiny"
-    return f"  {name:<20}{what}, {megabytes:.1f} MB\n{'':22}{folder}"
+    return f"  {name:<20}{what}, {megabytes:.1f} MB"
 
 
 def description(config: type[SpeculativeConfig]) -> str:
