@@ -16,7 +16,7 @@ from ..core.outcome import StepOutcome
 from ..core.output import Taps
 from ..core.sequence import Sequence
 from ..training.base import Estimate, HeadTrainer, judge
-from ..training.state import load_state, save_state
+from ..training.state import load_state, read_log, save_state
 from .folder import WORK, export, unchanged_flags
 from .texts import LearntTexts, Recorder, batch_of
 
@@ -211,7 +211,4 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps, self.swaps, self.rollbacks, self.texts.count, self.texts.num_tokens = state["counts"]
         self._judged_at = self.steps
-        log = self.folder / WORK / "log.jsonl"
-        if log.is_file():
-            lines = log.read_text(encoding="utf-8").splitlines()
-            self.history = [json.loads(line) for line in lines if line.endswith("}")]
+        self.history = read_log(self.folder / WORK / "log.jsonl")

@@ -154,10 +154,7 @@ class DFlashTrainer(HeadTrainer):
         tensors["embed_tokens.weight"] = target.embed_tokens.weight  # pyright: ignore[reportArgumentType]
         tensors["lm_head.weight"] = target.lm_head.weight
         config = {
-            "architectures": ["DFlashSpeculator"],
-            "speculators_model_type": "dflash",
-            "speculators_config": self.speculators_config(),
-            "transformer_layer_config": layers,
+            **self.speculators_config("DFlashSpeculator", layers),
             "draft_vocab_size": target.vocab_size,
             "target_hidden_size": target.hidden_size,
             "block_size": options.block_size,
@@ -165,7 +162,6 @@ class DFlashTrainer(HeadTrainer):
             "aux_hidden_state_layer_ids": list(self.taps.layers),
             "sample_from_anchor": False,
             "sliding_window_non_causal": False,
-            "tie_word_embeddings": False,
         }
         return Exported(tensors, config)
 

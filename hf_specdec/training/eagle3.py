@@ -194,14 +194,11 @@ class Eagle3Trainer(HeadTrainer):
         }
         if form == "speculators":
             config = {
-                "architectures": ["Eagle3Speculator"],
-                "speculators_model_type": "eagle3",
+                **self.speculators_config("Eagle3Speculator", layer_json(self.config)),
                 "speculators_version": "0.9.0",
-                "transformer_layer_config": layer_json(self.config),
                 **flags,
                 "target_hidden_size": None,
                 "embed_requires_grad": False,
-                "speculators_config": self.speculators_config(),
             }
             return Exported({**state, "embed_tokens.weight": embedding_table(self.target)}, config)
         # For SGLang, SpecForge and ModelOpt, which name layers by their outputs.
