@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Column, Table
@@ -87,19 +88,26 @@ def head_lines(word: str) -> list[str]:
 
 
 def print_methods(console: Output, methods: dict[str, type[SpeculativeConfig]]) -> None:
-    for name, config in methods.items():
-        console.print(f"[bold]{name}[/bold] – {escape(description(config))}")
-        console.print(f"  needs {escape(', '.join(config.requires) or 'nothing more')}", soft_wrap=True)
-        if own := own_fields(config):
-            console.print(keys_table(own, config))
-        if groups := groups_of(config):
-            console.print(f"  and the keys of {' and '.join(groups)}")
+    found = sections(methods)
+    for title, text, fields, config in [*found[-len(methods) :], *reversed(found[: -len(methods)])]:
+        console.print(f"[bold]{title.strip('`')}[/bold]{escape(' – ' + text if text else '')}")
+        if fields:
+            console.print(keys_table(fields, config))
         console.print()
+
+
+def sections(methods: dict[str, type[SpeculativeConfig]]) -> list[tuple[str, str, list[dataclasses.Field], Any]]:
+    """Title, text, keys and configuration: of what all methods take, of the groups of keys that these take, and of these methods."""
+    found: list[Any] = [("Keys of every method", "", shared_fields(), SpeculativeConfig)]
     for group, base in key_groups().items():
         if any(issubclass(config, base) for config in methods.values()):
-            console.print(f"[bold]keys of {group}[/bold]", keys_table(group_fields(base), base), "", sep="\n")
-    console.print("[bold]keys of every method[/bold]")
-    console.print(keys_table(shared_fields(), SpeculativeConfig))
+            found.append((f"Keys of {group}", "", group_fields(base), base))
+    for name, config in methods.items():
+        groups = groups_of(config)
+        taken = f" Takes the keys of {' and '.join(groups)}." if groups else ""
+        needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
+        found.append((f"`{name}`", description(config) + needs + taken, own_fields(config), config))
+    return found
 
 
 def key_groups() -> dict[str, type[SpeculativeConfig]]:
@@ -147,16 +155,7 @@ def default_length(config: type[SpeculativeConfig]) -> str:
 def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
     """All methods with their keys: the page docs/keys.md."""
     lines = ["# Keys of `speculative_config`", "", "Written by `hf-specdec models --markdown`.", ""]
-    sections = [
-        ("Keys of every method", shared_fields(), SpeculativeConfig, ""),
-        *((f"Keys of {group}", group_fields(base), base, "") for group, base in key_groups().items()),
-    ]
-    for name, config in methods.items():
-        groups = groups_of(config)
-        taken = f" Takes the keys of {' and '.join(groups)}." if groups else ""
-        needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
-        sections.append((f"`{name}`", own_fields(config), config, description(config) + needs + taken))
-    for title, fields, config, text in sections:
+    for title, text, fields, config in sections(methods):
         lines += [f"## {title}", ""] + ([text, ""] if text else [])
         if fields:
             lines += ["| key | default | meaning |", "|---|---|---|"]
