@@ -36,8 +36,6 @@ class Learner:
         served: the module that drafts, with the same parameters.
         folder: where the head is kept; `learning/` in it has the state to go on from and `log.jsonl`.
         share: share of the decoding thread's time that learning may take.
-        most_bytes: limit for the hidden states of past texts to train on.
-        clock: returns the seconds that this thread has worked.
 
     Raises:
         ValueError: the two heads' parameters differ, or the folder's state is of another head.
@@ -48,13 +46,13 @@ class Learner:
     BETTER, WORSE = 0.01, 0.15  # differences of tau with which weights are taken, or dropped
     FEWEST = 6  # texts before learning begins
     MOST_SAVED = 2.0  # seconds that the account holds at most
+    MOST_BYTES = 64 << 20  # of hidden states of past texts to train on
+    clock = staticmethod(time.thread_time)  # seconds that this thread has worked
 
-    def __init__(
-        self, trainer: HeadTrainer, served: nn.Module, folder: Path, share: float = 0.03, most_bytes: int = 64 << 20, clock=time.thread_time
-    ):  # fmt: skip
-        self.trainer, self.served, self.folder, self.share, self.clock = trainer, served, folder, share, clock
+    def __init__(self, trainer: HeadTrainer, served: nn.Module, folder: Path, share: float):
+        self.trainer, self.served, self.folder, self.share = trainer, served, folder, share
         self.taps: Taps = trainer.taps
-        self.recorder, self.texts = Recorder(self.taps), LearntTexts(most_bytes)
+        self.recorder, self.texts = Recorder(self.taps), LearntTexts(self.MOST_BYTES)
         self.parameters = {name: p for name, p in trainer.head.named_parameters() if p.requires_grad}
         places = dict(served.named_parameters())
         wrong = [name for name, p in self.parameters.items() if name not in places or places[name].shape != p.shape]
