@@ -39,7 +39,7 @@ def config_key(
     default: Any, about: str, minimum: float | None = None, maximum: float | None = None, choices: tuple[str, ...] = (),
     secret: bool = False,
 ) -> Any:  # fmt: skip
-    """A key of a configuration, as a dataclass field. `SpeculativeConfig.check_keys` checks its value by its type.
+    """A key of a configuration, or an option of a training run, as a dataclass field. `key_error` checks its value by its type.
 
     Args:
         about: what `hf-specdec models` says of it.
@@ -197,20 +197,7 @@ class SpeculativeConfig:
         if isinstance(self.rejection_sample_method, str):
             self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
         for f in dataclasses.fields(self):
-            kind, _, none = str(f.type).partition(" | ")
-            value, optional = getattr(self, f.name), none == "None"
-            if "bounds" not in f.metadata or (value is None and optional):
-                continue
-            (minimum, maximum), choices = f.metadata["bounds"], f.metadata["choices"]
-            if kind == "bool" and (optional or not none):
-                if not isinstance(value, bool):
-                    raise self.fail(f.name, f"must be true or false, not {value!r}.")
-            elif choices:
-                self.check_choice(f.name, choices)
-            elif kind == "str" and optional:
-                self.check_text(f.name)
-            elif kind in ("int", "float") and minimum is not None:
-                self.check_number(f.name, minimum, maximum, whole=kind == "int")
+            self._refuse(f.name, key_error(f, getattr(self, f.name)))
 
     def read_auto(self) -> None:
         """Replace `num_speculative_tokens: "auto"` by the two keys it stands for."""
@@ -332,17 +319,18 @@ class SpeculativeConfig:
         """Make an error about `key`; the caller raises it."""
         return SpeculativeConfigError(f"speculative_config[{key!r}] of method {self.method!r} {what}")
 
-    def check_number(self, key: str, minimum: float, maximum: float | None = None, whole: bool = False) -> None:
-        """Raise SpeculativeConfigError unless the value of `key` is a number, or a `whole` one, in [minimum, maximum]."""
-        wrong = number_error(getattr(self, key), whole, minimum, maximum)
+    def _refuse(self, key: str, wrong: str) -> None:
         if wrong:
             raise self.fail(key, wrong)
+
+    def check_number(self, key: str, minimum: float, maximum: float | None = None, whole: bool = False) -> None:
+        """Raise SpeculativeConfigError unless the value of `key` is a number, or a `whole` one, in [minimum, maximum]."""
+        self._refuse(key, number_error(getattr(self, key), whole, minimum, maximum))
 
     def check_text(self, key: str) -> None:
         """Raise SpeculativeConfigError unless the value of `key` is None or non-empty text."""
         value = getattr(self, key)
-        if value is not None and (not isinstance(value, str) or not value):
-            raise self.fail(key, f"must be text, not {value!r}.")
+        self._refuse(key, "" if value is None else text_error(value))
 
     def check_int(self, key: str, minimum: float, maximum: float | None = None) -> None:
         """Raise SpeculativeConfigError unless the value of `key` is an integer in [minimum, maximum]."""
@@ -350,10 +338,7 @@ class SpeculativeConfig:
 
     def check_choice(self, key: str, choices: tuple[str, ...]) -> None:
         """Raise SpeculativeConfigError, which suggests the nearest choice, unless the value of `key` is one of `choices`."""
-        value = getattr(self, key)
-        if value not in choices:
-            known = ", ".join(map(repr, choices))
-            raise self.fail(key, f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}.")
+        self._refuse(key, choice_error(getattr(self, key), choices))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], others: Iterable[str] = ()) -> SpeculativeConfig:
@@ -392,6 +377,35 @@ def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(value)
     return int(value)
+
+
+def key_error(f: dataclasses.Field, value: Any) -> str:
+    """What is wrong with the value of a field made by `config_key`, after its name; "" if nothing is, or nothing is known of it."""
+    kind, _, none = (f.type.__name__ if isinstance(f.type, type) else str(f.type)).partition(" | ")
+    optional = none == "None"
+    if "bounds" not in f.metadata or (value is None and optional):
+        return ""
+    (minimum, maximum), choices = f.metadata["bounds"], f.metadata["choices"]
+    if kind == "bool" and (optional or not none):
+        return "" if isinstance(value, bool) else f"must be true or false, not {value!r}."
+    if choices:
+        return choice_error(value, choices)
+    if kind == "str" and optional:
+        return text_error(value)
+    return (
+        number_error(value, kind == "int", minimum, maximum) if kind in ("int", "float") and minimum is not None else ""
+    )
+
+
+def text_error(value: Any) -> str:
+    """What is wrong with a value that must be text, after its name; "" if nothing is."""
+    return "" if isinstance(value, str) and value else f"must be text, not {value!r}."
+
+
+def choice_error(value: Any, choices: tuple[str, ...]) -> str:
+    """What is wrong with a value that must be one of `choices`, with the nearest of them, after its name; "" if nothing is."""
+    known = ", ".join(map(repr, choices))
+    return "" if value in choices else f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}."
 
 
 def number_error(value: Any, whole: bool, minimum: float | None, maximum: float | None) -> str:

@@ -23,7 +23,7 @@ DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same outp
 EPILOG = """\
 start here:
   hf-specdec demo                     a text, and the speed on a model of realistic cost, in about a minute
-  hf-specdec models                   the bundled models; all methods with their keys and requirements
+  hf-specdec models                   the bundled models and the methods; a word: that method, or heads on the Hub
   hf-specdec generate tiny --prompt "Tell me a story about a dog." --speculative-config '{"method": "ngram"}'
   hf-specdec bench tiny --speculative-config '{"method": "draft_model", "model": "tiny-draft"}'
 

@@ -112,14 +112,13 @@ def evaluate(
         result.repeat()
     for variant in variants:
         measure.warm_up(model, {key: tensor[:1] for key, tensor in batches[0][1].items()}, variant, arguments)
-    with options.progress_bar() as progress:
-        bar = progress.add_task("measuring", total=sum(map(len, tasks.values())))
+    with measure.progress("measuring", total=len(batches) * len(variants)) as advance:
         for number, (task, inputs) in enumerate(batches):
             for i in range(len(variants)) if number % 2 == 0 else reversed(range(len(variants))):
                 called = measure.timed_generate(model, inputs, variants[i], arguments, args.seed)
                 measured[task][i].add(*called)
                 measured[None][i].add(*called)
-            progress.advance(bar, len(inputs["input_ids"]))
+                advance()
     hf_specdec.release(model)
     return measured, measured.pop(None)
 

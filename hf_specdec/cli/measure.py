@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.bar import Bar
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
@@ -257,13 +258,14 @@ def times_none(result: Measurement, results: list[Measurement]) -> str:
 
 def results_table(results: list[Measurement], compare: bool) -> Table:
     """A table of results, of which the first is `PLAIN`. `compare`: add the number of outputs that equal its outputs."""
-    rows = []
+    rows, fastest = [], max(result.tokens_per_second for result in results)
     for result in results:
         cells = [
             result.variant.name,
             times_none(result, results),
             f"{speed_up(result, results[0]):.2f} ×",
             f"{result.tokens_per_second:.1f}",
+            Bar(fastest, 0, result.tokens_per_second, width=8),
             "1.00" if result.accepted_length is None else f"{result.accepted_length:.2f}",
             "–" if result.acceptance_rate is None else f"{result.acceptance_rate:.0%}",
         ]
@@ -271,12 +273,12 @@ def results_table(results: list[Measurement], compare: bool) -> Table:
             same = f"{equal_rows(result, results[0])}/{len(results[0].outputs)}"
             cells.append("–" if result is results[0] else same)
         rows.append(cells)
-    titles = ("decoding", "× none", "× plain", "tokens/s", "τ", "accepted", *(["same text"] if compare else []))
+    titles = ("decoding", "× none", "× plain", "tokens/s", "", "τ", "accepted", *(["same text"] if compare else []))
     return figures_table(titles, rows, wrapped=(0,))
 
 
-def figures_table(titles: Sequence[str], rows: list[list[str]], wrapped: tuple[int, ...]) -> Table:
-    """A table of figures that fits 80 columns. `wrapped`: the columns of text."""
+def figures_table(titles: Sequence[str], rows: Sequence[Sequence[Any]], wrapped: tuple[int, ...]) -> Table:
+    """A table of figures, and bars of them, that fits 80 columns. `wrapped`: the columns of text."""
     table = Table(box=SIMPLE_HEAD, padding=0)
     for i, title in enumerate(titles):
         is_text = i in wrapped

@@ -1,4 +1,4 @@
-"""`hf-specdec models`: list the bundled models and all methods, with their keys and requirements."""
+"""`hf-specdec models`: list the bundled models, the methods with their keys and requirements, and published heads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Column, Table
@@ -19,18 +20,26 @@ from .options import Output
 
 EPILOG = """\
 examples:
-  hf-specdec models                   everything
+  hf-specdec models                   bundled models and heads, and the methods' names
   hf-specdec models suffix            one method in full
+  hf-specdec models qwen3             published heads with this in their name or their target's
+  hf-specdec models --all             every method in full, and every published head
 
 A bundled name works wherever a model name does: as MODEL on the command line and as "model" in a speculative configuration.
 hf_specdec.bundled(NAME) is its local folder, for from_pretrained.
 """
 
+MORE = "`hf-specdec models WORD` shows a method, or published heads; `hf-specdec models --all` shows everything."
+
 
 def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("models", help="list bundled models and methods", description=__doc__, epilog=EPILOG)
-    parser.add_argument("method", nargs="?", metavar="METHOD", help="show only this method")
-    parser.add_argument("--markdown", action="store_true", help="print methods and keys as the page docs/keys.md")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "word", nargs="?", metavar="WORD", help="show this method, or published heads whose names hold it"
+    )
+    shown.add_argument("--all", action="store_true", help="show every method in full, and every published head")
+    shown.add_argument("--markdown", action="store_true", help="print methods and keys as the page docs/keys.md")
     return parser
 
 
@@ -40,36 +49,65 @@ def run(args: argparse.Namespace) -> int:
         print(markdown_page(methods), end="")
         return 0
     console = Output()
-    if args.method is not None:
-        if args.method not in methods:
-            hint = nearest_hint(args.method, methods)
-            raise ValueError(f"no method {args.method!r}{hint}; there are {', '.join(methods)}.")
-        methods = {args.method: methods[args.method]}
-    else:
-        console.print("[bold]bundled models[/bold]")
-        for name in hf_specdec.bundled_names():
-            console.say(bundled_line(name))
-        missing = sorted(set(APART) - set(hf_specdec.bundled_names()))
-        if missing:
-            console.say(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}")
-        from ..kernels import native
+    if args.word is None:
+        print_bundled(console)
+    if args.word is None and not args.all:
+        console.say(f"\nmethods: {', '.join(methods)}\n\n{MORE}")
+        return 0
+    shown = methods if args.all else {name: config for name, config in methods.items() if name == args.word}
+    heads = [] if args.word in methods else head_lines(args.word or "")
+    if not shown and not heads:
+        hint = nearest_hint(args.word, methods)
+        others = f"and no published head has that in its name; the methods are {', '.join(methods)}."
+        raise ValueError(f"no method {args.word!r}{hint}, {others}")
+    if shown:
+        print_methods(console, shown)
+    if heads:
+        console.say("\n".join(["published heads, on the Hub:", *heads]))
+    return 0
 
-        console.print(f"\n[bold]native library[/bold] for CPUs {native.description()}", soft_wrap=True)
-        console.print("\n[bold]methods[/bold]")
-    for name, config in methods.items():
-        console.print(f"[bold]{name}[/bold] – {escape(description(config))}")
-        console.print(f"  needs {escape(', '.join(config.requires) or 'nothing more')}", soft_wrap=True)
-        if own := own_fields(config):
-            console.print(keys_table(own, config))
-        if groups := groups_of(config):
-            console.print(f"  and the keys of {' and '.join(groups)}")
+
+def print_bundled(console: Output) -> None:
+    from ..kernels import native
+
+    console.print("[bold]bundled models[/bold]")
+    for name in hf_specdec.bundled_names():
+        console.say(bundled_line(name))
+    missing = sorted(set(APART) - set(hf_specdec.bundled_names()))
+    if missing:
+        console.say(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}")
+    console.print(f"\n[bold]native library[/bold] for CPUs {native.description()}", soft_wrap=True)
+
+
+def head_lines(word: str) -> list[str]:
+    """A line for each published head in whose name or target's name `word` is, whatever the case."""
+    from ..candidate_generators.auto.hub import known_heads
+
+    lines = (f"  {head.repo} ({head.method}{head.about}) for {target}" for target, head in known_heads())
+    return [line for line in lines if word.lower() in line.lower()]
+
+
+def print_methods(console: Output, methods: dict[str, type[SpeculativeConfig]]) -> None:
+    found = sections(methods)
+    for title, text, fields, config in [*found[-len(methods) :], *reversed(found[: -len(methods)])]:
+        console.print(f"[bold]{title.strip('`')}[/bold]{escape(' – ' + text if text else '')}")
+        if fields:
+            console.print(keys_table(fields, config))
         console.print()
+
+
+def sections(methods: dict[str, type[SpeculativeConfig]]) -> list[tuple[str, str, list[dataclasses.Field], Any]]:
+    """Title, text, keys and configuration: of what all methods take, of the groups of keys that these take, and of these methods."""
+    found: list[Any] = [("Keys of every method", "", shared_fields(), SpeculativeConfig)]
     for group, base in key_groups().items():
         if any(issubclass(config, base) for config in methods.values()):
-            console.print(f"[bold]keys of {group}[/bold]", keys_table(group_fields(base), base), "", sep="\n")
-    console.print("[bold]keys of every method[/bold]")
-    console.print(keys_table(shared_fields(), SpeculativeConfig))
-    return 0
+            found.append((f"Keys of {group}", "", group_fields(base), base))
+    for name, config in methods.items():
+        groups = groups_of(config)
+        taken = f" Takes the keys of {' and '.join(groups)}." if groups else ""
+        needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
+        found.append((f"`{name}`", description(config) + needs + taken, own_fields(config), config))
+    return found
 
 
 def key_groups() -> dict[str, type[SpeculativeConfig]]:
@@ -117,16 +155,7 @@ def default_length(config: type[SpeculativeConfig]) -> str:
 def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
     """All methods with their keys: the page docs/keys.md."""
     lines = ["# Keys of `speculative_config`", "", "Written by `hf-specdec models --markdown`.", ""]
-    sections = [
-        ("Keys of every method", shared_fields(), SpeculativeConfig, ""),
-        *((f"Keys of {group}", group_fields(base), base, "") for group, base in key_groups().items()),
-    ]
-    for name, config in methods.items():
-        groups = groups_of(config)
-        taken = f" Takes the keys of {' and '.join(groups)}." if groups else ""
-        needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
-        sections.append((f"`{name}`", own_fields(config), config, description(config) + needs + taken))
-    for title, fields, config, text in sections:
+    for title, text, fields, config in sections(methods):
         lines += [f"## {title}", ""] + ([text, ""] if text else [])
         if fields:
             lines += ["| key | default | meaning |", "|---|---|---|"]
@@ -139,7 +168,7 @@ def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
 
 
 def bundled_line(name: str) -> str:
-    """Two lines about a bundled model: its name, shape (or method, for a head) and size; its folder."""
+    """A line about a bundled model: its name, shape (or method, for a head) and size."""
     folder = Path(hf_specdec.bundled(name))
     megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
     if (folder / "tokenizer.json").is_file():
@@ -149,7 +178,7 @@ def bundled_line(name: str) -> str:
         what = f"{config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
     else:
         what = f"{hf_specdec.parse_config({'model': name}).method} head for tiny"
-    return f"  {name:<20}{what}, {megabytes:.1f} MB\n{'':22}{folder}"
+    return f"  {name:<20}{what}, {megabytes:.1f} MB"
 
 
 def description(config: type[SpeculativeConfig]) -> str:

@@ -90,7 +90,9 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
     parse = {"int": int, "float": float, "str": str}[kind]
     shown = help if "default:" in help else f"{help} (default: {default})"
     metavar = None if meta["choices"] else {"int": "N", "float": "X", "str": "TEXT"}[kind]
-    group.add_argument(name, type=parse, default=field.default, choices=meta["choices"], metavar=metavar, help=shown)
+    group.add_argument(
+        name, type=parse, default=field.default, choices=meta["choices"] or None, metavar=metavar, help=shown
+    )
 
 
 def regeneration_of(args: argparse.Namespace) -> Regeneration | None:

@@ -16,7 +16,7 @@ from ..core.outcome import StepOutcome
 from ..core.output import Taps
 from ..core.sequence import Sequence
 from ..training.base import Estimate, HeadTrainer, judge
-from ..training.state import load_state, save_state
+from ..training.state import load_state, read_log, save_state
 from .folder import WORK, export, unchanged_flags
 from .texts import LearntTexts, Recorder, batch_of
 
@@ -36,8 +36,6 @@ class Learner:
         served: the module that drafts, with the same parameters.
         folder: where the head is kept; `learning/` in it has the state to go on from and `log.jsonl`.
         share: share of the decoding thread's time that learning may take.
-        most_bytes: limit for the hidden states of past texts to train on.
-        clock: returns the seconds that this thread has worked.
 
     Raises:
         ValueError: the two heads' parameters differ, or the folder's state is of another head.
@@ -48,13 +46,13 @@ class Learner:
     BETTER, WORSE = 0.01, 0.15  # differences of tau with which weights are taken, or dropped
     FEWEST = 6  # texts before learning begins
     MOST_SAVED = 2.0  # seconds that the account holds at most
+    MOST_BYTES = 64 << 20  # of hidden states of past texts to train on
+    clock = staticmethod(time.thread_time)  # seconds that this thread has worked
 
-    def __init__(
-        self, trainer: HeadTrainer, served: nn.Module, folder: Path, share: float = 0.03, most_bytes: int = 64 << 20, clock=time.thread_time
-    ):  # fmt: skip
-        self.trainer, self.served, self.folder, self.share, self.clock = trainer, served, folder, share, clock
+    def __init__(self, trainer: HeadTrainer, served: nn.Module, folder: Path, share: float):
+        self.trainer, self.served, self.folder, self.share = trainer, served, folder, share
         self.taps: Taps = trainer.taps
-        self.recorder, self.texts = Recorder(self.taps), LearntTexts(most_bytes)
+        self.recorder, self.texts = Recorder(self.taps), LearntTexts(self.MOST_BYTES)
         self.parameters = {name: p for name, p in trainer.head.named_parameters() if p.requires_grad}
         places = dict(served.named_parameters())
         wrong = [name for name, p in self.parameters.items() if name not in places or places[name].shape != p.shape]
@@ -214,7 +212,4 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps, self.swaps, self.rollbacks, self.texts.count, self.texts.num_tokens = state["counts"]
         self._judged_at = self.steps
-        log = self.folder / WORK / "log.jsonl"
-        if log.is_file():
-            lines = log.read_text(encoding="utf-8").splitlines()
-            self.history = [json.loads(line) for line in lines if line.endswith("}")]
+        self.history = read_log(self.folder / WORK / "log.jsonl")

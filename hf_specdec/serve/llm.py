@@ -257,7 +257,7 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         if chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError("The tokenizer has no chat template: pass chat_template=, or use generate().")
-        prompts = self.tokenizer.apply_chat_template(
+        prompts: Any = conversations and self.tokenizer.apply_chat_template(  # which refuses an empty list
             conversations, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message, tokenize=True, return_dict=False, **(chat_template_kwargs or {}),
         )  # fmt: skip

@@ -100,7 +100,7 @@ def make_app(prefill: list[str], decode: list[str]) -> Any:
             body = json.loads(await request.body())
             if not isinstance(body, dict):
                 raise ValueError(f"it is a {type(body).__name__}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return JSONResponse({"error": {"message": f"The body is not a JSON object: {error}"}}, 400)
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
         try:

@@ -210,7 +210,7 @@ def _wants_stream(body: bytes) -> bool:
     """True if a request's body asks for a stream; False also for a body that is malformed."""
     try:
         return bool(json.loads(body).get("stream"))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return False
 
 

@@ -6,23 +6,14 @@ drafting run the same modules. To add a trainer, add its options to options.py, 
     @dataclass
     class MyOptions(TrainingOptions):          # options.py; every field becomes a command-line option
         method: ClassVar[str] = "my_method"    # the method that drafts with the exported head
-        learning_rate: float = option(1e-4, "peak of the learning rate")     # other defaults
         num_heads: int = option(4, "heads, one per drafted token")
 
     @register(MyOptions)
-    class MyTrainer(HeadTrainer):              # base.py
+    class MyTrainer(HeadTrainer):              # base.py: the methods to write
         method = "my_method"
         taps = Taps(last_hidden=True)          # what it reads of the target (or set in __init__)
-        formats = ("original", "speculators")  # layouts for export; the first is the default
 
-        def build(self, token_counts) -> nn.Module   # the initialised head, float32, on self.target.device
-        def loss(self, batch) -> StepLoss            # differentiable: sums over positions, and their number
-        def guesses(self, batch) -> Guesses          # greedy drafts under teacher forcing, for the estimated τ
-        def exported(self, form) -> Exported         # tensors by the names of the layout, config.json, file name
-
-The framework does the rest: reading data and chat templates, answer masks, held-out split, order of
-the batches, hidden states (computed on the fly or kept on disk), optimizer and schedule, accumulation, several devices,
-autocast, logs, plots, estimated τ, checkpoints, resuming, the model card, the Hub.
+The framework does the rest, from reading data to the model card, several devices and resuming included.
 
 **The batch** (`Batch`). B texts padded on the *right*; nothing is packed, so attention is plain causal attention
 without any mask (`attention_mask=None`, `is_causal`), and position_ids are 0 .. S-1 in every row. Values after a row's end
@@ -42,9 +33,8 @@ for devices: `loss` is called inside autocast and a DDP wrapper already. Randomn
 torch's global generators, which are seeded for every micro-batch from (seed, step, micro-batch, process), so that a
 resumed run gives the same result.
 
-**The loss and the estimate.** The framework divides the sum of the `StepLoss` of all micro-batches and devices by the sum of their
-weights; accuracies per head are called `accuracy_1`, `accuracy_2`, .. Recurrent heads make their `Guesses` from the text's own tokens.
-The framework compares them with the target's choices on held-out text.
+**The loss and the estimate.** Accuracies per head are called `accuracy_1`, `accuracy_2`, .. Recurrent heads make their `Guesses` from
+the text's own tokens; they are compared with the target's choices on held-out text.
 """
 
 import importlib

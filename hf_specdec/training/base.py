@@ -191,16 +191,23 @@ class HeadTrainer(ABC):
             elif not torch.equal(tensor.to(given.dtype), given):
                 raise TrainingError(f"{name} differs here: the head is for another target or draft vocabulary.")
 
-    def speculators_config(self) -> dict[str, Any]:
-        """The object `speculators_config` of a config.json in that format: the method, the length of a draft, the target."""
+    def speculators_config(self, architecture: str, layers: dict[str, Any]) -> dict[str, Any]:
+        """What every config.json in speculators' format has: the method, the length of a draft, the target, the layers' keys."""
         model = self.target.model
         proposal = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
         architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
-        return {
+        speculation = {
             "algorithm": self.method,
             "default_proposal_method": "greedy",
             "proposal_methods": [{**proposal, "speculative_tokens": self.num_guesses}],
             "verifier": {"name_or_path": self.target.name, "architectures": architectures},
+        }
+        return {
+            "architectures": [architecture],
+            "speculators_model_type": self.method,
+            "speculators_config": speculation,
+            "transformer_layer_config": layers,
+            "tie_word_embeddings": False,
         }
 
 

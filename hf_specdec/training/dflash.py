@@ -17,7 +17,7 @@ from ..core.names import CACHE
 from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
-from .draft_layer import last_norm_scale, layer_shape, state_sizes
+from .draft_layer import last_norm_scale, layer_numbers, layer_shape, state_sizes
 from .losses import token_loss
 from .options import DFlashOptions, TrainingError
 from .target import TargetModel
@@ -154,10 +154,7 @@ class DFlashTrainer(HeadTrainer):
         tensors["embed_tokens.weight"] = target.embed_tokens.weight  # pyright: ignore[reportArgumentType]
         tensors["lm_head.weight"] = target.lm_head.weight
         config = {
-            "architectures": ["DFlashSpeculator"],
-            "speculators_model_type": "dflash",
-            "speculators_config": self.speculators_config(),
-            "transformer_layer_config": layers,
+            **self.speculators_config("DFlashSpeculator", layers),
             "draft_vocab_size": target.vocab_size,
             "target_hidden_size": target.hidden_size,
             "block_size": options.block_size,
@@ -165,7 +162,6 @@ class DFlashTrainer(HeadTrainer):
             "aux_hidden_state_layer_ids": list(self.taps.layers),
             "sample_from_anchor": False,
             "sliding_window_non_causal": False,
-            "tie_word_embeddings": False,
         }
         return Exported(tensors, config)
 
@@ -229,20 +225,11 @@ def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
     to the last but one. The last layer is excluded: transformers' hidden states hold its output only after the norm.
     """
     last = target.num_layers - 2
+    count = min(options.num_layers, max(1, last))
+    usual = [round(1 + i * (last - 1) / (count - 1)) for i in range(count)] if count > 1 else [max(0, last)]
     if options.target_layers is None:
-        count = min(options.num_layers, max(1, last))
-        if count == 1:
-            return [max(0, last)]
-        return [round(1 + i * (last - 1) / (count - 1)) for i in range(count)]
-    try:
-        chosen = [int(part) for part in options.target_layers.split(",")]
-    except ValueError:
-        chosen = []
-    if not chosen or len(set(chosen)) < len(chosen) or min(chosen) < 0 or max(chosen) > last:
-        raise TrainingError(
-            f"--target-layers must be different numbers from 0 to {last} with commas between, not {options.target_layers!r}."
-        )
-    return chosen
+        return usual
+    return layer_numbers("--target-layers", options.target_layers, last, ",".join(map(str, usual)))
 
 
 def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:

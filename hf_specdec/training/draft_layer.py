@@ -52,6 +52,16 @@ def layer_shape(target: TargetModel, positions: int) -> dict[str, Any]:
     }
 
 
+def layer_numbers(option: str, given: str, last: int, example: str) -> list[int]:
+    """The target's layers that an option names. Raises TrainingError: they are not different numbers from 0 to `last`."""
+    numbers = [int(part) if part.strip().isdecimal() else -1 for part in given.split(",")]
+    if len(set(numbers)) < len(numbers) or min(numbers) < 0 or max(numbers) > last:
+        raise TrainingError(
+            f"{option} must be different numbers from 0 to {last} with commas between, such as {example}, not {given!r}."
+        )
+    return numbers
+
+
 def layer_config_for(
     target: TargetModel, intermediate_size: int | None, num_layers: int, num_key_value_heads: int | None = None
 ) -> LlamaConfig:
@@ -78,7 +88,12 @@ def prepare(head: Any, config: LlamaConfig, target: TargetModel) -> None:
     """Give a new head the target's embeddings (not trained) and rotary positions; float32, on the target's device."""
     head.to(target.device, torch.float32)
     head.embeddings = Embeddings(target.embed_tokens)
-    head.rotary = RotaryPositions(Checkpoint(Path("."), "the head being trained"), config, target.device)
+    head.rotary = rotary_for(config, target)
+
+
+def rotary_for(config: LlamaConfig, target: TargetModel) -> RotaryPositions:
+    """The rotary positions of a new head's layers."""
+    return RotaryPositions(Checkpoint(Path("."), "the head being trained"), config, target.device)
 
 
 def embedding_table(target: TargetModel) -> torch.Tensor:

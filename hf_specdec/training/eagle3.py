@@ -12,8 +12,8 @@ from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
 from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
-from .draft_layer import Shapes, embedding_table, last_norm_scale, layer_config_for, layer_json, prepare
-from .options import Eagle3TrainingOptions, TrainingError
+from .draft_layer import Shapes, embedding_table, last_norm_scale, layer_config_for, layer_json, layer_numbers, prepare
+from .options import Eagle3TrainingOptions
 from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
 
 _WHOLE_VOCABULARY = 8192  # up to this vocabulary of the target the head drafts all tokens
@@ -77,14 +77,8 @@ class Eagle3Trainer(HeadTrainer):
         given, num_layers = self.options.feature_layers, self.target.num_layers
         if given is None:
             return default_layers(num_layers)
-        numbers = given.replace(" ", "").split(",")
-        layers = sorted({int(number) for number in numbers if number.isdecimal()})
-        if len(layers) < len(numbers) or layers[-1] > num_layers:
-            raise TrainingError(
-                f"--feature-layers must be different numbers from 0 to {num_layers} (the target's layers) with commas "
-                f"between them, such as {','.join(map(str, default_layers(num_layers)))}, not {given!r}."
-            )
-        return tuple(layers)
+        example = ",".join(map(str, default_layers(num_layers)))
+        return tuple(sorted(layer_numbers("--feature-layers", given, num_layers, example)))
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
         """The language-model head is initialised with the target's rows of the draft vocabulary, its input with the deepest state
@@ -194,14 +188,11 @@ class Eagle3Trainer(HeadTrainer):
         }
         if form == "speculators":
             config = {
-                "architectures": ["Eagle3Speculator"],
-                "speculators_model_type": "eagle3",
+                **self.speculators_config("Eagle3Speculator", layer_json(self.config)),
                 "speculators_version": "0.9.0",
-                "transformer_layer_config": layer_json(self.config),
                 **flags,
                 "target_hidden_size": None,
                 "embed_requires_grad": False,
-                "speculators_config": self.speculators_config(),
             }
             return Exported({**state, "embed_tokens.weight": embedding_table(self.target)}, config)
         # For SGLang, SpecForge and ModelOpt, which name layers by their outputs.

@@ -61,11 +61,11 @@ def check_format(trainer: HeadTrainer | type[HeadTrainer], form: str | None) -> 
         raise TrainingError(f"--format {form}: {trainer.method} heads are written as {', '.join(trainer.formats)}.")
 
 
-def push_to_hub(folder: Path, repository: str, token: str | None = None, private: bool = False) -> str:
+def push_to_hub(folder: Path, repository: str, private: bool = False) -> str:
     """Upload an exported head (without the run's own files); returns its address."""
     from huggingface_hub import HfApi
 
-    api = HfApi(token=token)
+    api = HfApi()
     api.create_repo(repository, private=private, exist_ok=True)
     info = api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=["training/*"])
     return str(info)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from ..candidate_generators.checkpoints.files import Checkpoint
-from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPositions
+from ..candidate_generators.checkpoints.layers import Embeddings
 from ..candidate_generators.hydra import HydraHeads
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
+from .draft_layer import rotary_for
 from .losses import recurrent_loss
 from .options import HydraOptions, TrainingError
 
@@ -52,8 +51,7 @@ class HydraTrainer(HeadTrainer):
                 for module in hydra.prefix.modules():
                     if isinstance(module, nn.Linear):
                         nn.init.normal_(module.weight, std=layers.initializer_range)
-                being_trained = Checkpoint(Path("."), "the head being trained")
-                hydra.prefix.rotary = RotaryPositions(being_trained, layers, target.device)
+                hydra.prefix.rotary = rotary_for(layers, target)
         self.num_guesses = options.num_heads
         return hydra
 

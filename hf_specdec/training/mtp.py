@@ -122,14 +122,8 @@ class MtpTrainer(HeadTrainer):
             return Exported(apart(self.prefix, named, _DEEPSEEK), config)
         layer = self.head.config.to_dict()
         layer = {k: v for k, v in layer.items() if k not in ("dtype", "architectures", "_name_or_path")}
-        config = {
-            "architectures": ["MTPDraftModel"],
-            "speculators_model_type": "mtp",
-            "speculators_config": self.speculators_config(),
-            "transformer_layer_config": {**layer, "num_hidden_layers": 1},
-            "num_nextn_predict_layers": 1,
-            "tie_word_embeddings": False,
-        }
+        config = self.speculators_config("MTPDraftModel", {**layer, "num_hidden_layers": 1})
+        config["num_nextn_predict_layers"] = 1
         return Exported(apart("mtp_layers.0.", named, _SPECULATORS), config)
 
 

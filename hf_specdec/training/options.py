@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..config import nearest_hint, number_error
+from ..config import config_key as option  # `num_heads` becomes `--num-heads`
+from ..config import key_error
 
 
 class TrainingError(ValueError):
@@ -15,18 +16,6 @@ class TrainingError(ValueError):
 
 SCHEDULES = ("cosine", "linear", "constant")
 OBJECTIVES = ("kl", "ce")
-
-
-def option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """A dataclass field that becomes a command-line option: `num_heads` → `--num-heads`."""
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def count(default: int | None, help: str) -> Any:
@@ -79,15 +68,8 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, meta, name = getattr(self, field.name), field.metadata, "--" + field.name.replace("_", "-")
-            if value is None and field.default is None:
-                continue
-            choices, bounds = meta.get("choices"), (meta.get("minimum"), meta.get("maximum"))
-            if choices and value not in choices:
-                hint = nearest_hint(value, choices)
-                raise TrainingError(f"{name} must be one of {', '.join(choices)}, not {value!r}{hint}.")
-            if bounds != (None, None) and (wrong := number_error(value, "int" in str(field.type), *bounds)):
-                raise TrainingError(f"{name} {wrong}")
+            if wrong := key_error(field, getattr(self, field.name)):
+                raise TrainingError(f"--{field.name.replace('_', '-')} {wrong}")
 
     def to_dict(self) -> dict[str, Any]:
         """All values, JSON-serialisable."""

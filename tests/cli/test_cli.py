@@ -98,15 +98,26 @@ def test_generate_batch_from_file_with_stop_and_config_file(capsys, tmp_path):
 
 
 def test_models_lists_what_is_there(capsys):
-    code, out, err = run(capsys, "models")
+    methods, bundled = hf_specdec.available_methods(), hf_specdec.bundled_names()
+    code, short, err = run(capsys, "models")
     assert code == 0, err
-    for name in (
-        *hf_specdec.bundled_names(),
-        *hf_specdec.available_methods(),
+    assert all(name in short for name in (*bundled, *methods, "native library for CPUs", "--all"))
+    assert len(short.splitlines()) < 30
+    code, out, err = run(capsys, "models", "--all")
+    assert code == 0, err
+    wanted = (
         "num_speculative_tokens",
         "prompt_lookup_max",
-    ):
-        assert name in out
+        "AngelSlim/Qwen3-8B_eagle3 (eagle3, published τ 1.97 on MT-bench",
+    )
+    assert all(name in out for name in (*bundled, *methods, *wanted))
+
+
+def test_models_finds_published_heads(capsys):
+    code, out, err = run(capsys, "models", "QWEN3-8b")
+    assert code == 0, err
+    heads = out.splitlines()[1:]
+    assert len(heads) > 1 and all("qwen3-8b" in line.lower() for line in heads) and "eagle3" in out
 
 
 def test_readme_names_every_method():
@@ -129,7 +140,7 @@ def test_models_shows_one_method(capsys):
     code, out, _ = run(capsys, "models", "ngram")
     assert code == 0
     assert "prompt_lookup_min" in out
-    assert "suffix_decoding" not in out
+    assert "suffix_decoding" not in out and "on the Hub" not in out
 
 
 def test_bench_writes_table_and_json(capsys, tmp_path):
@@ -141,6 +152,7 @@ def test_bench_writes_table_and_json(capsys, tmp_path):
     )  # fmt: skip
     assert code == 0, err
     assert out.index("× none") < out.index("× plain") < out.index("tokens/s") and 'method "none"' in out
+    assert "█" * 8 in out  # the fastest
     report = json.loads(report_file.read_text())
     assert report["environment"]["versions"]["transformers"]
     assert [r["rows_equal_to_baseline"] for r in report["results"]] == [3, 3, 3, 3]

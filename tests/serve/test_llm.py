@@ -279,6 +279,7 @@ def test_names_and_older_spellings():
     assert [len(each.outputs) for each in outputs] == [1, 1, 1] and all(each.outputs[0].text for each in outputs)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (chat,) = llm.chat([{"role": "user", "content": "Once upon"}], GREEDY, False, chat_template=template)
+    assert llm.chat([], GREEDY, False, chat_template=template) == []
     assert chat.outputs[0].token_ids == outputs[0].outputs[0].token_ids
     llm.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):

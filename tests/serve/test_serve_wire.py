@@ -58,6 +58,7 @@ TOOL = {"type": "function", "function": {"name": "f", "strict": True}, "odd": 1}
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"odd": 1}, "foo": 1}, "foo, text.odd"),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "text", "odd": 1}}}, "text.format.odd"),
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
+        ("/tokenize", {"prompt": "x", "": 1, " ": 1}, "'', ' '"),
         ("/tokenize", {"messages": USER, "add_special_tokens": True, "tools": [TOOL], "n": 1}, "add_special_tokens, n, tools.odd"),
         ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}, "tool_choice": "none"}, "chat_template_kwargs, tool_choice"),
         ("/detokenize", {"tokens": [5], "foo": 1}, "foo"),

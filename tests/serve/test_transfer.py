@@ -1,5 +1,6 @@
 """Prefill and decode apart: the text and the steps of one server, and every failure on the way."""
 
+import asyncio
 import ctypes
 import json
 import os
@@ -525,6 +526,7 @@ def test_messages_that_make_no_sense_are_ignored(pairs):
         "",
         "[]",
         "{",
+        "[" * 100_000,
         '{"want": "x"}',
         '{"done": "x"}',
         '{"gone": "x"}',
@@ -556,6 +558,16 @@ def test_an_error_of_ours_is_no_malformed_message(pairs, monkeypatch):
     exchange.messages[transfers.pools.link.name].append('{"done": "x"}')
     with pytest.raises(ValueError, match="a bug of ours"):
         look(producer)
+
+
+def test_bytes_that_are_no_text_are_a_malformed_message():
+    class Agent:
+        def get_new_notifs(self):
+            return {"peer": [b"\xff", b"{}"]}
+
+    link = object.__new__(NixlLink)
+    link.agent = Agent()
+    assert link.messages() == ["\ufffd", "{}"]
 
 
 @pytest.mark.parametrize("outcome", ["ERR", RuntimeError("NIXL_ERR_BACKEND"), "PROC"])
@@ -634,3 +646,18 @@ def test_between_two_processes_by_nixl():
             name
         )
     assert report["killed"]["equal"] and report["killed"]["recomputed"] == 1
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b"\xff", b"[" * 100_000])
+def test_the_proxy_refuses_what_is_no_json_object(body):
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": body}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    asyncio.run(proxy.make_app(["http://127.0.0.1:9"], ["http://127.0.0.1:9"])(scope, receive, send))
+    assert sent[0]["status"] == 400 and b"not a JSON object" in sent[1]["body"]

@@ -316,8 +316,10 @@ def test_learning_rates():
         ({"epochs": 0}, "--epochs must be an integer of at least 1, not 0"),
         ({"epochs": 1.5}, "--epochs must be an integer of at least 1, not 1.5"),
         ({"learning_rate": float("nan")}, "--learning-rate must be a number of at least 0, not nan"),
+        ({"bf16": "yes"}, "--bf16 must be true or false, not 'yes'"),
+        ({"init_from": ""}, "--init-from must be text, not ''"),
         ({"warmup": 1.5}, "--warmup must be a number of at least 0 and at most 1, not 1.5"),
-        ({"schedule": "cosin"}, "one of cosine, linear, constant, not 'cosin' .did you mean 'cosine'"),
+        ({"schedule": "cosin"}, "one of 'cosine', 'linear', 'constant', not 'cosin' .did you mean 'cosine'"),
     ],
 )
 def test_bad_options(values, message):

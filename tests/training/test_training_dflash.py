@@ -216,7 +216,7 @@ def test_last_norm_begins_as_the_targets(family):
     torch.testing.assert_close(scale, expected[family]().detach())
 
 
-@pytest.mark.parametrize("layers", ["2", "0,0", "a", "", "-1,1", "0,7"])
+@pytest.mark.parametrize("layers", ["2", "0,0", "a", ",", "-1,1", "0,7"])
 def test_layers_that_are_none(layers):
     with pytest.raises(TrainingError, match="different numbers from 0 to 1"):
         trainer("dflash", target(), **{**SHAPE, "target_layers": layers})

@@ -61,23 +61,22 @@ def rank(method: str) -> int:
 
 
 @functools.cache
-def _table() -> dict[str, list[PublishedHead]]:
+def known_heads() -> list[tuple[str, PublishedHead]]:
+    """The heads that the package knows, each after its target's id."""
     text = Path(__file__).with_name("published_heads.json").read_text(encoding="utf-8")
-    heads: dict[str, list[PublishedHead]] = {}
-    for row in json.loads(text):
-        head = PublishedHead(row["head"], row["method"], row.get("licence"), row.get("tau"), row.get("task"))
-        heads.setdefault(_name(row["target"]), []).append(head)
-    return heads
+    keys = ("head", "method", "licence", "tau", "task")
+    return [(row["target"], PublishedHead(*(row.get(key) for key in keys))) for row in json.loads(text)]
 
 
 def _name(target_id: str) -> str:
-    """The key of a target in the table: Llama 3's repositories have been renamed."""
+    """A form in which a target's ids are equal: Llama 3's repositories have been renamed."""
     return target_id.lower().replace("/meta-llama-3", "/llama-3")
 
 
 def published_heads(target_id: str) -> list[PublishedHead]:
     """The heads that the package knows for a target, best first."""
-    return sorted(_table().get(_name(target_id), []), key=lambda head: (rank(head.method), -(head.tau or 0.0)))
+    heads = [head for target, head in known_heads() if _name(target) == _name(target_id)]
+    return sorted(heads, key=lambda head: (rank(head.method), -(head.tau or 0.0)))
 
 
 def heads_on_hub(target_id: str, known: list[PublishedHead], notes: list[str]) -> Iterator[PublishedHead]:

@@ -407,7 +407,8 @@ class EventStream(StreamingResponse):
 
 def ignored_header(names: list[str]) -> dict[str, str]:
     """The header that names a request's ignored fields; none if there are none. Headers must be ASCII, and short."""
-    ignored = ", ".join(names)[:1000].encode("unicode_escape").decode().strip()
+    shown = ", ".join(name if name.strip() else repr(name) for name in names)
+    ignored = shown[:1000].encode("unicode_escape").decode().strip()
     return {IGNORED_HEADER: ignored} if ignored else {}
 
 

@@ -40,14 +40,14 @@ def overloaded(message: str) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
 
-def unavailable(message: str, seconds: int) -> ApiError:
-    """503: the server cannot answer now; the client may try again after `seconds`."""
-    return ApiError(503, message, "service_unavailable", headers={"Retry-After": str(seconds)})
+def unavailable(message: str) -> ApiError:
+    """503: the server cannot answer now; the client may try again in a few seconds."""
+    return ApiError(503, message, "service_unavailable", headers={"Retry-After": "5"})
 
 
 def shutting_down() -> ApiError:
     """503: the time for draining is over."""
-    return unavailable("The server is shutting down. Send the request again, to another server or later.", 5)
+    return unavailable("The server is shutting down. Send the request again, to another server or later.")
 
 
 def stopped() -> ApiError:

@@ -239,7 +239,7 @@ class Server:
         worker = self._live_worker
         if isinstance(worker, EngineProcess) and worker.is_silent:
             seconds = round(time.monotonic() - worker.heard)
-            raise unavailable(f"The engine's process has said nothing for {seconds} s. It may have been stopped.", 5)
+            raise unavailable(f"The engine's process has said nothing for {seconds} s. It may have been stopped.")
         return worker
 
     @property
@@ -247,7 +247,7 @@ class Server:
         """The same, even if it does not say anything: answers that have begun wait for it."""
         worker = self.worker
         if worker is None:
-            raise unavailable("The model is loading.", 5)
+            raise unavailable("The model is loading.")
         if self.is_closed:
             raise shutting_down()
         if worker.failure is not None or not worker.is_alive():

@@ -94,7 +94,7 @@ def _parsed(message: str) -> tuple[str | None, list[Any]]:
     """The kind of a message, None if it is malformed, and the values of its fields."""
     try:
         fields = json.loads(message)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, []
     for kind, types in _FIELDS.items():
         if isinstance(fields, dict) and all(type(fields.get(name)) is wanted for name, wanted in types.items()):

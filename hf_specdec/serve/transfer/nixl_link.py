@@ -95,7 +95,7 @@ class NixlLink:
         return True
 
     def messages(self) -> list[str]:
-        return [message.decode() for sent in self.agent.get_new_notifs().values() for message in sent]
+        return [message.decode(errors="replace") for sent in self.agent.get_new_notifs().values() for message in sent]
 
     def _name_of(self, peer: str) -> str:
         """NIXL's name of a peer; the first call for an address connects to it."""
