@@ -26,7 +26,7 @@ from helpers_eagle import check_against, recorded
 from helpers_eagle3 import AUX, LAYOUTS, PlainEagle3
 from helpers_eagle3 import write as write_eagle3
 from oracle import ragged
-from transformers import Qwen3Config
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 import hf_specdec
 from hf_specdec.candidate_generators.checkpoints import keys as key_tables
@@ -570,3 +570,11 @@ def agrees(seen: list, formula: Formula) -> bool:
     return all(
         torch.allclose(logits.double(), formula(text, path), atol=1e-3, rtol=1e-3) for text, path, logits in seen
     )
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig])
+def test_what_trainers_copy_from_their_target(tmp_path, kind):
+    """The config.json of EAGLE-mixtral-instruct-8x7B and others is the target's own, with one layer."""
+    (tmp_path / "config.json").write_text(json.dumps(kind().to_dict()))
+    for table in (eagle._TABLE, eagle3._TABLE):
+        table.read(Checkpoint(tmp_path))
