@@ -111,9 +111,9 @@ class PackedHead:
             own.reading_graphs = GraphRunner(own, own.read_batch, name="{} (reading texts)")
         return own
 
-    def borrowed(self) -> list[nn.Module]:
-        """Modules that the head calls and does not own."""
-        return self.module.borrowed()  # pyright: ignore[reportCallIssue]
+    def modules(self) -> list[nn.Module]:
+        """The head's module, and those that it calls and does not own."""
+        return [self.module, *getattr(self.module, "borrowed", list)()]
 
     def active(self) -> contextlib.AbstractContextManager:
         """A context in which `forward` uses the native library or the faster linear layers and, in captured forwards, the rewritten

@@ -2,28 +2,36 @@
 
 What was learnt of a model (a verdict, a decoder, a program) holds for the structure in which it was learnt. Comparing two
 structures is exact: identities are numbers that are given once in a process, so that an address that is used again deceives nobody.
+What holds addresses and numbers of a model (a program, a CUDA graph) depends on its state, too: where its weights are, and its settings.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_all
 from torch.utils._device import DeviceContext
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import architectures
 
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_NO_MATTER = ("transformers.utils.output_capturing", "hf_specdec.model.architectures")
+_NO_MATTER = ("transformers.utils.output_capturing", "hf_specdec.model.architectures", "hf_specdec.model.native.trace")
 _next_number = itertools.count().__next__
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
 _LIBRARIES = ("torch.nn.", "transformers.", "transformers_modules.", "peft.", "hf_specdec.")
 _WRAPPERS = (*_LIBRARIES, "torch.", "accelerate.")  # their forwards in place of a module's compute the same
+_SCALARS = {int, float, bool, str, type(None)}
+_FUNCTIONS = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial}
+_NONE = object()
 
 
 def number_of(thing: Any) -> Any:
@@ -67,7 +75,8 @@ def interposed() -> bool:
 
 
 def forwards_of(model: nn.Module) -> tuple:
-    """How each module of a model computes: its class's forward, a forward of its own, its hooks, its active adapters."""
+    """How each module of a model computes: its class's call and forward, a forward of its own, its hooks, its active adapters, and the
+    attention that its configuration names."""
     return tuple(_forward(module) for module in architectures.all_modules(model))
 
 
@@ -79,8 +88,42 @@ def structure_of(model: nn.Module) -> tuple:
 def _forward(module: nn.Module) -> tuple:
     own = vars(module)
     forward = number_of(own["forward"]) if "forward" in own else None
-    adapters = tuple(repr(own.get(name)) for name in _ADAPTERS) if "merged_adapters" in own else ()
-    return number_of(type(module).forward), forward, hooks_of(module), adapters
+    more = tuple(repr(own.get(name)) for name in _ADAPTERS) if "merged_adapters" in own else ()
+    if "config" in own:
+        attention = getattr(own["config"], "_attn_implementation_internal", None)
+        found = (known.get(attention) for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
+        more += attention, *map(number_of, found)
+    return (number_of(type(module).forward), number_of(type(module).__call__)), forward, hooks_of(module), more
+
+
+def state_of(modules: Iterable[nn.Module]) -> tuple:
+    """Everything about modules that a recorded forward keeps, except the values of weights: their settings, and where their tensors are."""
+    found: list[Any] = []
+    for module in modules:
+        kind, own = type(module), vars(module)
+        settings = [_setting(value) for name, value in own.items() if name != "forward"]
+        known = tuple(setting for setting in settings if setting is not _NONE)
+        found.append((kind, kind.forward, kind.__call__, known, hooks_of(module), "forward" in own))
+        for tensors in (module._parameters, module._buffers):
+            found += [None if tensor is None else place_of(tensor) for tensor in tensors.values()]
+    return tuple(found)
+
+
+def place_of(tensor: torch.Tensor) -> tuple:
+    """Where a tensor's memory is, and how it is read; of a tensor made of others, such as a quantized one, where these are."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+        return type(tensor), *(place_of(getattr(tensor, name)) for name in names)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _setting(value: Any) -> Any:
+    """What an attribute of a module that is no tensor adds to its state; _NONE: nothing."""
+    if type(value) in _SCALARS:
+        return value
+    if type(value) in (tuple, list) and all(type(each) in _SCALARS for each in value):
+        return tuple(value)
+    return number_of(value) if type(value) in _FUNCTIONS else _NONE
 
 
 def interventions(model: nn.Module) -> list[str]:

@@ -97,7 +97,7 @@ def test_asking_for_graphs_without_a_gpu_is_one_clear_error(tiny_model):
 def test_the_graph_used_longest_ago_makes_room(monkeypatch):
     monkeypatch.setattr("hf_specdec.model.captures.MOST_BYTES", 100)
     made = []
-    found = Captures("a model", lambda function: (function(), lambda: None))
+    found = Captures("a model", list, lambda function: (function(), lambda: None))
 
     def get(key):
         def function():

@@ -61,7 +61,7 @@ def _forward_of_head(head: PackedHead, key: Hashable, reads: bool, features_widt
         features_width: of the input of `fuse` if `reads`, otherwise of the features after `fuse`.
     """
     run = head.read_batch if reads else head.forward_batch
-    modules = _all_modules([head.module, *head.borrowed()])
+    modules = _all_modules(head.modules())
     tables = [module.weight.shape[0] for module in modules if isinstance(module, nn.Embedding)]
     return Traceable(
         key, type(head.module).__name__, modules, head.device, head.dtype,

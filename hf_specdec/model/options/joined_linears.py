@@ -16,6 +16,7 @@ from ...kernels import linear as ops
 from ...kernels.dispatch import uses_triton
 from ..architectures import all_modules
 from ..sharding import bias_of, is_sharded, sharded_forward, weight_of
+from ..structure import place_of
 from .fingerprints import fingerprints
 
 # Sibling layers of these names usually have the same input; then one product serves them all. Every call checks the input.
@@ -208,7 +209,7 @@ def joined_parameters(linears: Sequence[nn.Linear]) -> tuple[list[torch.Tensor],
 
 
 def _place(linear: nn.Linear) -> list:
-    return [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in _tensors(linear)]
+    return [place_of(each) for each in _tensors(linear)]
 
 
 # ---- few rows on a GPU: `kernels.linear` in place of cuBLAS, without a second copy of the weights ----
