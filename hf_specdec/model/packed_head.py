@@ -19,8 +19,8 @@ from .attention import paged_attention_forward
 from .captures import uses_graphs
 from .graphs import CapturedBatch, GraphRunner
 from .options.compiled import RewrittenLayers, layers_of
-from .options.joined_linears import few_row_linears
 from .options.prepacked import prepack
+from .options.replaced_linears import few_row_linears
 from .packed_batch import PackedBatch
 
 if TYPE_CHECKING:

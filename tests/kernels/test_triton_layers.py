@@ -9,7 +9,7 @@ from paths import ROOT
 from torch import nn
 from triton_interpreter import DEVICE, needs_triton
 
-from hf_specdec.model.options.joined_linears import FewRowsProduct, JoinedLinears, _is_large, few_row_linears
+from hf_specdec.model.options.replaced_linears import FewRowsProduct, ReplacedLinears, _is_large, few_row_linears
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 MOST_ROWS = 16
@@ -146,11 +146,11 @@ def test_layers_of_a_model_use_them_for_few_rows_only(linear, monkeypatch):
     monkeypatch.setattr(
         linear, "linears", lambda x, weights, *rest: calls.append(len(weights)) or original(x, weights, *rest)
     )
-    joined = JoinedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
-    for rows, wanted in ((1, [2, 1]), (16, [2, 1]), (17, [])):
+    replaced = ReplacedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
+    for rows, wanted in ((1, [1, 1, 1]), (16, [1, 1, 1]), (17, [])):
         x = draw(1, rows, 64, dtype=torch.bfloat16)
         plain = unit(x)
-        with joined.active():
+        with replaced.active():
             found = unit(x)
         assert found.shape == plain.shape and error(found, plain.double()) < 2e-2
         assert calls == wanted
@@ -164,10 +164,10 @@ def test_models_made_in_inference_mode(monkeypatch):
     monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     with torch.inference_mode():
         unit = Unit().to(DEVICE, torch.bfloat16)
-    joined = JoinedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
+    replaced = ReplacedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
     x = draw(1, 3, 64, dtype=torch.bfloat16)
     for _ in range(2):
-        with torch.inference_mode(), joined.active():
+        with torch.inference_mode(), replaced.active():
             found = unit(x)
     assert error(found, unit(x).double()) < 2e-2
 
@@ -181,8 +181,8 @@ def test_layers_on_a_cpu_and_small_ones_are_left_alone(monkeypatch):
 @needs_triton
 def test_modules_left_out_are_left_alone():
     outer = nn.ModuleDict({"layers": Unit(), "head": nn.Linear(64, 8)})
-    joined = JoinedLinears(outer, FewRowsProduct, lambda module: isinstance(module, nn.Linear), [outer["layers"]])
-    with joined.active():
+    replaced = ReplacedLinears(outer, FewRowsProduct, lambda module: isinstance(module, nn.Linear), [outer["layers"]])
+    with replaced.active():
         assert [name for name, module in outer.named_modules() if "forward" in vars(module)] == ["head"]
 
 

@@ -180,7 +180,7 @@ def test_layers_of_captured_steps(family, rewritten_graphs, graphs_in_python):  
     assert [each.refused for each in makers] == [{}]
 
 
-def test_layers_whose_products_are_joined(rewritten_graphs, graphs_in_python, monkeypatch):  # noqa: F811
+def test_layers_whose_products_are_replaced(rewritten_graphs, graphs_in_python, monkeypatch):  # noqa: F811
     """Where linear layers are served by other products, traced layers see their weights, all layers in the same graphs."""
     made = []
     monkeypatch.setattr(
