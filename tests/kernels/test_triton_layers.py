@@ -9,6 +9,8 @@ from paths import ROOT
 from torch import nn
 from triton_interpreter import DEVICE, needs_triton
 
+from hf_specdec.kernels import linear as operations
+from hf_specdec.kernels.norms import rms_norm
 from hf_specdec.model.options.replaced_linears import FewRowsProduct, ReplacedLinears, _is_large, few_row_linears
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -99,28 +101,25 @@ def test_strided_inputs_and_no_rows(linear):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((17, 8), [(4, 8)]), "up to 3 of up to 16 rows"),
-        (((2, 8), [(4, 9)]), "shapes must fit"),
-        (((2, 8), [(4, 8)] * 4), "up to 3 of up to 16 rows"),
-    ],
-)
-def test_what_cannot_be(linear, arguments, message):
-    (rows, weights), dtype = arguments, torch.bfloat16
-    with pytest.raises(ValueError, match=message):
-        linear.linears(torch.zeros(rows, dtype=dtype), [torch.zeros(each, dtype=dtype) for each in weights])
+def test_the_definition_runs_where_the_kernels_cannot(linear, monkeypatch):
+    from hf_specdec.kernels.norms import triton as norms
 
-
-@needs_triton
-def test_other_dtypes_and_layouts_are_refused(linear):
-    x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
-    with pytest.raises(ValueError, match="all be bfloat16 or all float16"):
-        linear.linears(x, [weight])
-    x, weight = x.bfloat16(), weight.bfloat16()
-    with pytest.raises(ValueError, match="be contiguous"):
-        linear.linears(x, [torch.zeros(8, 4, dtype=torch.bfloat16).T])
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
+    for kernels, name in ((linear, "linears"), (linear, "gated_linear"), (norms, "rms_norm")):
+        monkeypatch.setattr(kernels, name, lambda *args: pytest.fail("the kernel runs"))
+    x, weight = (draw(*shape, dtype=torch.bfloat16) for shape in ((2, 8), (4, 8)))
+    many = draw(MOST_ROWS + 1, 8, dtype=torch.bfloat16)
+    scattered = draw(8, 4, dtype=torch.bfloat16).T
+    for inputs, weights in ((many, [weight]), (x, [weight] * 4), (x, [scattered]), (x.float(), [weight.float()])):
+        found = operations.linears(inputs, weights)
+        assert all(torch.equal(a, F.linear(inputs, b)) for a, b in zip(found, weights, strict=True))
+    assert operations.gated_linear(many, weight, weight).shape == (MOST_ROWS + 1, 4)
+    for inputs, scale in (
+        (x, torch.ones(8)),
+        (x.double(), torch.ones(8).double()),
+        (torch.ones(1, 16385), torch.ones(16385)),
+    ):
+        assert rms_norm(inputs.to(DEVICE), scale.to(DEVICE), 1e-5).shape == inputs.shape
 
 
 class Unit(nn.Module):
@@ -202,19 +201,6 @@ def test_norms(dtype, shape):
     found = rms_norm(x, weight, 1e-5)
     assert found.shape == x.shape and found.dtype == dtype
     assert error(found, wanted) < (1e-6 if dtype == torch.float32 else BOUNDS[dtype])
-
-
-@needs_triton
-def test_norms_that_cannot_be():
-    from hf_specdec.kernels.norms.triton import rms_norm
-
-    for x, weight in (
-        (torch.ones(2, 8), torch.ones(4)),
-        (torch.ones(2, 8), torch.ones(8).half()),
-        (torch.ones(1, 16385), torch.ones(16385)),
-    ):
-        with pytest.raises(ValueError, match="must be the same"):
-            rms_norm(x, weight, 1e-5)
 
 
 # ---- operators of traced layers -------------------------------------------------------------------------------------
