@@ -1,10 +1,10 @@
 """Traced layers whose graphs are rewritten compute what the layers compute, and the rewriting finds what it is for."""
 
-import contextlib
 import copy
 import gc
 import types
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import hf_specdec
 from hf_specdec.model import prepare as preparing
 from hf_specdec.model.options import compiled
-from hf_specdec.model.options.compiled import SparseBlock, SparseBlocks, rewritten
+from hf_specdec.model.options.compiled import SparseBlock, rewritten
 from hf_specdec.model.options.prepacked import prepack
 
 ALL = {"rms_norm", "linears", "linear_and_residual", "gated_linear", "attend_rotating"}
@@ -247,19 +247,20 @@ def test_mixtures_of_experts_are_one_operator(family, wanted, rewritten_graphs, 
 
 
 def test_blocks_stay_opaque_until_the_first_who_asked_leaves():
-    blocks, layer = SparseBlocks(), make("Qwen3-MoE").model.layers[0]
-    assert blocks.ready(layer)
-    with blocks.opaque([layer]):
-        assert not blocks.ready(layer)
-        with blocks.opaque([layer]):
+    model, batch = make("Qwen3-MoE"), SimpleNamespace(captured=True, invariant=None)
+    layers, layer = compiled.RewrittenLayers(model, None), model.model.layers[0]
+    assert layers.serves(batch, layer)
+    with layers.active():
+        assert not layers.serves(batch, layer)
+        with layers.active():
             layer.mlp(torch.randn(1, 3, 48))
-        assert blocks.ready(layer) and isinstance(layer.mlp.forward.__self__, SparseBlock)
+        assert layers.serves(batch, layer) and isinstance(layer.mlp.forward.__self__, SparseBlock)
     assert "forward" not in vars(layer.mlp)
 
 
 def test_layers_that_change_tensors_are_captured_as_they_are(rewritten_graphs, graphs_in_python, caplog, monkeypatch):  # noqa: F811
     """Here experts that are not hidden."""
-    monkeypatch.setattr(compiled.SparseBlocks, "opaque", lambda *each: contextlib.nullcontext())
+    monkeypatch.setattr(compiled.RewrittenLayers, "active", compiled.CompiledLayers.active)
     caplog.set_level("INFO", "hf_specdec")
     check_plain(make_for_pages("Qwen3-MoE"), GRAPHS, graphs_in_python)
     ((name, reason),) = rewritten_graphs[1][0].refused.items()
