@@ -11,7 +11,7 @@ import functools
 import itertools
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -77,36 +77,46 @@ def interposed() -> bool:
 def forwards_of(model: nn.Module) -> tuple:
     """How each module of a model computes: its class's call and forward, a forward of its own, its hooks, its active adapters, and the
     attention that its configuration names."""
-    return tuple(_forward(module) for module in architectures.all_modules(model))
+    shared = functools.cache(_shared)
+    return tuple(_forward(module, shared) for module in architectures.all_modules(model))
 
 
 def structure_of(model: nn.Module) -> tuple:
     """`forwards_of`, and which modules these are."""
-    return tuple((number_of(module), _forward(module)) for module in architectures.all_modules(model))
+    shared = functools.cache(_shared)
+    return tuple((number_of(module), _forward(module, shared)) for module in architectures.all_modules(model))
 
 
-def _forward(module: nn.Module) -> tuple:
+def _shared(kind: type[nn.Module], attention: str | None) -> tuple:
+    """What modules of a class share, and those whose configurations name the same attention."""
+    registered = ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
+    return tuple(map(number_of, (kind.forward, kind.__call__, *registered)))
+
+
+def _forward(module: nn.Module, shared: Callable[[type[nn.Module], str | None], tuple]) -> tuple:
     own = vars(module)
     forward = number_of(own["forward"]) if "forward" in own else None
-    more = tuple(repr(own.get(name)) for name in _ADAPTERS) if "merged_adapters" in own else ()
-    if "config" in own:
-        attention = getattr(own["config"], "_attn_implementation_internal", None)
-        found = (known.get(attention) for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
-        more += attention, *map(number_of, found)
-    return (number_of(type(module).forward), number_of(type(module).__call__)), forward, hooks_of(module), more
+    adapters = tuple(repr(own.get(name)) for name in _ADAPTERS) if "merged_adapters" in own else ()
+    attention = getattr(own.get("config"), "_attn_implementation_internal", None)
+    return shared(type(module), attention), forward, hooks_of(module), adapters
 
 
 def state_of(modules: Iterable[nn.Module]) -> tuple:
-    """Everything about modules that a recorded forward keeps, except the values of weights: their settings, and where their tensors are."""
+    """Everything about modules that a recorded forward keeps, except the values of weights: their settings and configurations, and where
+    their tensors are."""
     found: list[Any] = []
+    configs: dict[int, Any] = {}
     for module in modules:
         kind, own = type(module), vars(module)
+        if own.get("config") is not None:
+            configs[id(own["config"])] = own["config"]
         settings = [_setting(value) for name, value in own.items() if name != "forward"]
         known = tuple(setting for setting in settings if setting is not _NONE)
         found.append((kind, kind.forward, kind.__call__, known, hooks_of(module), "forward" in own))
         for tensors in (module._parameters, module._buffers):
             found += [None if tensor is None else place_of(tensor) for tensor in tensors.values()]
-    return tuple(found)
+    fields = [getattr(config, "__dict__", {"": config}).items() for config in configs.values()]
+    return tuple(found), repr([sorted((name, repr(value)) for name, value in own) for own in fields])
 
 
 def place_of(tensor: torch.Tensor) -> tuple:

@@ -27,8 +27,7 @@ def current_program(subject: Traceable, made: dict[Any, Made]) -> Program | str:
     Args:
         made: earlier results by the subject's key. A result is used again if the subject has not changed.
     """
-    config = vars(subject.config).items() if subject.config else ()
-    state = state_of(subject.modules), repr(sorted((name, repr(value)) for name, value in config))
+    state = state_of(subject.modules)
     if subject.key not in made or made[subject.key][0] != state or not hold(made[subject.key][1]):
         made[subject.key] = state, *_built(subject)
     found = made[subject.key][2]
