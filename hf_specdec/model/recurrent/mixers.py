@@ -39,7 +39,7 @@ class RecurrentLayers:
             source: Any = sys.modules[type(self.mixers[0]).__module__]
             names = {} if family.rule is None else {"chunk": family.rule.chunk}
             self._functions = ModuleFunctions.of(source, convolution=CONVOLUTION, **names)
-            self._one_token = None if family.rule is None else getattr(source, family.rule.one_token)
+            self._one_token: Any = None if family.rule is None else getattr(source, family.rule.one_token)
         # Gated DeltaNet's chunks are 64 tokens, and its modules do not say so.
         self.chunk_size = max(64, *(getattr(mixer, "chunk_size", 0) for mixer in self.mixers), 0)
         self._examples: dict[int, tuple[torch.Tensor, torch.Tensor | None, Inputs]] = {}
