@@ -19,18 +19,6 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 2**31  # limit for the outputs of one model's graphs: float32 logits of every token of each bucket
 
 
-class Capture(Protocol):
-    """Captures functions for replay."""
-
-    def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Run `function`. Returns its output, and a function that runs it again and writes into the same output."""
-        ...
-
-    def forget(self) -> None:
-        """Called when none of the captured functions is used any more."""
-        ...
-
-
 class Captures:
     """Captured functions by bucket.
 
@@ -41,13 +29,12 @@ class Captures:
     Args:
         name: of the model or function, for log messages.
         modules: returns the modules that the functions call.
-        capture: captures a function; tests pass one that replays in Python. None: CUDA graphs.
     """
 
     contexts = 0  # how many have been entered, by any model
 
-    def __init__(self, name: str, modules: Callable[[], list[nn.Module]], capture: Capture | None = None):
-        self.name, self.capture = name, capture or CudaGraphCapture()
+    def __init__(self, name: str, modules: Callable[[], list[nn.Module]]):
+        self.name, self.capture = name, CudaGraphCapture()
         self._modules, self._state = modules, ()
         self._compared_in = 0  # the context
         self.refused = False  # a capture has failed; no other is tried
