@@ -265,7 +265,7 @@ class RewrittenLayers(CompiledLayers):
         super().__init__(model, attention, self._trace)
         self._rewrite = backend
         self._is_new = False  # the latest graph has not been compared yet
-        self._num_outputs: dict[type[nn.Module], int] = {}  # of SparseBlocks
+        self._num_outputs: dict[type[nn.Module], int] = {}  # by the class of a SparseBlock
         self.refused: dict[type[nn.Module], str] = {}  # layer classes that run untraced, and why
 
     def _trace(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
