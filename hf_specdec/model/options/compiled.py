@@ -360,19 +360,17 @@ def _layers_in(model: nn.Module) -> list[tuple[int, nn.Module]]:
     ]
 
 
-_shared = weakref.WeakKeyDictionary[nn.Module, dict[type[CompiledLayers], "weakref.ref[CompiledLayers]"]]()
+_shared = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[type[CompiledLayers], CompiledLayers]"]()
 _Layers = TypeVar("_Layers", bound="CompiledLayers")
 
 
 def layers_of(model: nn.Module, attention: Callable, kind: type[_Layers]) -> _Layers:
     """The traced layers of a model or head, of class `kind`, shared by all callers. Args and errors: see `kind`."""
-    kinds = _shared.setdefault(model, {})
-    found: Any = kinds[kind]() if kind in kinds else None
-    if found is not None:
-        return found
-    made = kind(model, attention)
-    kinds[kind] = weakref.ref(made)
-    return made
+    kinds = _shared.setdefault(model, weakref.WeakValueDictionary())
+    found: Any = kinds.get(kind)
+    if found is None:
+        found = kinds[kind] = kind(model, attention)
+    return found
 
 
 def is_of_tracing(error: Exception) -> bool:
