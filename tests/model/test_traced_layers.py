@@ -12,6 +12,7 @@ from families import make, make_for_pages, perturbed
 from replayed_graphs import defined_attention, graphs_in_python, rewritten_graphs  # noqa: F401
 from torch import fx
 from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 import hf_specdec
 from hf_specdec.model import prepare as preparing
@@ -244,6 +245,15 @@ def test_mixtures_of_experts_are_one_operator(family, wanted, rewritten_graphs, 
     check_plain(make_for_pages(family), GRAPHS, graphs_in_python)
     assert operators(rewritten_graphs[0]) >= wanted | {"sparse_block"}
     assert [each.refused for each in rewritten_graphs[1]] == [{}] and len(rewritten_graphs[0]) <= 4
+
+
+def test_layers_are_shared_until_something_that_they_call_is_replaced(monkeypatch):
+    model = make("Llama")
+    first = compiled.layers_of(model, None, compiled.RewrittenLayers)
+    assert compiled.layers_of(model, None, compiled.RewrittenLayers) is first
+    call = modeling_llama.LlamaMLP.__call__
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "__call__", lambda self, x: call(self, x) * 2)
+    assert compiled.layers_of(model, None, compiled.RewrittenLayers) is not first
 
 
 def test_blocks_stay_opaque_until_the_first_who_asked_leaves():

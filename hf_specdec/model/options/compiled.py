@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_triton
 from .. import architectures
+from ..structure import forwards_of
 from .rewriting import fuse_linears, fuse_norms, fuse_rotation, modifies_in_place, without_dropout
 
 logger = logging.getLogger(__name__)
@@ -360,16 +361,17 @@ def _layers_in(model: nn.Module) -> list[tuple[int, nn.Module]]:
     ]
 
 
-_shared = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[type[CompiledLayers], CompiledLayers]"]()
+_shared = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, CompiledLayers]"]()
 _Layers = TypeVar("_Layers", bound="CompiledLayers")
 
 
 def layers_of(model: nn.Module, attention: Callable, kind: type[_Layers]) -> _Layers:
-    """The traced layers of a model or head, of class `kind`, shared by all callers. Args and errors: see `kind`."""
-    kinds = _shared.setdefault(model, weakref.WeakValueDictionary())
-    found: Any = kinds.get(kind)
+    """The traced layers of a model or head, of class `kind`, shared by all callers until something that the forward calls is replaced,
+    which the tracer may not notice. Args and errors: see `kind`."""
+    known, key = _shared.setdefault(model, weakref.WeakValueDictionary()), (kind, forwards_of(model))
+    found: Any = known.get(key)
     if found is None:
-        found = kinds[kind] = kind(model, attention)
+        found = known[key] = kind(model, attention)
     return found
 
 
