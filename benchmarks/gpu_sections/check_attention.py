@@ -84,8 +84,7 @@ class Problem:
         counts = [-(-row.key_length // BLOCK_SIZE) for row in rows]
         order, ends = rng.permutation(sum(counts) + 2), np.cumsum(counts)
         self.rows = [
-            dataclasses.replace(row, blocks=order[end - count : end])
-            for row, end, count in zip(rows, ends, counts, strict=True)
+            row._replace(blocks=order[end - count : end]) for row, end, count in zip(rows, ends, counts, strict=True)
         ]
         num_tokens = sum(row.query_length for row in rows) + case.padding
         self.inputs: AttentionInputs = attention_inputs(

@@ -134,7 +134,7 @@ FLASH_BATCHES = (  # kind, rows, new tokens and keys of each
 
 
 def flash_rows(context: Context) -> Iterator[Row]:
-    """How many times as fast as ours flash-attn is in pages, where it is installed: what `flash.FASTER` is filled from."""
+    """How many times as fast as ours flash-attn is in pages, where it is installed."""
     from hf_specdec.kernels.attention.triton import paged_attention
 
     found = installed_flash(context)

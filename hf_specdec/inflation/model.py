@@ -37,19 +37,10 @@ PRESETS = {
 def inflate(
     model: PreTrainedModel,
     *,
-    hidden_size: int | None = None,
-    num_hidden_layers: int | None = None,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
-    head_dim: int | None = None,
-    linear_num_key_heads: int | None = None,
-    linear_num_value_heads: int | None = None,
-    linear_key_head_dim: int | None = None,
-    linear_value_head_dim: int | None = None,
     vocab_size: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
+    **sizes: int | None,
 ) -> PreTrainedModel:
     """A bigger model of the same class with the same logits; sizes that are not given stay the same.
 
@@ -57,19 +48,15 @@ def inflate(
     New tokens (`vocab_size`) are never likely: see `widen_vocabulary`.
 
     Args:
-        linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim: of Qwen3.5's recurrent layers.
+        sizes: any of DIMENSIONS, and for Qwen3.5's recurrent layers of STATE_DIMENSIONS.
 
     Raises:
         ValueError: a size is smaller than the source's or cannot hold it, or the source has no such size.
     """
-    asked = (
-        hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim,
-        linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim,
-    )  # fmt: skip
-    given = {name: size for name, size in zip((*DIMENSIONS, *STATE_DIMENSIONS), asked, strict=True) if size is not None}
     old = sizes_of(model)
+    given = {name: size for name, size in sizes.items() if size is not None}
     for name in given.keys() - old.keys():
-        raise ValueError(f"{type(model).__name__} has no recurrent layers: leave {name} out.")
+        raise ValueError(f"{type(model).__name__} has no {name}: leave it out. Its sizes are {', '.join(old)}.")
     new = old | given
     check_sizes(model, old, new)
     if vocab_size is not None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,15 +12,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.falcon import modeling_falcon
 
+from .functions import ModuleFunctions
 from .threads import for_this_thread
 
 if TYPE_CHECKING:
     from .packed_batch import PackedBatch
-
-_positions: ContextVar[torch.Tensor | None] = ContextVar("positions of packed keys", default=None)
-_lock = threading.Lock()
-_num_falcons = 0  # running forwards, which need `_falcon_biases` until they return
-_of_falcon = modeling_falcon.build_alibi_tensor
 
 
 def is_needed(model: PreTrainedModel) -> bool:
@@ -34,7 +29,8 @@ def is_needed(model: PreTrainedModel) -> bool:
 def packed(model: PreTrainedModel, batch: PackedBatch) -> Iterator[None]:
     """Inside the context, the ALiBi biases of a model for which this `is_needed` follow the packed keys' real positions."""
     if model.config.model_type == "falcon":
-        with _patched_falcon(torch.from_numpy(batch.key_positions())):
+        functions = ModuleFunctions.of(modeling_falcon, biases="build_alibi_tensor")
+        with functions.replaced(biases=functools.partial(_falcon_biases, torch.from_numpy(batch.key_positions()))):
             yield
         return
     inner, (name, make) = model.transformer, _BUILDERS[model.config.model_type]
@@ -81,30 +77,14 @@ _BUILDERS: dict[str, tuple[str, Any]] = {
 }
 
 
-@contextlib.contextmanager
-def _patched_falcon(positions: torch.Tensor) -> Iterator[None]:
-    """Replace the function of Falcon's module that computes biases. The replacement returns the original's biases to threads that run
-    no packed forward."""
-    global _num_falcons
-    token = _positions.set(positions)
-    with _lock:
-        _num_falcons += 1
-        modeling_falcon.build_alibi_tensor = _falcon_biases
-    try:
-        yield
-    finally:
-        _positions.reset(token)
-        with _lock:
-            _num_falcons -= 1
-            if not _num_falcons:
-                modeling_falcon.build_alibi_tensor = _of_falcon
-
-
-def _falcon_biases(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+def _falcon_biases(
+    positions: torch.Tensor,
+    original: Callable[..., torch.Tensor],
+    attention_mask: torch.Tensor,
+    num_heads: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """Biases [heads, 1, S_total], in bfloat16's precision as Falcon computes them."""
-    positions = _positions.get()
-    if positions is None:
-        return _of_falcon(attention_mask, num_heads, dtype)
     length = int(positions.max()) + 1
-    every = _of_falcon(torch.ones(1, length, dtype=torch.long, device=attention_mask.device), num_heads, dtype)
+    every = original(torch.ones(1, length, dtype=torch.long, device=attention_mask.device), num_heads, dtype)
     return every.index_select(2, positions.to(every.device))

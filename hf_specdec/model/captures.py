@@ -11,37 +11,32 @@ from torch import nn
 
 from ..core.errors import UnsupportedModel
 from ..kernels.dispatch import VARIABLE, can_capture_steps
+from . import architectures
+from .structure import state_of
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 2**31  # limit for the outputs of one model's graphs: float32 logits of every token of each bucket
 
 
-class Capture(Protocol):
-    """Captures functions for replay."""
-
-    def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Run `function`. Returns its output, and a function that runs it again and writes into the same output."""
-        ...
-
-    def forget(self) -> None:
-        """Called when none of the captured functions is used any more."""
-        ...
-
-
 class Captures:
     """Captured functions by bucket.
 
-    All are dropped when the pools or weights that they read are replaced. The least recently used are dropped while all
-    outputs together exceed MOST_BYTES.
+    All are dropped when the pools that they read are replaced, or when the modules have changed (see `state_of`), which takes longer to
+    find out than a small step: modules are compared once in each context in which models run. The least recently used are dropped
+    while all outputs together exceed MOST_BYTES.
 
     Args:
         name: of the model or function, for log messages.
-        capture: captures a function; tests pass one that replays in Python. None: CUDA graphs.
+        modules: returns the modules that the functions call.
     """
 
-    def __init__(self, name: str, capture: Capture | None = None):
-        self.name, self.capture = name, capture or CudaGraphCapture()
+    contexts = 0  # how many have been entered, by any model
+
+    def __init__(self, name: str, modules: Callable[[], list[nn.Module]]):
+        self.name, self.capture = name, CudaGraphCapture()
+        self._modules, self._state = modules, ()
+        self._compared_in = 0  # the context
         self.refused = False  # a capture has failed; no other is tried
         self._found: dict[Hashable, tuple[Any, Any, Callable[[], None]]] = {}
         self._made_for: tuple = ()
@@ -61,14 +56,18 @@ class Captures:
 
         Args:
             key: identifies the bucket.
-            made_for: addresses of the pools and weights in use. All captures are dropped when they change.
+            made_for: addresses of the pools in use. All captures are dropped when they change.
             make: called for a new bucket; returns its filled buffers and the function to capture, which reads them.
         """
         if self.refused:
             return None
-        if made_for != self._made_for:
+        state = self._state
+        if self._compared_in != Captures.contexts:
+            self._compared_in = Captures.contexts
+            state = state_of(inner for module in self._modules() for inner in architectures.all_modules(module))
+        if made_for != self._made_for or state != self._state:
             self.clear()
-            self._made_for = made_for
+            self._made_for, self._state = made_for, state
         if key not in self._found:
             buffers, function = make()
             try:
@@ -128,26 +127,6 @@ def num_bytes(outputs: Any) -> int:
     return sum(map(num_bytes, fields.values()))
 
 
-def places_of(modules: list[nn.Module]) -> tuple[int, ...]:
-    """The address of each module's first weight. Captured functions must be dropped when one of them changes."""
-
-    def place(module: nn.Module) -> int:
-        weight = _first_tensor(module, "_parameters")
-        weight = _first_tensor(module, "_buffers") if weight is None else weight
-        return 0 if weight is None else weight.data_ptr()
-
-    return tuple(map(place, modules))
-
-
-def _first_tensor(module: nn.Module, kind: str) -> torch.Tensor | None:
-    """The first parameter or buffer. A loop of our own, because every step calls this and `next(module.parameters())` is slower."""
-    for tensor in getattr(module, kind).values():
-        if type(tensor) in (nn.Parameter, torch.Tensor):  # quantized tensor subclasses have no address
-            return tensor
-    found = (_first_tensor(child, kind) for child in module._modules.values() if child is not None)
-    return next((tensor for tensor in found if tensor is not None), None)
-
-
 # ---- which models and heads run as CUDA graphs ----
 
 
@@ -159,10 +138,12 @@ class Capturable(Protocol):
         forward_batch: runs its forward over a packed batch.
         module: holds its weights.
         device: of its input ids.
+        modules: returns the modules that the forward calls: `module`, and those that are borrowed.
     """
 
     gather: bool
     forward_batch: Callable[..., Any]
+    modules: Callable[[], list[nn.Module]]
 
     @property
     def module(self) -> nn.Module: ...

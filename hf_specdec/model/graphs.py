@@ -22,7 +22,7 @@ from ..kernels.attention.inputs import AttentionInputs, InputSizes, RowDescripti
 from ..kernels.cache import write_keys_values
 from ..kernels.dispatch import current, next_power_of_two
 from ..kernels.transfer import HostStaging
-from .captures import Capturable, Capture, Captures, places_of
+from .captures import Capturable, Captures
 from .options.invariant_ops import InvariantOps
 from .packed_batch import copy_ids, write_ids
 from .row_descriptions import describe, describe_lines
@@ -146,7 +146,7 @@ class GraphRunner:
         function: the function to capture, which takes the batches and, if `run` is given features, `features=`; None: the
             model's `forward_batch`.
         by_lines: attend as deterministic models do (see `describe_lines`).
-        capture, name: see `Captures`; "{}" in the name stands for the model's class.
+        name: see `Captures`; "{}" stands for the model's class.
     """
 
     def __init__(
@@ -154,11 +154,10 @@ class GraphRunner:
         model: Capturable,
         function: Callable[..., Any] | None = None,
         by_lines: bool = False,
-        capture: Capture | None = None,
         name: str = "{}",
     ):
         self.model, self.function, self.by_lines = model, function or model.forward_batch, by_lines
-        self.captures = Captures(name.format(type(model.module).__name__), capture)
+        self.captures = Captures(name.format(type(model.module).__name__), model.modules)
 
     def run(self, views: list[list[RowInput]], cache: PagedStaticCache, features: torch.Tensor | None = None) -> Any:
         """Run one forward through a captured graph; None if it must run eagerly (a prompt, or a model that cannot be captured).
@@ -197,7 +196,7 @@ class GraphRunner:
                 each.fill(view, counts, described[i], None if i else features)
 
         with current(self.model.device):
-            found = self.captures.get(sizes, (cache.identity, places_of([self.model.module])), make)
+            found = self.captures.get(sizes, cache.identity, make)
             if found is None:
                 return None
             buffers, output, replay = found

@@ -18,7 +18,7 @@ from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
-from .row_descriptions import additive_masks, block_diagonal_mask, describe, describe_lines, describe_natively
+from .row_descriptions import additive_masks, block_diagonal_mask, describe, describe_lines
 
 
 @dataclass
@@ -126,7 +126,7 @@ class PackedBatch:
     def native_rows(self) -> NativeRows:
         """The rows as the native library reads them; made once per step."""
         if self._native_rows is None:
-            self._native_rows = describe_natively(self.inputs, self.starts, self.cache)
+            self._native_rows = NativeRows.of(describe(self.inputs, self.cache, by_slots=True))
         return self._native_rows
 
     def lines(self, device: torch.device) -> list[AttentionRow]:

@@ -19,8 +19,8 @@ from .attention import paged_attention_forward
 from .captures import uses_graphs
 from .graphs import CapturedBatch, GraphRunner
 from .options.compiled import RewrittenLayers, layers_of
-from .options.joined_linears import few_row_linears
 from .options.prepacked import prepack
+from .options.replaced_linears import few_row_linears
 from .packed_batch import PackedBatch
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ class PackedHead:
             own.reading_graphs = GraphRunner(own, own.read_batch, name="{} (reading texts)")
         return own
 
-    def borrowed(self) -> list[nn.Module]:
-        """Modules that the head calls and does not own."""
-        return self.module.borrowed()  # pyright: ignore[reportCallIssue]
+    def modules(self) -> list[nn.Module]:
+        """The head's module, and those that it calls and does not own."""
+        return [self.module, *getattr(self.module, "borrowed", list)()]
 
     def active(self) -> contextlib.AbstractContextManager:
         """A context in which `forward` uses the native library or the faster linear layers and, in captured forwards, the rewritten

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
@@ -23,6 +24,7 @@ from ..core.names import cache_argument
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
 from . import alibi, architectures, attention
+from .captures import Captures
 from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
@@ -135,6 +137,10 @@ class PackedModel:
     def module(self) -> PreTrainedModel:
         """The model, under the name that PackedHead uses."""
         return self.model
+
+    def modules(self) -> list[nn.Module]:
+        """The modules of a forward, as of PackedHead."""
+        return [self.model]
 
     @property
     def device(self) -> torch.device:
@@ -255,6 +261,7 @@ class PackedModel:
                     self._entered.close()
 
     def _enter(self) -> contextlib.ExitStack:
+        Captures.contexts += 1
         self._unread_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
         with contextlib.ExitStack() as stack:
             if not self.gather:

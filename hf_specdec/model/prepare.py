@@ -16,9 +16,9 @@ from .graphs import GraphRunner
 from .native import NativeRunner, can_try
 from .options import invariant_check
 from .options.compiled import CompiledLayers, RewrittenLayers, layers_of
-from .options.joined_linears import few_row_linears
 from .options.prepacked import prepack
 from .options.quantized import QuantizedLinears, quantize_for_good, quantized_linears, quantizes_natively
+from .options.replaced_linears import few_row_linears
 from .packed_model import Activated, PackedModel
 
 

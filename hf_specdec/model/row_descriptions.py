@@ -13,31 +13,20 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import Chunks, RowInput
-from ..kernels.attention.inputs import NativeRow, NativeRows, RowDescription
+from ..kernels.attention.inputs import RowDescription
 
 
-def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
-    """The rows with the cache's blocks, one description each."""
+def describe(rows: list[RowInput], cache: PagedStaticCache, by_slots: bool = False) -> list[RowDescription]:
+    """The rows with the cache's blocks, or `by_slots` with blocks of one slot, one description each."""
     described = []
     for row in rows:
-        length = row.start + row.num_tokens
-        blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
+        table, length = cache.tables[row.seq_id], row.start + row.num_tokens
+        blocks = table.slots if by_slots else table.blocks[: -(-length // cache.block_size)]
         # Only sliding windows read these positions.
         positions = row.positions if row.window_positions is None else row.window_positions
         own = RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
         described.append(own)
     return described
-
-
-def describe_natively(rows: list[RowInput], starts: list[int], cache: PagedStaticCache) -> NativeRows:
-    """The rows as the native library reads them; `starts`: each row's first packed token, and the end."""
-    return NativeRows.of(
-        NativeRow(
-            start, end, row.start + row.num_tokens, cache.tables[row.seq_id].slots, row.visibility, row.region_positions,
-            row.positions if row.window_positions is None else row.window_positions,
-        )
-        for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True)
-    )  # fmt: skip
 
 
 def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:

@@ -2,28 +2,36 @@
 
 What was learnt of a model (a verdict, a decoder, a program) holds for the structure in which it was learnt. Comparing two
 structures is exact: identities are numbers that are given once in a process, so that an address that is used again deceives nobody.
+What holds addresses and numbers of a model (a program, a CUDA graph) depends on its state, too: where its weights are, and its settings.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_all
 from torch.utils._device import DeviceContext
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import architectures
 
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_NO_MATTER = ("transformers.utils.output_capturing", "hf_specdec.model.architectures")
+_NO_MATTER = ("transformers.utils.output_capturing", "hf_specdec.model.architectures", "hf_specdec.model.native.trace")
 _next_number = itertools.count().__next__
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
 _LIBRARIES = ("torch.nn.", "transformers.", "transformers_modules.", "peft.", "hf_specdec.")
 _WRAPPERS = (*_LIBRARIES, "torch.", "accelerate.")  # their forwards in place of a module's compute the same
+_SCALARS = {int, float, bool, str, type(None)}
+_FUNCTIONS = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial}
+_NONE = object()
 
 
 def number_of(thing: Any) -> Any:
@@ -67,20 +75,65 @@ def interposed() -> bool:
 
 
 def forwards_of(model: nn.Module) -> tuple:
-    """How each module of a model computes: its class's forward, a forward of its own, its hooks, its active adapters."""
-    return tuple(_forward(module) for module in architectures.all_modules(model))
+    """How each module of a model computes: its class's call and forward, a forward of its own, its hooks, its active adapters, and the
+    attention that its configuration names."""
+    shared = functools.cache(_shared)
+    return tuple(_forward(module, shared) for module in architectures.all_modules(model))
 
 
 def structure_of(model: nn.Module) -> tuple:
     """`forwards_of`, and which modules these are."""
-    return tuple((number_of(module), _forward(module)) for module in architectures.all_modules(model))
+    shared = functools.cache(_shared)
+    return tuple((number_of(module), _forward(module, shared)) for module in architectures.all_modules(model))
 
 
-def _forward(module: nn.Module) -> tuple:
+def _shared(kind: type[nn.Module], attention: str | None) -> tuple:
+    """What modules of a class share, and those whose configurations name the same attention."""
+    registered = ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
+    return tuple(map(number_of, (kind.forward, kind.__call__, *registered)))
+
+
+def _forward(module: nn.Module, shared: Callable[[type[nn.Module], str | None], tuple]) -> tuple:
     own = vars(module)
     forward = number_of(own["forward"]) if "forward" in own else None
     adapters = tuple(repr(own.get(name)) for name in _ADAPTERS) if "merged_adapters" in own else ()
-    return number_of(type(module).forward), forward, hooks_of(module), adapters
+    attention = getattr(own.get("config"), "_attn_implementation_internal", None)
+    return shared(type(module), attention), forward, hooks_of(module), adapters
+
+
+def state_of(modules: Iterable[nn.Module]) -> tuple:
+    """Everything about modules that a recorded forward keeps, except the values of weights: their settings and configurations, and where
+    their tensors are."""
+    found: list[Any] = []
+    configs: dict[int, Any] = {}
+    for module in modules:
+        kind, own = type(module), vars(module)
+        if own.get("config") is not None:
+            configs[id(own["config"])] = own["config"]
+        settings = [_setting(value) for name, value in own.items() if name != "forward"]
+        known = tuple(setting for setting in settings if setting is not _NONE)
+        found.append((kind, kind.forward, kind.__call__, known, hooks_of(module), "forward" in own))
+        for tensors in (module._parameters, module._buffers):
+            found += [None if tensor is None else place_of(tensor) for tensor in tensors.values()]
+    fields = [getattr(config, "__dict__", {"": config}).items() for config in configs.values()]
+    return tuple(found), repr([sorted((name, repr(value)) for name, value in own) for own in fields])
+
+
+def place_of(tensor: torch.Tensor) -> tuple:
+    """Where a tensor's memory is, and how it is read; of a tensor made of others, such as a quantized one, where these are."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+        return type(tensor), *(place_of(getattr(tensor, name)) for name in names)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _setting(value: Any) -> Any:
+    """What an attribute of a module that is no tensor adds to its state; _NONE: nothing."""
+    if type(value) in _SCALARS:
+        return value
+    if type(value) in (tuple, list) and all(type(each) in _SCALARS for each in value):
+        return tuple(value)
+    return number_of(value) if type(value) in _FUNCTIONS else _NONE
 
 
 def interventions(model: nn.Module) -> list[str]:

@@ -291,9 +291,10 @@ def test_too_few_key_value_heads():
         inflation.inflate(model, num_attention_heads=9, num_key_value_heads=3)
 
 
-def test_recurrent_heads_that_cannot_hold_the_old_ones():
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no recurrent layers: leave linear_key_head_dim out"):
-        inflation.inflate(make_source("llama"), linear_key_head_dim=16)
+@pytest.mark.parametrize("name", ["linear_key_head_dim", "hiden_size"])
+def test_sizes_that_the_source_does_not_have(name):
+    with pytest.raises(ValueError, match=f"LlamaForCausalLM has no {name}: leave it out. Its sizes are hidden_size, "):
+        inflation.inflate(make_source("llama"), **{name: 64})
 
 
 @needs_states

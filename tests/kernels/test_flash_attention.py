@@ -129,14 +129,11 @@ def test_it_is_told_the_same(installed, version, block_size, options):
 
 
 @pytest.mark.parametrize("choice", flash.CHOICES)
-def test_which_batches(installed, monkeypatch, choice):
+def test_which_batches(installed, choice):
     installed(3, choice)
     chains, prompts = problem(4), problem(4, queries=(80,), keys=(90,))
     expected = {"always": [True, True], "chains": [True, False], "prompts": [False, True]}.get(choice, [False, False])
     assert [flash.flash_attention_for(*each) is not None for each in (chains, prompts)] == expected
-    monkeypatch.setitem(flash.FASTER, (9, 0), frozenset({"prompts"}))
-    after = [False, True] if choice == "measured" else expected
-    assert [flash.flash_attention_for(*each) is not None for each in (chains, prompts)] == after
 
 
 def test_what_stays_with_our_kernel(installed):
@@ -158,7 +155,7 @@ def test_it_needs_a_gpu(monkeypatch):
 
 def test_clear_errors(installed, monkeypatch):
     monkeypatch.setenv(flash.VARIABLE, "sometimes")
-    with pytest.raises(ValueError, match="HF_SPECDEC_FLASH_ATTENTION must be one of measured, never"):
+    with pytest.raises(ValueError, match="HF_SPECDEC_FLASH_ATTENTION must be one of never"):
         flash.flash_attention_for(*problem(4))
     monkeypatch.setenv(flash.VARIABLE, "always")
     pretend_gpu(monkeypatch, (9, 0))

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.kernels.attention import native, reference
-from hf_specdec.kernels.attention.inputs import NativeRow, NativeRows
+from hf_specdec.kernels.attention.inputs import NativeRows, RowDescription
 from hf_specdec.kernels.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
@@ -77,12 +77,17 @@ def batch(problem):
             seen = np.ones((count, length), dtype=bool)
             seen[:, length - visibility.shape[1] :] = visibility
             seen &= queries[:, None] - keys[None] < problem["window"]
-        rows.append(NativeRow(start, start + count, length, slots, visibility, places, positions))
+        rows.append(RowDescription(slots, count, length, visibility, positions, places))
         allowed.append(seen)
         own.append(torch.from_numpy(slots))
         start, used = start + count, used + length
     query = torch.randn(problem["heads"], start, problem["width"], generator=draw).to(problem["dtype"]).transpose(0, 1)
     return query, *pools, NativeRows.of(rows), rows, allowed, own
+
+
+def starts_of(rows):
+    """Each row's first packed token."""
+    return np.cumsum([0, *(row.query_length for row in rows[:-1])]).tolist()
 
 
 def by_definition(problem, query, keys, values, rows, allowed, own, sinks):
@@ -93,9 +98,9 @@ def by_definition(problem, query, keys, values, rows, allowed, own, sinks):
         for seen in allowed
     ]
     described = [
-        reference.AttentionRow(row.start, row.end, row.length, -1, slots)
-        for row, slots in zip(rows, own, strict=True)
-    ]  # fmt: skip
+        reference.AttentionRow(start, start + row.query_length, row.key_length, -1, slots)
+        for start, row, slots in zip(starts_of(rows), rows, own, strict=True)
+    ]
     sinks = None if sinks is None else sinks.double()
     return reference.paged_attention(
         query.double().contiguous(), keys.double(), values.double(), described, masks, 0.3, problem["softcap"], sinks
@@ -123,10 +128,10 @@ def test_a_query_does_not_depend_on_its_batch(instruction_set):
     }  # fmt: skip
     query, keys, values, table, rows, _, _ = batch(problem)
     together = native.paged_attention(query, keys, values, table, 0.125)
-    for row in rows:
-        alone = NativeRows.of([row._replace(start=0, end=row.end - row.start)])
-        found = native.paged_attention(query[row.start : row.end], keys, values, alone, 0.125)
-        assert torch.equal(found, together[row.start : row.end])
+    for start, row in zip(starts_of(rows), rows, strict=True):
+        own = slice(start, start + row.query_length)
+        found = native.paged_attention(query[own], keys, values, NativeRows.of([row]), 0.125)
+        assert torch.equal(found, together[own])
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -140,12 +145,12 @@ def test_a_query_does_not_depend_on_its_neighbours(instruction_set, dtype, is_tr
     }  # fmt: skip
     query, keys, values, table, (row,), _, _ = batch(problem)
     together = native.paged_attention(query, keys, values, table, 0.2, window)
-    for q in range(row.end):
+    for q in range(row.query_length):
         if is_tree:
-            own = row.visibility[q : q + 1], row.region_positions, row.positions[q : q + 1]
-            alone = NativeRow(0, 1, row.length, row.slots, *own)
+            own = row.visibility[q : q + 1], row.positions[q : q + 1], row.region_positions
+            alone = RowDescription(row.blocks, 1, row.key_length, *own)
         else:
-            alone = NativeRow(0, 1, row.length - row.end + q + 1, row.slots, None, None, None)
+            alone = RowDescription(row.blocks, 1, row.key_length - row.query_length + q + 1)
         found = native.paged_attention(query[q : q + 1], keys, values, NativeRows.of([alone]), 0.2, window)
         assert torch.equal(found[0], together[q]), q
 
@@ -194,9 +199,9 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
 def test_prompts_and_other_dtypes_are_left_to_the_definition():
     query = torch.zeros(100, 2, 8)
     pool = torch.zeros(100, 2, 8)
-    row = NativeRow(0, 100, 100, np.arange(100))
+    row = RowDescription(np.arange(100), 100, 100)
     assert not native.serves(query, pool, pool, NativeRows.of([row]))
-    short = NativeRows.of([row._replace(end=4)])
+    short = NativeRows.of([row._replace(query_length=4)])
     assert native.serves(query, pool, pool, short)
     assert not native.serves(query.double(), pool.double(), pool.double(), short)
     assert not native.serves(query, pool.bfloat16(), pool.bfloat16(), short)

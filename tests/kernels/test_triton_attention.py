@@ -63,7 +63,7 @@ class Batch:
         self.rows = []
         for row, end in zip(rows, np.cumsum(counts, dtype=np.int64), strict=True):
             blocks = order[end - -(-row.key_length // block_size) : end]
-            self.rows.append(dataclasses.replace(row, blocks=blocks))
+            self.rows.append(row._replace(blocks=blocks))
         self.inputs = attention_inputs(
             self.rows, block_size, DEVICE, dataclasses.replace(sizes_of(self.rows), **buckets)
         )

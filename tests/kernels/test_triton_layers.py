@@ -9,7 +9,9 @@ from paths import ROOT
 from torch import nn
 from triton_interpreter import DEVICE, needs_triton
 
-from hf_specdec.model.options.joined_linears import FewRowsProduct, JoinedLinears, _is_large, few_row_linears
+from hf_specdec.kernels import linear as operations
+from hf_specdec.kernels.norms import rms_norm
+from hf_specdec.model.options.replaced_linears import FewRowsProduct, ReplacedLinears, _is_large, few_row_linears
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 MOST_ROWS = 16
@@ -99,28 +101,25 @@ def test_strided_inputs_and_no_rows(linear):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((17, 8), [(4, 8)]), "up to 3 of up to 16 rows"),
-        (((2, 8), [(4, 9)]), "shapes must fit"),
-        (((2, 8), [(4, 8)] * 4), "up to 3 of up to 16 rows"),
-    ],
-)
-def test_what_cannot_be(linear, arguments, message):
-    (rows, weights), dtype = arguments, torch.bfloat16
-    with pytest.raises(ValueError, match=message):
-        linear.linears(torch.zeros(rows, dtype=dtype), [torch.zeros(each, dtype=dtype) for each in weights])
+def test_the_definition_runs_where_the_kernels_cannot(linear, monkeypatch):
+    from hf_specdec.kernels.norms import triton as norms
 
-
-@needs_triton
-def test_other_dtypes_and_layouts_are_refused(linear):
-    x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
-    with pytest.raises(ValueError, match="all be bfloat16 or all float16"):
-        linear.linears(x, [weight])
-    x, weight = x.bfloat16(), weight.bfloat16()
-    with pytest.raises(ValueError, match="be contiguous"):
-        linear.linears(x, [torch.zeros(8, 4, dtype=torch.bfloat16).T])
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
+    for kernels, name in ((linear, "linears"), (linear, "gated_linear"), (norms, "rms_norm")):
+        monkeypatch.setattr(kernels, name, lambda *args: pytest.fail("the kernel runs"))
+    x, weight = (draw(*shape, dtype=torch.bfloat16) for shape in ((2, 8), (4, 8)))
+    many = draw(MOST_ROWS + 1, 8, dtype=torch.bfloat16)
+    scattered = draw(8, 4, dtype=torch.bfloat16).T
+    for inputs, weights in ((many, [weight]), (x, [weight] * 4), (x, [scattered]), (x.float(), [weight.float()])):
+        found = operations.linears(inputs, weights)
+        assert all(torch.equal(a, F.linear(inputs, b)) for a, b in zip(found, weights, strict=True))
+    assert operations.gated_linear(many, weight, weight).shape == (MOST_ROWS + 1, 4)
+    for inputs, scale in (
+        (x, torch.ones(8)),
+        (x.double(), torch.ones(8).double()),
+        (torch.ones(1, 16385), torch.ones(16385)),
+    ):
+        assert rms_norm(inputs.to(DEVICE), scale.to(DEVICE), 1e-5).shape == inputs.shape
 
 
 class Unit(nn.Module):
@@ -146,11 +145,11 @@ def test_layers_of_a_model_use_them_for_few_rows_only(linear, monkeypatch):
     monkeypatch.setattr(
         linear, "linears", lambda x, weights, *rest: calls.append(len(weights)) or original(x, weights, *rest)
     )
-    joined = JoinedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
-    for rows, wanted in ((1, [2, 1]), (16, [2, 1]), (17, [])):
+    replaced = ReplacedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
+    for rows, wanted in ((1, [1, 1, 1]), (16, [1, 1, 1]), (17, [])):
         x = draw(1, rows, 64, dtype=torch.bfloat16)
         plain = unit(x)
-        with joined.active():
+        with replaced.active():
             found = unit(x)
         assert found.shape == plain.shape and error(found, plain.double()) < 2e-2
         assert calls == wanted
@@ -164,10 +163,10 @@ def test_models_made_in_inference_mode(monkeypatch):
     monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     with torch.inference_mode():
         unit = Unit().to(DEVICE, torch.bfloat16)
-    joined = JoinedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
+    replaced = ReplacedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
     x = draw(1, 3, 64, dtype=torch.bfloat16)
     for _ in range(2):
-        with torch.inference_mode(), joined.active():
+        with torch.inference_mode(), replaced.active():
             found = unit(x)
     assert error(found, unit(x).double()) < 2e-2
 
@@ -181,8 +180,8 @@ def test_layers_on_a_cpu_and_small_ones_are_left_alone(monkeypatch):
 @needs_triton
 def test_modules_left_out_are_left_alone():
     outer = nn.ModuleDict({"layers": Unit(), "head": nn.Linear(64, 8)})
-    joined = JoinedLinears(outer, FewRowsProduct, lambda module: isinstance(module, nn.Linear), [outer["layers"]])
-    with joined.active():
+    replaced = ReplacedLinears(outer, FewRowsProduct, lambda module: isinstance(module, nn.Linear), [outer["layers"]])
+    with replaced.active():
         assert [name for name, module in outer.named_modules() if "forward" in vars(module)] == ["head"]
 
 
@@ -202,19 +201,6 @@ def test_norms(dtype, shape):
     found = rms_norm(x, weight, 1e-5)
     assert found.shape == x.shape and found.dtype == dtype
     assert error(found, wanted) < (1e-6 if dtype == torch.float32 else BOUNDS[dtype])
-
-
-@needs_triton
-def test_norms_that_cannot_be():
-    from hf_specdec.kernels.norms.triton import rms_norm
-
-    for x, weight in (
-        (torch.ones(2, 8), torch.ones(4)),
-        (torch.ones(2, 8), torch.ones(8).half()),
-        (torch.ones(1, 16385), torch.ones(16385)),
-    ):
-        with pytest.raises(ValueError, match="must be the same"):
-            rms_norm(x, weight, 1e-5)
 
 
 # ---- operators of traced layers -------------------------------------------------------------------------------------

@@ -15,7 +15,16 @@ from oracle import drafter_of, ragged, tiny_llama
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import hf_specdec
@@ -418,6 +427,29 @@ def swapped(original):
     return rotary
 
 
+@contextlib.contextmanager
+def attention_registered_anew():
+    """Under the name that the model's configuration has."""
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def flat(*args, **kwargs):
+        return original(*args, **{**kwargs, "scaling": 1e-3})
+
+    AttentionInterface.register("sdpa", flat)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("sdpa", original)
+
+
+def tenfold_for_norms(original):
+    def attribute(self, name):
+        found = original(self, name)
+        return found * torch.arange(32) if name == "weight" and "Norm" in type(self).__name__ else found
+
+    return attribute
+
+
 INTERVENTIONS = {
     "a function mode": Doubling,
     "a dispatch mode": DoublingBelow,
@@ -425,6 +457,11 @@ INTERVENTIONS = {
     "a class patch": lambda: patched(modeling_llama.LlamaMLP, "forward", doubled),
     "a function of the model's module": lambda: patched(modeling_llama, "apply_rotary_pos_emb", swapped),
     "a function of torch": lambda: patched(nn.functional, "silu", doubled),
+    "a function of torch in a later function of its file": lambda: patched(torch, "rsqrt", doubled),
+    "the call of a class": lambda: patched(modeling_llama.LlamaMLP, "__call__", doubled),
+    "the call of a base class": lambda: patched(GradientCheckpointingLayer, "__call__", doubled),
+    "attributes of modules": lambda: patched(nn.Module, "__getattr__", tenfold_for_norms),
+    "attention under the same name": attention_registered_anew,
     "a method of tensors": lambda: patched(torch.Tensor, "pow", doubled),
 }
 

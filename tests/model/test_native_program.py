@@ -1,6 +1,9 @@
 """Forward passes as one call of the native library: they compute what the model computes, and follow its changes."""
 
 import gc
+import inspect
+import sys
+import threading
 import weakref
 
 import numpy as np
@@ -15,7 +18,7 @@ from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.output import Taps
 from hf_specdec.core.rows import RowInput
 from hf_specdec.kernels.native import library
-from hf_specdec.model.native import program
+from hf_specdec.model.native import check, program
 from hf_specdec.model.prepare import ModelOptions, prepare
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
@@ -346,3 +349,34 @@ def test_a_collection_while_a_forward_is_recorded_is_no_part_of_it():
         gc.callbacks.remove(callback)
         gc.set_threshold(*before)
     assert native.native.refused is None and gc.isenabled()
+
+
+def test_a_forward_elsewhere_while_one_is_recorded(monkeypatch):
+    """Another thread is inside the model's rotary module, where its operators are not recorded; those of this thread are."""
+    model = make("Llama")
+    code = inspect.unwrap(type(model.model.rotary_emb).forward).__code__
+    inside, recorded = threading.Event(), threading.Event()
+
+    def wait_inside(frame, event, arg):
+        if event == "call" and frame.f_code is code:
+            inside.set()
+            recorded.wait(30)
+
+    def plainly():
+        sys.setprofile(wait_inside)
+        model(torch.ones(1, 3, dtype=torch.long))
+
+    thread = threading.Thread(target=plainly)
+    enter = check.CalledCode.__enter__
+
+    def begin(self):
+        thread.start()
+        assert inside.wait(30)
+        return enter(self)
+
+    monkeypatch.setattr(check.CalledCode, "__enter__", begin)
+    native = prepare(model)
+    outputs(native, steps(), 1)
+    recorded.set()
+    thread.join()
+    assert native.native.refused is None

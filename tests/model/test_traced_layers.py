@@ -1,10 +1,10 @@
 """Traced layers whose graphs are rewritten compute what the layers compute, and the rewriting finds what it is for."""
 
-import contextlib
 import copy
 import gc
 import types
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +12,12 @@ from families import make, make_for_pages, perturbed
 from replayed_graphs import defined_attention, graphs_in_python, rewritten_graphs  # noqa: F401
 from torch import fx
 from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 import hf_specdec
 from hf_specdec.model import prepare as preparing
 from hf_specdec.model.options import compiled
-from hf_specdec.model.options.compiled import SparseBlock, SparseBlocks, rewritten
+from hf_specdec.model.options.compiled import SparseBlock, rewritten
 from hf_specdec.model.options.prepacked import prepack
 
 ALL = {"rms_norm", "linears", "linear_and_residual", "gated_linear", "attend_rotating"}
@@ -180,7 +181,7 @@ def test_layers_of_captured_steps(family, rewritten_graphs, graphs_in_python):  
     assert [each.refused for each in makers] == [{}]
 
 
-def test_layers_whose_products_are_joined(rewritten_graphs, graphs_in_python, monkeypatch):  # noqa: F811
+def test_layers_whose_products_are_replaced(rewritten_graphs, graphs_in_python, monkeypatch):  # noqa: F811
     """Where linear layers are served by other products, traced layers see their weights, all layers in the same graphs."""
     made = []
     monkeypatch.setattr(
@@ -246,20 +247,30 @@ def test_mixtures_of_experts_are_one_operator(family, wanted, rewritten_graphs, 
     assert [each.refused for each in rewritten_graphs[1]] == [{}] and len(rewritten_graphs[0]) <= 4
 
 
+def test_layers_are_shared_until_something_that_they_call_is_replaced(monkeypatch):
+    model = make("Llama")
+    first = compiled.layers_of(model, None, compiled.RewrittenLayers)
+    assert compiled.layers_of(model, None, compiled.RewrittenLayers) is first
+    call = modeling_llama.LlamaMLP.__call__
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "__call__", lambda self, x: call(self, x) * 2)
+    assert compiled.layers_of(model, None, compiled.RewrittenLayers) is not first
+
+
 def test_blocks_stay_opaque_until_the_first_who_asked_leaves():
-    blocks, layer = SparseBlocks(), make("Qwen3-MoE").model.layers[0]
-    assert blocks.ready(layer)
-    with blocks.opaque([layer]):
-        assert not blocks.ready(layer)
-        with blocks.opaque([layer]):
+    model, batch = make("Qwen3-MoE"), SimpleNamespace(captured=True, invariant=None)
+    layers, layer = compiled.RewrittenLayers(model, None), model.model.layers[0]
+    assert layers.serves(batch, layer)
+    with layers.active():
+        assert not layers.serves(batch, layer)
+        with layers.active():
             layer.mlp(torch.randn(1, 3, 48))
-        assert blocks.ready(layer) and isinstance(layer.mlp.forward.__self__, SparseBlock)
+        assert layers.serves(batch, layer) and isinstance(layer.mlp.forward.__self__, SparseBlock)
     assert "forward" not in vars(layer.mlp)
 
 
 def test_layers_that_change_tensors_are_captured_as_they_are(rewritten_graphs, graphs_in_python, caplog, monkeypatch):  # noqa: F811
     """Here experts that are not hidden."""
-    monkeypatch.setattr(compiled.SparseBlocks, "opaque", lambda *each: contextlib.nullcontext())
+    monkeypatch.setattr(compiled.RewrittenLayers, "active", compiled.CompiledLayers.active)
     caplog.set_level("INFO", "hf_specdec")
     check_plain(make_for_pages("Qwen3-MoE"), GRAPHS, graphs_in_python)
     ((name, reason),) = rewritten_graphs[1][0].refused.items()

@@ -22,7 +22,7 @@ from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
 from ...kernels.dispatch import current, next_power_of_two
 from ...kernels.transfer import upload
-from ...model.captures import Captures, places_of
+from ...model.captures import Captures
 from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS, blocks_bucket, rows_bucket
 from ...model.packed_model import PackedModel
@@ -155,8 +155,8 @@ class CapturedRounds:
     """
 
     def __init__(self, drafter: GrowsDrafts):
-        self.drafter = weakref.proxy(drafter)  # whose weights go when it does
-        self.captures = Captures(f"The drafting loop of {type(drafter).__name__}")
+        self.drafter = owner = weakref.proxy(drafter)  # whose weights go when it does
+        self.captures = Captures(f"The drafting loop of {type(drafter).__name__}", lambda: owner.modules())
         self._forwards_of: dict[int, list[LevelForward]] = {}  # by depth
         self._probs = torch.zeros(0)  # the distributions of the last round, shared by all buckets
 
@@ -211,7 +211,7 @@ class CapturedRounds:
             fill(buffers)
             return buffers, buffers.run
 
-        made_for = (cache.identity if cache is not None else (), places_of(drafter.modules()), self._probs.data_ptr())
+        made_for = cache.identity if cache is not None else (), self._probs.data_ptr()
         key = num_rows, depth, num_blocks, kind, growth.independent
         capture = self.captures.get(key, made_for, make)
         if capture is None:

@@ -13,8 +13,8 @@ from ...core.outcome import StepOutcome
 from ...core.output import Taps
 from ...core.sequence import Sequence
 from ...kernels.transfer import upload
-from ...model.options.joined_linears import few_row_linears
 from ...model.options.prepacked import prepack
+from ...model.options.replaced_linears import few_row_linears
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, RunsModel
 from ..checkpoints.config import HeadConfig

@@ -50,17 +50,16 @@ class AttentionInputs:
         return self.block_tables.shape[1] * self.block_size
 
 
-@dataclass(frozen=True)
-class RowDescription:
+class RowDescription(NamedTuple):
     """One row, described on the host.
 
     Attributes:
-        blocks: its blocks in order.
+        blocks: its blocks in order; for the native library its slots, int64.
         query_length: new tokens t.
         key_length: number of keys S, including the new ones.
         visibility: bool [t, m] over the last m keys (m >= t), or None: causal.
-        positions: [t]; None: S - t, S - t + 1, ..
-        region_positions: [m]; None: S - m, S - m + 1, ..
+        positions: [t], read by windows; None: S - t, S - t + 1, ..
+        region_positions: [m], read by windows; None: S - m, S - m + 1, ..
     """
 
     blocks: Sequence[int] | np.ndarray
@@ -217,23 +216,6 @@ class AttentionRow(NamedTuple):
     slots: torch.Tensor | None
 
 
-class NativeRow(NamedTuple):
-    """One row of a ragged batch.
-
-    `start:end` are its queries among the packed tokens, and its keys are in the first `length` of `slots` (int64). `visibility` bool
-    [end - start, m] says which of the last m keys a query sees (None: causal). Windows read `region_positions` [m] and `positions`
-    [end - start], int64; None: a key's position is its index.
-    """
-
-    start: int
-    end: int
-    length: int
-    slots: np.ndarray
-    visibility: np.ndarray | None = None
-    region_positions: np.ndarray | None = None
-    positions: np.ndarray | None = None
-
-
 @dataclass
 class NativeRows:
     """The rows as the library reads them: int64 [B, 8], and the arrays that it points to."""
@@ -243,14 +225,14 @@ class NativeRows:
     kept: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rows: Iterable[NativeRow]) -> NativeRows:
-        """Describe the rows."""
-        lines, kept, most = [], [], 0
+    def of(cls, rows: Iterable[RowDescription]) -> NativeRows:
+        """Consecutive rows, whose blocks are slots."""
+        lines, kept, most, start = [], [], 0, 0
         for row in rows:
             region = 0 if row.visibility is None else row.visibility.shape[1]
-            line = [row.start, row.end, row.length, 0, 0, region, 0, 0]
+            line = [start, start + row.query_length, row.key_length, 0, 0, region, 0, 0]
             for place, array, dtype in (
-                (3, row.slots, np.int64),
+                (3, row.blocks, np.int64),
                 (4, row.visibility, np.uint8),
                 (6, row.region_positions, np.int64),
                 (7, row.positions, np.int64),
@@ -260,7 +242,7 @@ class NativeRows:
                     kept.append(own)
                     line[place] = own.__array_interface__["data"][0]  # `.ctypes` takes several times as long
             lines.append(line)
-            most = max(most, row.end - row.start)
+            start, most = start + row.query_length, max(most, row.query_length)
         return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)
 
 

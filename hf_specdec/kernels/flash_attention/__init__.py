@@ -18,13 +18,9 @@ import torch
 from ..attention.inputs import AttentionInputs
 
 VARIABLE = "HF_SPECDEC_FLASH_ATTENTION"
-CHOICES = ("measured", "never", "chains", "prompts", "always")
+CHOICES = ("never", "chains", "prompts", "always")
 LONGEST_CHAIN = 64  # tokens per row; batches with longer rows count as prompts
 HUB_KERNELS = {3: "kernels-community/flash-attn3", 2: "kernels-community/flash-attn2"}
-
-# Where flash-attn was measured to be faster, by compute capability: "chains", "prompts". benchmarks/gpu.py times both kinds
-# (see the table in benchmarks/LOG.md). Empty, because no device has been measured yet.
-FASTER: dict[tuple[int, int], frozenset[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -83,39 +79,34 @@ def flash_attention_for(
 ) -> FlashAttention | None:
     """The attention to use instead of the Triton kernel, or None.
 
-    HF_SPECDEC_FLASH_ATTENTION says for which batches: "chains" (rows of up to LONGEST_CHAIN new tokens), "prompts", "always",
-    "never", or "measured" (the default: batches for which it was measured to be faster on this kind of device).
+    HF_SPECDEC_FLASH_ATTENTION says for which batches: "chains" (rows of up to LONGEST_CHAIN new tokens), "prompts", "always", or "never"
+    (the default).
 
     Raises:
         ValueError: the variable has another value, or the installed version cannot read blocks of this size.
         ImportError: the variable asks for flash-attn, which is not available.
     """
-    choice = os.environ.get(VARIABLE, "measured")
+    choice = os.environ.get(VARIABLE, "never")
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, not {choice!r}.")
-    if choice == "never" or not _on_gpu(query.device):
-        return None
     kind = "chains" if inputs.max_query_length <= LONGEST_CHAIN else "prompts"
-    measured = choice == "measured"
-    if not (kind in FASTER.get(_capability(query.device), ()) if measured else choice in (kind, "always")):
+    if choice not in (kind, "always") or not _on_gpu(query.device):
         return None
     if inputs.visibility is not None or sinks is not None or not _fits(query, key_pool, value_pool):
         return None
-    flash = find_flash_attention(_capability(query.device) >= (9, 0), from_hub=not measured)
-    if flash is None and not measured:
+    flash = find_flash_attention(_capability(query.device) >= (9, 0))
+    if flash is None:
         raise ImportError(
             f"{VARIABLE}={choice} needs flash-attn: pip install flash-attn --no-build-isolation, or pip install kernels for the "
             "builds on the Hub."
         )
-    if flash is None or inputs.block_size % flash.page_multiple == 0:
-        return flash
-    if not measured:
+    if inputs.block_size % flash.page_multiple:
         raise ValueError(f"flash-attn 2 reads blocks of 256 tokens: set 'block_size': 256, not {inputs.block_size}.")
-    return None
+    return flash
 
 
 @functools.cache
-def find_flash_attention(hopper: bool, from_hub: bool) -> FlashAttention | None:
+def find_flash_attention(hopper: bool, from_hub: bool = True) -> FlashAttention | None:
     """The newest available version, or None.
 
     Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..dispatch import operation, uses_triton
@@ -19,11 +21,17 @@ def is_served(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and uses_triton(device))
 
 
-linear = operation(reference.linear)
-batched_product = operation(reference.batched_product)
-sum_last = operation(reference.sum_last)
-softmax_last = operation(reference.softmax_last)
-log_softmax_last = operation(reference.log_softmax_last)
+def _serves(*tensors: Any, **_: Any) -> bool:
+    """True for tensors of one dtype that the kernels compute with."""
+    dtypes = {each.dtype for each in tensors if isinstance(each, torch.Tensor)}
+    return len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16, torch.float32}
+
+
+linear = operation(reference.linear, _serves)
+batched_product = operation(reference.batched_product, _serves)
+sum_last = operation(reference.sum_last, lambda x: x.dtype == torch.float32)
+softmax_last = operation(reference.softmax_last, _serves)
+log_softmax_last = operation(reference.log_softmax_last, _serves)
 
 
 def mean_last(x: torch.Tensor) -> torch.Tensor:

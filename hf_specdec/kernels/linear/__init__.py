@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from ..dispatch import operation
 from . import reference
-from .reference import DTYPES, MOST_ROWS
+from .reference import DTYPES, MOST_ROWS, MOST_WEIGHTS
 
 __all__ = ["MOST_ROWS", "gated_linear", "linears"]
 
 
-def _has_few_rows(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    return x.numel() <= MOST_ROWS * x.shape[-1] and all(tensor.dtype in DTYPES for tensor in (x, *weights))
+def _serves(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None, *_: Any, **__: Any
+) -> bool:
+    """True for few rows, up to MOST_WEIGHTS weights, and contiguous parameters of x's dtype, one of DTYPES."""
+    few = x.numel() <= MOST_ROWS * x.shape[-1] and len(weights) <= MOST_WEIGHTS and x.dtype in DTYPES
+    return few and all(each.dtype == x.dtype and each.is_contiguous() for each in (*weights, *(biases or ())))
 
 
-linears = operation(reference.linears, lambda x, weights, *_, **__: _has_few_rows(x, *weights))
-gated_linear = operation(reference.gated_linear, _has_few_rows)
+linears = operation(reference.linears, _serves)
+gated_linear = operation(reference.gated_linear, lambda x, *weights: _serves(x, weights))

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .reference import DTYPES, MOST_ROWS, MOST_WEIGHTS
+from .reference import MOST_ROWS, MOST_WEIGHTS
 
 
 @triton.jit
@@ -134,13 +134,9 @@ NARROW = {"BLOCK_M": MOST_ROWS, "BLOCK_N": 16, "BLOCK_K": 256, "STAGES": 5}
 
 
 def linears(x, weights, biases=None, residual=None) -> list[torch.Tensor]:
-    """See `reference.linears`: one launch, summed in float32, for up to MOST_ROWS rows and MOST_WEIGHTS contiguous weights of DTYPES.
-
-    Raises:
-        ValueError: the shapes or dtypes are not supported.
-    """
-    num_rows = _checked_rows(x, weights, biases)
+    """See `reference.linears`: one launch, summed in float32, for up to MOST_ROWS rows and MOST_WEIGHTS contiguous weights of DTYPES."""
     lines, width = x.shape[:-1], x.shape[-1]
+    num_rows = lines.numel()
     sizes = [weight.shape[0] for weight in weights]
     outs = [x.new_empty(*lines, size) for size in sizes]
     if num_rows == 0:
@@ -156,13 +152,8 @@ def linears(x, weights, biases=None, residual=None) -> list[torch.Tensor]:
 
 
 def gated_linear(x, gate, up) -> torch.Tensor:
-    """See `reference.gated_linear`: one launch, rounded to x's dtype at the same places as three operations; inputs as of `linears`.
-
-    Raises:
-        ValueError: the shapes or dtypes are not supported.
-    """
-    num_rows = _checked_rows(x, (gate, up), None)
-    size = gate.shape[0]
+    """See `reference.gated_linear`: one launch, rounded to x's dtype at the same places as three operations; inputs as of `linears`."""
+    num_rows, size = x.shape[:-1].numel(), gate.shape[0]
     out = x.new_empty(*x.shape[:-1], size)
     if out.numel() == 0:
         return out
@@ -191,28 +182,6 @@ def _fit(x: torch.Tensor, sizes: Sequence[int], tile: dict[str, int], outputs: i
         "num_warps": 4,
         "num_stages": tile["STAGES"],
     }
-
-
-def _checked_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None) -> int:
-    """The number of rows of x. Raises ValueError if shapes or dtypes are not supported."""
-    num_rows = x.shape[:-1].numel()
-    if num_rows > MOST_ROWS or not 1 <= len(weights) <= MOST_WEIGHTS:
-        raise ValueError(
-            f"{len(weights)} products of {tuple(x.shape)}: up to {MOST_WEIGHTS} of up to {MOST_ROWS} rows are supported."
-        )
-    for weight, bias in zip(weights, biases or [None] * len(weights), strict=True):
-        tensors = [weight] if bias is None else [weight, bias]
-        fits = weight.shape[1:] == x.shape[-1:] and (bias is None or bias.shape == weight.shape[:1])
-        if (
-            not fits
-            or x.dtype not in DTYPES
-            or any(each.dtype != x.dtype or not each.is_contiguous() for each in tensors)
-        ):
-            raise ValueError(
-                f"a product of {tuple(x.shape)}, {x.dtype}, and {tuple(weight.shape)}, {weight.dtype}: shapes must fit, all be "
-                "bfloat16 or all float16, and weights and biases be contiguous."
-            )
-    return num_rows
 
 
 def _three(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

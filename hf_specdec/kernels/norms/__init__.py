@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..dispatch import operation
 from . import reference
 
-rms_norm = operation(reference.rms_norm, serves=lambda x, *_, **__: x.shape[-1] <= reference.MOST_WIDTH)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _serves(x: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
+    return x.shape[-1] <= reference.MOST_WIDTH and x.dtype == weight.dtype and x.dtype in _DTYPES
+
+
+rms_norm = operation(reference.rms_norm, _serves)

@@ -8,9 +8,6 @@ import triton
 import triton.language as tl
 
 from ..dispatch import next_power_of_two
-from .reference import MOST_WIDTH
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -27,14 +24,8 @@ def rms_norm_kernel(out, x, weight, eps, width, BLOCK: tl.constexpr):
 
 
 def rms_norm(x, weight, eps) -> torch.Tensor:
-    """See `reference.rms_norm`. Raises ValueError if shapes or dtypes are not supported."""
-    width = x.shape[-1]
-    if weight.shape != (width,) or x.dtype not in _DTYPES or weight.dtype != x.dtype or width > MOST_WIDTH:
-        raise ValueError(
-            f"a norm of {tuple(x.shape)}, {x.dtype}, with a weight {tuple(weight.shape)}, {weight.dtype}: widths (up to "
-            f"{MOST_WIDTH}) and dtypes (bfloat16, float16 or float32) must be the same."
-        )
-    x = x.contiguous()
+    """See `reference.rms_norm`: for up to MOST_WIDTH elements, and x and weight of one dtype: bfloat16, float16 or float32."""
+    x, width = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     if out.numel():
         with torch.cuda.device_of(x):

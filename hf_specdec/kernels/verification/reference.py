@@ -87,32 +87,11 @@ def accepted_nodes(tokens, valid, parents, ancestors, choices) -> torch.Tensor:
     Returns: bool [B, N], the nodes on the accepted path: at most one per depth, even if siblings repeat a token.
     """
     match = valid & (tokens == choices.gather(1, parents + 1))
-    reached = ~(ancestors[:, 1:, 1:] & ~match[:, None, :]).any(2)  # the node and all its ancestors match
-    depth = ancestors[:, 1:, 1:].sum(2) * reached
-    if depth.shape[1] == 0:
-        return reached
-    deepest = depth.argmax(1)  # the first of the deepest
-    path = ancestors[:, 1:, 1:].gather(1, deepest[:, None, None].expand(-1, 1, depth.shape[1])).squeeze(1)
-    return path & reached.any(1, keepdim=True)
-
-
-# ---- typical acceptance (Cai et al. 2024, "Medusa", section 2.3), which has no kernel ----
-
-
-def typical_thresholds(scores: torch.Tensor, threshold: float, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The probability that a typical token must exceed, [R], and log-probabilities [R, V] (Cai et al. 2024, "Medusa").
-
-    It is min(threshold, alpha * exp(-H)) with the entropy H = -sum p log(p + 1e-5) of scores [R, V]: lower for flatter
-    distributions.
-    """
-    log_probs = torch.log_softmax(scores, dim=-1, dtype=torch.float32)
-    probs = log_probs.exp()
-    entropy = -torch.linalg.vecdot(probs, (probs + 1e-5).log())
-    return (alpha * torch.exp(-entropy)).clamp(max=threshold), log_probs
+    return likeliest_longest_path(match, ancestors, torch.zeros(tokens.shape, device=tokens.device))
 
 
 def likeliest_longest_path(candidates, ancestors, log_likelihood) -> torch.Tensor:
-    """The longest path from the root over candidate nodes; among equally long paths, the likeliest.
+    """The longest path from the root over candidate nodes; among equally long paths, the likeliest; among these, the first.
 
     Args:
         candidates: bool [B, N].
@@ -132,3 +111,18 @@ def likeliest_longest_path(candidates, ancestors, log_likelihood) -> torch.Tenso
     best = summed.masked_fill(~deepest, float("-inf")).argmax(1)
     path = lines.gather(1, best[:, None, None].expand(-1, 1, lines.shape[2])).squeeze(1)
     return path & reached.any(1, keepdim=True)
+
+
+# ---- typical acceptance (Cai et al. 2024, "Medusa", section 2.3), which has no kernel ----
+
+
+def typical_thresholds(scores: torch.Tensor, threshold: float, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probability that a typical token must exceed, [R], and log-probabilities [R, V] (Cai et al. 2024, "Medusa").
+
+    It is min(threshold, alpha * exp(-H)) with the entropy H = -sum p log(p + 1e-5) of scores [R, V]: lower for flatter
+    distributions.
+    """
+    log_probs = torch.log_softmax(scores, dim=-1, dtype=torch.float32)
+    probs = log_probs.exp()
+    entropy = -torch.linalg.vecdot(probs, (probs + 1e-5).log())
+    return (alpha * torch.exp(-entropy)).clamp(max=threshold), log_probs

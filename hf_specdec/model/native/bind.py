@@ -61,7 +61,7 @@ def _forward_of_head(head: PackedHead, key: Hashable, reads: bool, features_widt
         features_width: of the input of `fuse` if `reads`, otherwise of the features after `fuse`.
     """
     run = head.read_batch if reads else head.forward_batch
-    modules = _all_modules([head.module, *head.borrowed()])
+    modules = _all_modules(head.modules())
     tables = [module.weight.shape[0] for module in modules if isinstance(module, nn.Embedding)]
     return Traceable(
         key, type(head.module).__name__, modules, head.device, head.dtype,
@@ -102,8 +102,12 @@ class _Bound:
                     if stack is not None:
                         stack.close()
 
-    def _find(self, key: str, subject: Callable[[], Traceable], made: dict[Any, Made]) -> Program | None:
-        """The program of a subject with this key, which is not in `_current` yet; None if the caller must compute it."""
+    def _program(self, key: str, subject: Callable[[], Traceable], made: dict[Any, Made]) -> Program | None:
+        """The program of a subject with this key; None if the caller must compute it."""
+        if torch.is_autocast_enabled("cpu") or interposed():
+            return None
+        if key in self._current:
+            return self._current[key]
         if not self._depth or self._stack is not None:
             return None
         with self._lock:
@@ -148,20 +152,18 @@ class NativeRunner(_Bound):
     def active(self) -> Iterator[None]:
         """Inside the context, `run` uses a program that is right for the model as it is when it is first used: a drafter may not be."""
         with super().active():
-            if self._required and self._forward() is None:
+            if self._required and self._forward() is None and self.refused is not None:
                 name = type(self._owner().model).__name__
                 raise UnsupportedModel(f"'native' cannot run {name}: {self.refused}. Leave the key out.")
             yield
 
     def _forward(self) -> Program | None:
-        if "forward" in self._current:
-            return self._current["forward"]
         packed = self._owner()
-        return self._find("forward", lambda: _forward_of_model(packed), _made.setdefault(packed.model, {}))
+        return self._program("forward", lambda: _forward_of_model(packed), _made.setdefault(packed.model, {}))
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None:
         """The outputs of a forward over `rows`, with the taps if `tapped`; None if the model must run it itself."""
-        program = None if torch.is_autocast_enabled("cpu") or interposed() else self._forward()
+        program = self._forward()
         if program is None or not 0 < sum([row.num_tokens for row in rows]) <= program.most_tokens:
             return None
         if not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
@@ -213,11 +215,6 @@ class NativeHead(_Bound):
         """The reason of each refusal to make a program."""
         return list(self.reasons.values())
 
-    def _program(self, key: str, subject: Callable[[], Traceable]) -> Program | None:
-        if torch.is_autocast_enabled("cpu") or interposed():
-            return None
-        return self._current[key] if key in self._current else self._find(key, subject, self._made)
-
     def run(
         self,
         head: PackedHead,
@@ -233,7 +230,7 @@ class NativeHead(_Bound):
             reads: the features are the input of the head's `fuse`.
         """
         key = "reads" if reads else "drafts"
-        program = self._program(key, lambda: _forward_of_head(head, key, reads, features.shape[1]))
+        program = self._program(key, lambda: _forward_of_head(head, key, reads, features.shape[1]), self._made)
         if program is None or not 0 < features.shape[0] <= program.most_tokens:
             return None
         batch = PackedBatch.pack(rows, cache, head.device, gather=False)
@@ -256,7 +253,7 @@ class NativeHead(_Bound):
                 "rows", name, modules, hidden.device, hidden.dtype, compute, features_width=hidden.shape[1]
             )
 
-        program = self._program("rows", of_rows)
+        program = self._program("rows", of_rows, self._made)
         if program is None or not 0 < hidden.shape[0] <= program.most_tokens:
             return function(hidden)
         return program.run_rows(hidden)[0]

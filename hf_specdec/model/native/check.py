@@ -216,6 +216,7 @@ def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.T
 # ---- what a recorded forward looks up ----
 
 _LIBRARIES = {"torch", "transformers", "hf_specdec", "numpy", "accelerate", *sys.stdlib_module_names}
+_NAMED = ("torch", "transformers")  # whose modules' attributes are looked up, too
 _WATCHED = ("transformers.", "torch.nn.")  # the code that computes a forward; elsewhere globals change all the time
 
 
@@ -253,16 +254,17 @@ class CalledCode:
         """What the code looked up: globals, attributes of modules of Python, and attributes of the classes of `modules`."""
         found: dict[tuple[int, str], Assumption] = {}
 
-        def assume(namespace: Mapping[str, Any], names: Iterable[str]) -> None:
+        def assume(namespace: Mapping[str, Any], names: Iterable[str], path: tuple[Any, ...] = ()) -> None:
             for name in names:
                 value = namespace.get(name, _MISSING)
-                if value is _MISSING or (id(namespace), name) in found:
+                if value is _MISSING:
                     continue
                 found[id(namespace), name] = namespace, name, value
-                if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("torch", "transformers"):
-                    assume(vars(value), names)
+                of_libraries = isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _NAMED
+                if of_libraries and value not in path:
+                    assume(vars(value), names, (*path, value))
 
-        used: set[str] = set()
+        used = {"__call__", "__getattr__", "__getattribute__"}  # looked up without being named
         for code, namespace in self._codes.items():
             if f"{namespace.get('__name__')}.".startswith(_WATCHED):
                 used.update(code.co_names)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import types
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 
 from ..architectures import rope_parameters
 from ..options.native_weights import NativeWeight
-from ..structure import hooks_of, number_of
+from ..structure import hooks_of, state_of
 from .check import Assumption, CalledCode, Traceable, build, hold
 from .program import Program
 from .trace import NotLowered
@@ -29,7 +27,7 @@ def current_program(subject: Traceable, made: dict[Any, Made]) -> Program | str:
     Args:
         made: earlier results by the subject's key. A result is used again if the subject has not changed.
     """
-    state = state_of(subject)
+    state = state_of(subject.modules)
     if subject.key not in made or made[subject.key][0] != state or not hold(made[subject.key][1]):
         made[subject.key] = state, *_built(subject)
     found = made[subject.key][2]
@@ -49,38 +47,6 @@ def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
         logger.info("%s runs operator by operator on the CPU: %s.", subject.name, error)
         found = str(error)
     return called.assumptions(subject.modules), found
-
-
-def state_of(subject: Traceable) -> tuple:
-    """Everything that a program depends on, except the values of weights: modules, their settings, addresses of weights."""
-    found: list[Any] = []
-    for module in subject.modules:
-        kind = type(module)
-        settings = tuple(setting for value in vars(module).values() if (setting := _setting(value)) is not _NONE)
-        found.append((kind, kind.forward, settings, hooks_of(module), "forward" in vars(module)))
-        for tensors in (module._parameters, module._buffers):
-            found += [None if tensor is None else _place(tensor) for tensor in tensors.values()]
-    config = subject.config
-    return tuple(found), repr(sorted((name, repr(value)) for name, value in vars(config).items())) if config else ""
-
-
-def _place(tensor: torch.Tensor) -> tuple:
-    address = tensor.panels.data_ptr() if isinstance(tensor, NativeWeight) else tensor.data_ptr()
-    return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-_SCALARS = {int, float, bool, str, type(None)}
-_FUNCTIONS = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial}
-_NONE = object()
-
-
-def _setting(value: Any) -> Any:
-    """What an attribute of a module that is no tensor adds to its state; _NONE: nothing."""
-    if type(value) in _SCALARS:
-        return value
-    if type(value) in (tuple, list) and all(type(each) in _SCALARS for each in value):
-        return tuple(value)
-    return number_of(value) if type(value) in _FUNCTIONS else _NONE
 
 
 def obstacle(subject: Traceable) -> str | None:

@@ -25,6 +25,7 @@ from ...kernels.native import BINARY, BINARY_FUNCTIONS, LAYER_NORM, MEAN, TYPES,
 from ..options.native_weights import NativeWeight
 from ..options.native_weights import product as quantized_product
 from ..packed_batch import PackedBatch
+from ..threads import for_this_thread
 
 
 class NotLowered(Exception):
@@ -666,8 +667,11 @@ class TapeRecorder(ExclusiveMode):
         handles = []
         for module in self.modules:
             if any(name in type(module).__name__ for name in _ROTARY):
-                handles.append(module.register_forward_pre_hook(self._enter_rotary, with_kwargs=True, prepend=True))
-                handles.append(module.register_forward_hook(self._leave_rotary, with_kwargs=True))
+                enter, leave = (
+                    for_this_thread(hook, lambda *_: None) for hook in (self._enter_rotary, self._leave_rotary)
+                )
+                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+                handles.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
             yield
         finally:

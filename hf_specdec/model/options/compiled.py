@@ -16,7 +16,7 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_triton
 from .. import architectures
+from ..structure import forwards_of
 from .rewriting import fuse_linears, fuse_norms, fuse_rotation, modifies_in_place, without_dropout
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class _RunningLayer(threading.local):
     module: nn.Module | None  # the layer's attention module
     index: int  # of the layer's pools in the cache
     batch: Any  # whose forward is running
+    block: Any  # the layer's SparseBlock; None: it has none
 
 
 _running = _RunningLayer()
@@ -172,6 +174,7 @@ class CompiledLayers:
         self.attention, self.backend = attention, backend
         self._model = weakref.ref(model)
         self._functions: dict[Any, Callable] = {}  # compiled functions by the forward of the layer's class
+        self._blocks: dict[nn.Module, SparseBlock] = {}  # by layer
 
     def _layers(self) -> list[tuple[int, nn.Module]]:
         model = self._model()
@@ -208,6 +211,7 @@ class CompiledLayers:
             traced = [TRACED if arg is batch.cache else arg for arg in args]
             named = {key: TRACED if each is batch.cache else each for key, each in kwargs.items()} | {"specdec": TRACED}
             _running.attention, _running.module, _running.index, _running.batch = self.attention, module, index, batch
+            _running.block = self._blocks.get(layer)
             try:
                 out = compiled(layer, *traced, **named)
                 return self.checked(layer, out, batch, lambda: own(*args, **kwargs), args, kwargs)
@@ -217,7 +221,9 @@ class CompiledLayers:
                 self.refuse(layer, error)
                 return own(*args, **kwargs)  # safe after a partial run: it writes the same keys again
             finally:
-                _running.batch = _running.module = None  # hold no reference to the model after its call
+                _running.batch = _running.module = _running.block = (
+                    None  # hold no reference to the model after its call
+                )
 
         return forward
 
@@ -260,7 +266,7 @@ class RewrittenLayers(CompiledLayers):
         super().__init__(model, attention, self._trace)
         self._rewrite = backend
         self._is_new = False  # the latest graph has not been compared yet
-        self._blocks = SparseBlocks()
+        self._num_outputs: dict[type[nn.Module], int] = {}  # by the class of a SparseBlock
         self.refused: dict[type[nn.Module], str] = {}  # layer classes that run untraced, and why
 
     def _trace(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
@@ -270,14 +276,28 @@ class RewrittenLayers(CompiledLayers):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """See CompiledLayers; mixtures of experts are traced as one operator."""
-        with self._blocks.opaque([layer for _, layer in self._layers()]), super().active():
-            yield
+        """See CompiledLayers; a mixture of experts is traced as one operator, in layers that have exactly one."""
+        replaced: dict[nn.Module, nn.Module] = {}
+        try:
+            for _, layer in self._layers():
+                blocks = [module for module in layer.modules() if "experts" in module._modules]
+                # A block whose forward was replaced before is wrapped by other code, or is opaque already.
+                if len(blocks) == 1 and "forward" not in vars(blocks[0]):
+                    self._blocks[layer] = SparseBlock(blocks[0], self._num_outputs)
+                    # A bound method, because dynamo would trace callable objects one by one.
+                    blocks[0].forward = self._blocks[layer].forward
+                    replaced[layer] = blocks[0]
+            with super().active():
+                yield
+        finally:
+            for layer, block in replaced.items():
+                del self._blocks[layer], block.forward
 
     def serves(self, batch: Any, layer: nn.Module) -> bool:
-        """True in captured batches, except for deterministic models: their dispatch mode must see every operation."""
-        captured = batch.captured and batch.invariant is None
-        return captured and type(layer) not in self.refused and self._blocks.ready(layer)
+        """True in captured batches, except for deterministic models: their dispatch mode must see every operation. A block's number of
+        outputs must be known."""
+        captured, block = batch.captured and batch.invariant is None, self._blocks.get(layer)
+        return captured and type(layer) not in self.refused and (block is None or block.kind in self._num_outputs)
 
     def checked(self, layer: nn.Module, out: Any, batch: Any, own: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
         """See CompiledLayers. Compares a new graph in the warm-up run before its capture; nothing can be compared during one."""
@@ -341,19 +361,18 @@ def _layers_in(model: nn.Module) -> list[tuple[int, nn.Module]]:
     ]
 
 
-_shared = weakref.WeakKeyDictionary[nn.Module, dict[type[CompiledLayers], "weakref.ref[CompiledLayers]"]]()
+_shared = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, CompiledLayers]"]()
 _Layers = TypeVar("_Layers", bound="CompiledLayers")
 
 
 def layers_of(model: nn.Module, attention: Callable, kind: type[_Layers]) -> _Layers:
-    """The traced layers of a model or head, of class `kind`, shared by all callers. Args and errors: see `kind`."""
-    kinds = _shared.setdefault(model, {})
-    found: Any = kinds[kind]() if kind in kinds else None
-    if found is not None:
-        return found
-    made = kind(model, attention)
-    kinds[kind] = weakref.ref(made)
-    return made
+    """The traced layers of a model or head, of class `kind`, shared by all callers until something that the forward calls is replaced,
+    which the tracer may not notice. Args and errors: see `kind`."""
+    known, key = _shared.setdefault(model, weakref.WeakValueDictionary()), (kind, forwards_of(model))
+    found: Any = known.get(key)
+    if found is None:
+        found = known[key] = kind(model, attention)
+    return found
 
 
 def is_of_tracing(error: Exception) -> bool:
@@ -398,18 +417,9 @@ def check_compiler(device: torch.device) -> None:
 # They modify tensors in place, so a graph that contains their operations could not be rewritten. The operator runs the block's own forward.
 
 
-class _RunningBlock(threading.local):
-    """The block of the layer that runs in this thread; `SparseBlocks.ready` sets it."""
-
-    block: SparseBlock
-
-
-_running_block = _RunningBlock()
-
-
 @torch.library.custom_op("hf_specdec::sparse_block", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _sparse_block(x):
-    out = _running_block.block.own(x)
+    out = _running.block.own(x)
     return (out if torch.is_tensor(out) else out[0]).contiguous()
 
 
@@ -439,41 +449,3 @@ class SparseBlock:
         out = self.own(hidden_states, *args, **kwargs)
         self.num_outputs[self.kind] = 0 if torch.is_tensor(out) else len(out)
         return out
-
-
-class SparseBlocks:
-    """Makes the mixture-of-experts blocks of a model's layers opaque to tracing."""
-
-    def __init__(self) -> None:
-        self._num_outputs: dict[type[nn.Module], int] = {}
-        self._by_layer: dict[nn.Module, SparseBlock] = {}
-
-    @contextlib.contextmanager
-    def opaque(self, layers: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside the context, dynamo sees one operator for the block of each layer that has exactly one."""
-        replaced: dict[nn.Module, nn.Module] = {}
-        try:
-            for layer in layers:
-                blocks = [module for module in layer.modules() if "experts" in module._modules]
-                # A block whose forward was replaced before is wrapped by other code, or is opaque already.
-                if len(blocks) == 1 and "forward" not in vars(blocks[0]):
-                    self._by_layer[layer] = SparseBlock(blocks[0], self._num_outputs)
-                    # A bound method, because dynamo would trace callable objects one by one.
-                    blocks[0].forward = self._by_layer[layer].forward
-                    replaced[layer] = blocks[0]
-            yield
-        finally:
-            for layer, block in replaced.items():
-                del self._by_layer[layer], block.forward
-            vars(_running_block).pop("block", None)  # hold no reference to the model after its call
-
-    def ready(self, layer: nn.Module) -> bool:
-        """True if a layer can be traced: it has no block, or its block's number of outputs is known.
-
-        Call right before the layer runs: this also selects the block that the operator runs.
-        """
-        block = self._by_layer.get(layer)
-        if block is None:
-            return True
-        _running_block.block = block
-        return block.kind in block.num_outputs

@@ -2,14 +2,12 @@
 
 Inductor's freezing does the same for a compiled model; this needs no compilation (measurements in benchmarks/LOG.md). It
 costs a second copy of the weights and, once per generate() call, a hash of all weights, which takes as long as one step at
-batch 1: a write to the weights may leave no other trace. Layers with the same input (queries, keys and values) share one
-product. Results differ from `torch.nn.functional.linear` only by float rounding.
+batch 1: a write to the weights may leave no other trace. Results differ from `torch.nn.functional.linear` only by float rounding.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
@@ -17,7 +15,7 @@ from torch import nn
 
 from ...cache.memory import free_bytes
 from ..sharding import weight_of
-from .joined_linears import JoinedLinears, Product, is_untouched, joined_parameters
+from .replaced_linears import Product, ReplacedLinears, is_untouched
 
 logger = logging.getLogger(__name__)
 
@@ -30,34 +28,27 @@ _MEMORY_SHARE = 0.25  # by default, the second copy may take this share of the m
 
 
 class PackedProduct(Product):
-    """The product of several layers with their weights joined in one packed matrix."""
+    """The product of a layer with its packed weight."""
 
     copies = True
 
-    def __init__(self, linears: Sequence[nn.Linear]):
-        super().__init__(linears)
-        self.sizes = [weight_of(linear).shape[0] for linear in linears]
-        self.rows = _ANY_ROWS if linears[0].weight.dtype == torch.bfloat16 else _FLOAT32_ROWS
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear)
+        self.rows = _ANY_ROWS if linear.weight.dtype == torch.bfloat16 else _FLOAT32_ROWS
         self.linear = torch.ops.mkldnn._linear_pointwise.default
 
-    def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
-        """Copy the weights, and pack them."""
-        weights, biases = joined_parameters(linears)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(_join(weights), _ROWS)
-        self.bias = _join(biases).clone() if biases else None
+    def copy(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Copy the parameters, and pack the weight."""
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        self.bias = None if bias is None else bias.clone()
 
-    def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Outputs [..., N_i] of every layer for x [..., K]: views of one product."""
-        out = self.linear(x, self.weight, self.bias, "none", [], "")
-        return (out,) if self.alone else out.split(self.sizes, dim=-1)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The output [..., N] for x [..., K]."""
+        return self.linear(x, self.weight, self.bias, "none", [], "")
 
     def serves(self, x: torch.Tensor) -> bool:
         """True if packing is faster for the number of rows in x [..., K]."""
         return x.numel() // x.shape[-1] in self.rows
-
-
-def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -77,7 +68,7 @@ def packs_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def prepack(model: nn.Module, wanted: bool | None) -> JoinedLinears | None:
+def prepack(model: nn.Module, wanted: bool | None) -> ReplacedLinears | None:
     """Prepacked layers for a model, or None where they cannot help.
 
     Args:
@@ -95,4 +86,4 @@ def prepack(model: nn.Module, wanted: bool | None) -> JoinedLinears | None:
             num_bytes / 2**30,
         )
         return None
-    return JoinedLinears(model, PackedProduct, _is_plain)
+    return ReplacedLinears(model, PackedProduct, _is_plain)

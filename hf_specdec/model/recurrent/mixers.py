@@ -16,8 +16,8 @@ from ...cache.state_pool import StatePool
 from ...core.errors import UnsupportedModel
 from ...core.names import cache_argument
 from ...kernels.dispatch import uses_triton
-from .families import RecurrentFamily, mixers_of
-from .functions import ModuleFunctions
+from ..functions import ModuleFunctions
+from .families import CONVOLUTION, RecurrentFamily, mixers_of
 from .plan import LinesOnDevice, PromptPart
 from .rules import Inputs, Rule
 
@@ -36,8 +36,10 @@ class RecurrentLayers:
         self.family = family
         self.mixers = mixers_of(model, family)
         if self.mixers:
-            source = sys.modules[type(self.mixers[0]).__module__]
-            self._functions = ModuleFunctions.of(source, family)
+            source: Any = sys.modules[type(self.mixers[0]).__module__]
+            names = {} if family.rule is None else {"chunk": family.rule.chunk}
+            self._functions = ModuleFunctions.of(source, convolution=CONVOLUTION, **names)
+            self._one_token: Any = None if family.rule is None else getattr(source, family.rule.one_token)
         # Gated DeltaNet's chunks are 64 tokens, and its modules do not say so.
         self.chunk_size = max(64, *(getattr(mixer, "chunk_size", 0) for mixer in self.mixers), 0)
         self._examples: dict[int, tuple[torch.Tensor, torch.Tensor | None, Inputs]] = {}
@@ -127,7 +129,7 @@ class RecurrentLayers:
 
             def record(chunk: Callable, *args: Any, **kwargs: Any):
                 assert rule is not None
-                inputs.extend(each[:, 0] for each in rule.bind(self._functions.one_token, *args, **kwargs)[0])
+                inputs.extend(each[:, 0] for each in rule.bind(self._one_token, *args, **kwargs)[0])
                 return chunk(*args, **kwargs)
 
             with self._functions.replaced(**({} if rule is None else {"chunk": record})):
@@ -165,7 +167,7 @@ class RecurrentLayers:
         by_kernels, replaced = uses_triton(hidden.device), {}
         kept_windows, windows = (None, None) if by_kernels else lines.windows(inputs.shape[-1])
         if rule is not None and base is not None:
-            of_rule = rule, self._functions.one_token
+            of_rule = rule, self._one_token
             if by_kernels and rule.over_lines is not None:
                 replaced["chunk"] = _rule_over_lines(*of_rule, lines, base, pool, layer)
             else:

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ...core.errors import UnsupportedModel
-from .families import CONVOLUTION, RecurrentFamily
+from ..core.errors import UnsupportedModel
 
 
 class ModuleFunctions:
@@ -22,20 +21,16 @@ class ModuleFunctions:
     _lock = threading.Lock()
 
     @classmethod
-    def of(cls, source: Any, family: RecurrentFamily) -> ModuleFunctions:
-        """The wrappers of a module, made when first needed."""
+    def of(cls, source: Any, **names: str) -> ModuleFunctions:
+        """The wrappers of a module's functions, by role, made when first needed."""
         with cls._lock:
             if source.__name__ not in cls._found:
-                cls._found[source.__name__] = cls(source, family)
+                cls._found[source.__name__] = cls(source, names)
             return cls._found[source.__name__]
 
-    def __init__(self, source: Any, family: RecurrentFamily):
+    def __init__(self, source: Any, names: dict[str, str]):
         self.source = f"functions in {source.__name__}"
         self._current = threading.local()
-        names = {"convolution": CONVOLUTION}
-        if family.rule is not None:
-            names["chunk"] = family.rule.chunk
-            self.one_token = getattr(source, family.rule.one_token)
         for role, name in names.items():
             setattr(source, name, self._dispatching(role, getattr(source, name)))
 
@@ -67,6 +62,6 @@ class ModuleFunctions:
                 setattr(self._current, role, None)
         if self._current.called != set(replacements):
             raise UnsupportedModel(
-                f"A layer with a recurrent state did not call its module's {self.source}: kernels from the Hub have replaced them. Load "
-                "the model without use_kernels, or call generate() without speculative_config."
+                f"A layer did not call its module's {self.source}: others have replaced them, as kernels from the Hub do. Load the model "
+                "without use_kernels, or call generate() without speculative_config."
             )

@@ -1,0 +1,193 @@
+"""ReplacedLinears: replaces a model's linear layers by faster products while it is active."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...kernels import linear as ops
+from ...kernels.dispatch import uses_triton
+from ..architectures import all_modules
+from ..sharding import bias_of, is_sharded, sharded_forward, weight_of
+from ..structure import place_of
+from .fingerprints import fingerprints
+
+
+class Product(abc.ABC):
+    """Computes the output of a linear layer.
+
+    Attributes:
+        copies: it computes with copies of the parameters, made by its `copy(weight, bias)`. Writes to the parameters make the copies stale,
+            so the contents are compared before the copies are used (see `ReplacedLinears.refresh`).
+        copied_from: fingerprints of the copied parameters; None: nothing is copied yet.
+    """
+
+    copies = False
+    copied_from: list[bytes] | None = None
+
+    def __init__(self, linear: nn.Linear):
+        self.place = _place(linear)
+
+    @abc.abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The output [..., N] for x [..., K]."""
+
+    @abc.abstractmethod
+    def serves(self, x: torch.Tensor) -> bool:
+        """True if it is faster than the layer's own product for the number of rows in x [..., K]."""
+
+
+class ReplacedLinears:
+    """Replaces the forwards of a model's linear layers by products while `active()`.
+
+    Args:
+        product: makes the product of a layer.
+        is_served: True for modules that such a product can serve; these are `nn.Linear`.
+        left_out: modules whose layers are not changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        product: Callable[[nn.Linear], Product],
+        is_served: Callable[[nn.Module], TypeGuard[nn.Linear]],
+        left_out: Collection[nn.Module] = (),
+    ):
+        self._make, self._is_served = product, is_served
+        self._products = weakref.WeakKeyDictionary[nn.Linear, Product]()
+        self._left_out = weakref.WeakSet(inner for module in left_out for inner in module.modules())
+        self._model = weakref.ref(model)
+        self._replaced: list[tuple[nn.Linear, Any]] = []  # layers, and the forward that each had of its own
+        self.is_fresh = False  # True: the copies have been compared with the weights since `active()` was entered
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the context, the layers use their products. Copies hold the weights as they were when the first product was used."""
+        model = self._model()
+        assert model is not None
+        self.is_fresh = False
+        try:
+            for linear in list(all_modules(model)):
+                if self._is_served(linear) and linear not in self._left_out:
+                    # A bound method, because dynamo shares traces by function; it would trace callable objects one by one.
+                    replaced = _ReplacedForward(self, linear, self._product(linear))
+                    sharded = sharded_forward(linear)
+                    forward = replaced.forward if sharded is None else sharded(replaced.forward)
+                    self._replaced.append((linear, vars(linear).get("forward")))
+                    linear.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+            yield
+        finally:
+            for linear, own in self._replaced:
+                del linear.forward
+                if own is not None:
+                    vars(linear)["forward"] = own
+            self._replaced.clear()
+
+    def refresh(self) -> None:
+        """Compare the contents of the copied parameters with the layers' own, by hash, and copy those that differ."""
+        layers = [linear for linear, _ in self._replaced]
+        found = iter(fingerprints([tensor for linear in layers for tensor in _tensors(linear)]))
+        for linear in layers:
+            product: Any = self._products[linear]
+            contents = [next(found) for _ in _tensors(linear)]
+            if product.copied_from != contents:
+                product.copy(*parameters_of(linear))
+                product.copied_from = contents
+        self.is_fresh = True
+
+    def _product(self, linear: nn.Linear) -> Product:
+        product = self._products.get(linear)
+        if product is None or product.place != _place(linear):  # weights may have moved
+            product = self._products[linear] = self._make(linear)
+        return product
+
+
+class _ReplacedForward:
+    """The `forward` that replaces a layer's own."""
+
+    def __init__(self, owner: ReplacedLinears, linear: nn.Linear, product: Product):
+        self.owner, self.product = owner, product
+        self.weight, self.bias = parameters_of(linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output [..., out] for input x [..., in]."""
+        # Tracing must see a plain linear layer: the rewriting of traced graphs joins layers itself.
+        if torch.compiler.is_compiling() or not self.product.serves(x):
+            return F.linear(x, self.weight, self.bias)
+        if self.product.copies and not self.owner.is_fresh:
+            self.owner.refresh()
+        return self.product(x)
+
+
+def is_untouched(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """True for an unmodified `nn.Linear`: no subclass (quantized, LoRA), no replaced forward, ordinary weights, or a shard of them."""
+    if type(module) is not nn.Linear:
+        return False
+    if "forward" in vars(module):
+        return is_sharded(module) and sharded_forward(module) is not None
+    return type(module.weight) is nn.Parameter
+
+
+def _tensors(linear: nn.Linear) -> list[torch.Tensor]:
+    return [each for each in (weight_of(linear), bias_of(linear)) if each is not None]
+
+
+def parameters_of(linear: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The layer's weight and bias, detached."""
+    bias = bias_of(linear)
+    return weight_of(linear).detach(), None if bias is None else bias.detach()
+
+
+def _place(linear: nn.Linear) -> list:
+    return [place_of(each) for each in _tensors(linear)]
+
+
+# ---- few rows on a GPU: `kernels.linear` in place of cuBLAS, without a second copy of the weights ----
+
+_LEAST_WEIGHTS = 1024 * 1024  # smaller weights are read in the time of a launch
+
+
+class FewRowsProduct(Product):
+    """The product of a layer with few rows, which reads the layer's own weight."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear)
+        self.weight, self.bias = parameters_of(linear)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The output [..., N] for x [..., K]."""
+        return ops.linears(x, [self.weight], None if self.bias is None else [self.bias])[0]
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """True for the few rows [..., K] of a decoding step, not for a prompt."""
+        return x.dtype == self.weight.dtype and x.numel() <= ops.MOST_ROWS * x.shape[-1]
+
+
+def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """True for an unmodified linear layer on a GPU whose weights take longer to read than a launch."""
+    if not is_untouched(module):
+        return False
+    weight = weight_of(module)
+    served = weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
+    return served and weight.numel() >= _LEAST_WEIGHTS
+
+
+def few_row_linears(model: nn.Module, left_out: Collection[nn.Module] = ()) -> ReplacedLinears | None:
+    """A model's large linear layers, computed by our kernel for few rows; None where the kernel cannot run.
+
+    Only for captured forwards: launched one by one, our kernel costs the host more than cuBLAS.
+
+    Args:
+        left_out: modules whose layers are not changed.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None or not uses_triton(parameter.device):
+        return None
+    return ReplacedLinears(model, FewRowsProduct, _is_large, left_out)
