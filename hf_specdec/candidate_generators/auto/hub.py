@@ -27,6 +27,7 @@ _KINDS = {
 # the base error of the HTTP library under the Hub's client: requests or httpx, depending on the client's version
 _HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
 _MOST_LISTED = 50  # the Hub is asked for at most this many models
+TABLE = Path(__file__).with_name("published_heads.json")  # checked by scripts/check_published_heads.py
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class PublishedHead:
 
     @property
     def about(self) -> str:
-        """What its publisher says, as text to show."""
+        """Its size and what its publisher says, as text to show."""
+        size = f", {self.gigabytes:.1f} GB" if self.gigabytes else ""
         tau = "" if self.tau is None else f", published τ {self.tau}{f' on {self.task}' if self.task else ''}"
-        return tau + (f", {self.licence}" if self.licence else "")
+        return size + tau + (f", {self.licence}" if self.licence else "")
 
 
 def rank(method: str) -> int:
@@ -62,11 +64,10 @@ def rank(method: str) -> int:
 
 @functools.cache
 def _table() -> dict[str, list[PublishedHead]]:
-    text = Path(__file__).with_name("published_heads.json").read_text(encoding="utf-8")
     heads: dict[str, list[PublishedHead]] = {}
-    for row in json.loads(text):
-        head = PublishedHead(row["head"], row["method"], row.get("licence"), row.get("tau"), row.get("task"))
-        heads.setdefault(_name(row["target"]), []).append(head)
+    for row in json.loads(TABLE.read_text(encoding="utf-8")):
+        about = (row["method"], row["licence"], row["tau"], row["task"], row.get("gigabytes", 0.0))
+        heads.setdefault(_name(row["target"]), []).append(PublishedHead(row["head"], *about))
     return heads
 
 
