@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import ragged
+from paths import ROOT, load_script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -490,12 +491,40 @@ def test_known_heads_offline(cache, monkeypatch):
 
 
 def test_the_table_of_published_heads():
-    """Every row names a method that loads heads; Llama 3's two spellings are one."""
-    heads = hub.known_heads()
-    assert len(heads) > 60
-    assert all(head.method in hub._KINDS and "/" in head.repo and "/" in target for target, head in heads)
+    """Llama 3's two spellings are one, sizes are known, and every method has a rank."""
+    assert all(head.method in hub._KINDS for _, head in hub.known_heads())
     new, old = (hub.published_heads(f"meta-llama/{name}-8B-Instruct") for name in ("Llama-3.1", "Meta-Llama-3.1"))
     assert new == old and new[0].method == "eagle3"
+    (head,) = hub.published_heads("Qwen/Qwen3-32B-FP8")
+    assert head.gigabytes == 6.4 and head.about == ", 6.4 GB, published τ 2.46 on ShareGPT, SGLang, concurrency 8"
+
+
+def test_the_check_of_published_heads(monkeypatch, capsys):
+    """scripts/check_published_heads.py: the table passes; every kind of fault is found; so is a head that is gone."""
+    check = load_script(ROOT / "scripts" / "check_published_heads.py")
+    rows = json.loads(hub.TABLE.read_text(encoding="utf-8"))
+    assert check.main([]) == 0 and capsys.readouterr().out == f"{len(rows)} rows, 0 problems\n"
+    wrong = [
+        ({"size": 1}, "has the keys"),
+        ({"head": "no-owner"}, "'head' is not of the form"),
+        ({"method": "eagle9"}, "no method 'eagle9'"),
+        ({"source": ""}, "has no source"),
+        ({"tau": 2.0, "task": None}, "has a task"),
+        ({"gigabytes": 0}, "'gigabytes' is positive"),
+        ({key: rows[1][key] for key in ("target", "head")}, "is there twice"),
+        ({"target": "zz/last"}, "belongs before"),
+    ]
+    for change, message in wrong:
+        found = list(check.problems([rows[0] | change, rows[1]]))
+        assert any(message in line for line in found), (message, found)
+
+    def model_info(self, head):
+        if head == "google/gemma-4-E2B-it-assistant":
+            raise RepositoryNotFoundError("gone", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(check.HfApi, "model_info", model_info)
+    assert check.main(["--online"]) == 1
+    assert capsys.readouterr().out.startswith("google/gemma-4-E2B-it-assistant: is not on the Hub\n")
 
 
 def test_gated_errors_are_http_errors():

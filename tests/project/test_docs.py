@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from paths import ROOT
+from paths import ROOT, load_script
 
 import hf_specdec
 from hf_specdec import available_methods, parse_config
@@ -191,14 +191,6 @@ def test_what_a_table_translates_to_exists(path):
             assert name.strip('"') in rules, name
         else:
             assert name in known_names(), name
-
-
-def load_script(path):
-    """A script of the repository as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---- links and figures ----------------------------------------------------------------------------------------------

@@ -153,11 +153,11 @@ def _heads(config: AutoConfig, target: PackedModel, found: Found) -> Iterator[Ca
     for _, repo, folder in sorted(cached):
         yield from _made(str(folder), f"{repo}, in the local cache", found)
     for head in heads_on_hub(target_id, list(published.values()), found.notes):
-        size = f"{head.repo} ({head.method}, {head.gigabytes:.1f} GB{head.about})"
+        what = f"{head.repo} ({head.method}{head.about})"
         if head.gigabytes > config.max_download_gb:
-            found.downloads.append(f"{size}: set max_download_gb")
+            found.downloads.append(f"{what}: set max_download_gb")
         else:
-            yield from _made(head.repo, f"{size}, from the Hub", found)
+            yield from _made(head.repo, f"{what}, from the Hub", found)
 
 
 def _small_models(target: PackedModel, found: Found) -> Iterator[Candidate]:

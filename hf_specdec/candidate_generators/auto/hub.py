@@ -14,8 +14,8 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 # The methods of heads, best first if nothing else is known, and words in the names or tags of their repositories.
 _KINDS = {
-    "eagle3": ("eagle3", "eagle-3"),
-    "dflash": ("dflash",),
+    "eagle3": ("eagle3", "eagle-3", "peagle", "p-eagle"),
+    "dflash": ("dflash", "dspark", "domino"),
     "gemma4_assistant": ("-it-assistant",),
     "eagle": ("eagle",),
     "hydra": ("hydra",),
@@ -27,6 +27,7 @@ _KINDS = {
 # the base error of the HTTP library under the Hub's client: requests or httpx, depending on the client's version
 _HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
 _MOST_LISTED = 50  # the Hub is asked for at most this many models
+TABLE = Path(__file__).with_name("published_heads.json")  # checked by scripts/check_published_heads.py
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class PublishedHead:
 
     @property
     def about(self) -> str:
-        """What its publisher says, as text to show."""
+        """Its size and what its publisher says, as text to show."""
+        size = f", {self.gigabytes:.1f} GB" if self.gigabytes else ""
         tau = "" if self.tau is None else f", published τ {self.tau}{f' on {self.task}' if self.task else ''}"
-        return tau + (f", {self.licence}" if self.licence else "")
+        return size + tau + (f", {self.licence}" if self.licence else "")
 
 
 def rank(method: str) -> int:
@@ -63,9 +65,10 @@ def rank(method: str) -> int:
 @functools.cache
 def known_heads() -> list[tuple[str, PublishedHead]]:
     """The heads that the package knows, each after its target's id."""
-    text = Path(__file__).with_name("published_heads.json").read_text(encoding="utf-8")
-    keys = ("head", "method", "licence", "tau", "task")
-    return [(row["target"], PublishedHead(*(row.get(key) for key in keys))) for row in json.loads(text)]
+    rows, keys = json.loads(TABLE.read_text(encoding="utf-8")), ("head", "method", "licence", "tau", "task")
+    return [
+        (row["target"], PublishedHead(*(row[key] for key in keys), gigabytes=row.get("gigabytes", 0.0))) for row in rows
+    ]
 
 
 def _name(target_id: str) -> str:
