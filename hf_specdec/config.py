@@ -73,7 +73,7 @@ class SpeculativeConfig:
     method: str = config_key("", "the drafting method; `hf-specdec models` lists all of them")
     num_speculative_tokens: int | None = config_key(
         None,
-        "draft tokens per round (K) of a chain, or depth of a tree, at most 1024; 'auto': draft_length 'auto' with a "
+        "draft tokens per round (K) of a chain, or depth of a tree, at most 1024; 'auto': as draft_length 'auto', with a "
         "default maximum",
     )
     num_speculative_tokens_per_batch_size: list[list[int]] | None = config_key(
@@ -125,8 +125,8 @@ class SpeculativeConfig:
     )
     async_scheduling: bool | None = config_key(
         None,
-        "launch the next step before stopping criteria and streamers have seen the last one, and a step without drafts "
-        "before the last one's tokens are known; by default on GPUs. The output is the same",
+        "launch the next step before stopping criteria and streamers have seen the last one; by default on GPUs. A step without "
+        "drafts starts even before the host knows its input tokens. The output is the same",
     )
     quantization: str | None = config_key(
         None, "8-bit or 4-bit weights for the drafter's linear layers: 'wint8' or 'wint4'", choices=QUANTIZATIONS
@@ -146,9 +146,8 @@ class SpeculativeConfig:
     )
     native: bool | None = config_key(
         None,
-        "on a CPU, run decoding steps as one call of the compiled library, which reads the model's own weights, and products "
-        "with quantized weights; by default if the library was compiled and computes what the model computes. False: never; True: an "
-        "error if it cannot",
+        "on a CPU, run decoding steps and products with quantized weights as calls of the compiled library; by default where it "
+        "computes what the model computes. False: never; True: an error if it cannot",
     )
     draft_tensor_parallel_size: int | None = config_key(
         None,
@@ -158,9 +157,9 @@ class SpeculativeConfig:
     )
     recurrent_states: str = config_key(
         "auto",
-        "for targets with recurrent layers: 'kept' keeps the state after each draft token; 'replayed' keeps one state and each "
-        "draft token's inputs, and reads accepted tokens again: the same output, less memory, more time; 'auto' is 'kept' if the "
-        "states of all rows take at most a quarter of the memory for keys, values and states",
+        "for targets with recurrent layers. 'kept': the state after every draft token; 'replayed': one state and the inputs of draft "
+        "tokens, with less memory and more time; 'auto': 'kept' while states take at most a quarter of the memory for keys, values and "
+        "states. The output is the same",
         choices=RECURRENT_STATES,
     )
     deterministic: bool = config_key(

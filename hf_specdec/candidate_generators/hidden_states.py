@@ -22,9 +22,9 @@ from .registry import register
 
 @dataclass
 class ExtractHiddenStatesConfig(SpeculativeConfig):
-    """Saves hidden states of chosen layers and the token ids they belong to, one safetensors file per request; drafts
-    nothing. Files hold `hidden_states` [tokens, layers, hidden] in the target's dtype and `token_ids` [tokens], for every
-    token the target has read: the prompt and all of the output but its last token."""
+    """Saves hidden states of chosen layers with their token ids, one safetensors file per request; drafts nothing. Files hold
+    `hidden_states` [tokens, layers, hidden] in the target's dtype and `token_ids` [tokens]. They cover the prompt, and the output
+    without its last token."""
 
     name = "extract_hidden_states"
     requires = ("a folder to write to: 'output_dir'",)

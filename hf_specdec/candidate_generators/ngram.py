@@ -16,8 +16,8 @@ LONGEST_NGRAM = 64  # the index has an entry per token and length
 
 @dataclass
 class NGramConfig(SpeculativeConfig):
-    """Prompt lookup: the longest n-gram at the end of the text, n in [prompt_lookup_min, prompt_lookup_max], is searched
-    in what precedes it, and the tokens that followed its earliest occurrence are drafted. Needs no model."""
+    """Prompt lookup: the longest n-gram at the text's end, n in [prompt_lookup_min, prompt_lookup_max], is looked up in the text before
+    it. The tokens after its earliest occurrence are drafted. Needs no model."""
 
     name = "ngram"
 

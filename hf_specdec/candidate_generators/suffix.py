@@ -22,8 +22,8 @@ AT_ONCE = 4  # waiting outputs that one proposal adds: each takes about 0.3 ms
 
 @dataclass
 class SuffixConfig(LookupCacheConfig):
-    """Suffix trees over the sequence's own text and over past outputs: drafts what usually followed, as long as the match
-    is long and the counts are sure. Needs no model; adapts its draft length; remembers outputs between `generate()` calls."""
+    """Suffix trees over the text itself and over past outputs: drafts what usually followed. A long match and clear counts give a long
+    draft. Needs no model; adapts its draft length; remembers outputs between `generate()` calls."""
 
     name = "suffix"
     requires = ("pip install hf-specdec[suffix]",)

@@ -12,8 +12,8 @@ from ..lookup_cache import LookupCacheConfig
 
 @dataclass
 class AutoConfig(LookupCacheConfig):
-    """Drafts with whatever is fastest, row by row and step by step, by measured costs and acceptance. It finds what can draft for
-    the target: its own MTP layers, a head or a small model on this machine or the Hub, and look-ups, which need no model."""
+    """Drafts with whatever is fastest, row by row and step by step, by measured costs and acceptance. It finds the
+    target's MTP layers, heads on this machine or the Hub, small models on this machine, and look-ups, which need no model."""
 
     name = "auto"
     has_parts = True

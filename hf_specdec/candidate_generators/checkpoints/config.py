@@ -29,8 +29,8 @@ class HeadConfig(TreeDraftingConfig):
     token: str | None = config_key(None, "Hub access token (never saved with a configuration)", secret=True)
     learn: bool | str = config_key(
         False,
-        "between steps, the head goes on learning from what the target writes, and is saved in this folder (true: a folder in "
-        "the cache); it starts as `model`, or as a new head. For mlp_speculator and eagle3",
+        "train the head between steps, on what the target writes, and save it in this folder (true: a folder of the cache). "
+        "Without `model`, a head is made. For mlp_speculator and eagle3",
     )
     learn_share: float = config_key(
         0.03, "with 'learn': share of the decoding time that learning may take", minimum=0.0, maximum=1.0

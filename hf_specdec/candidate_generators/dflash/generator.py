@@ -24,10 +24,10 @@ from .checkpoint import is_dflash, load_dflash, read_layout
 @dataclass
 class DFlashConfig(HeadConfig):
     """DFlash, DFlash2, DSpark and Domino: a drafter of a few layers reads the target's hidden states and predicts a block of tokens in
-    one forward, by default as many as its block was trained for. With fewer, it runs a shorter block.
+    one forward. By default the block is as long as it was trained.
 
-    With a DSpark confidence head, `draft_confidence_threshold` ends a draft where the head's estimate of the probability
-    that all of it is accepted falls below the threshold.
+    DSpark's confidence head estimates the probability that all of a draft is accepted. The draft ends where that falls below
+    `draft_confidence_threshold`.
     """
 
     name = "dflash"

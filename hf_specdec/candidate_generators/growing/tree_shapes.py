@@ -321,7 +321,7 @@ class TreeDraftingConfig(SpeculativeConfig):
     )
     top_k: int | None = config_key(
         None,
-        "draft a dynamic tree (EAGLE-2): continue this many nodes per depth, with as many children each",
+        "draft a dynamic tree (EAGLE-2): continue this many nodes per depth; a node gets as many children",
         minimum=1,
     )
     total_tokens: int | None = config_key(
