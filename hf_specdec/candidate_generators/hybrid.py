@@ -21,7 +21,8 @@ STRATEGIES = ("fallback", "extend")
 @dataclass
 class HybridConfig(LookupCacheConfig):
     """Two drafters of any methods. Strategy "fallback": the first drafts; the second drafts for rows where the first expects
-    fewer than `score_threshold` accepted tokens (Arctic's rule: suffix first, then a model). Strategy "extend": the second continues every chain of the first up to `num_speculative_tokens` (a model's few steps
+    fewer than `score_threshold` accepted tokens (Arctic's rule: suffix first, then a model).
+    Strategy "extend": the second continues every chain of the first up to `num_speculative_tokens` (a model's few steps
     continued by n-gram lookup)."""
 
     name = "hybrid"

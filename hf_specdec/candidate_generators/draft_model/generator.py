@@ -37,7 +37,8 @@ from .vocabulary import BRIDGES, make_bridge
 
 @dataclass
 class DraftModelConfig(TreeDraftingConfig):
-    """A smaller causal language model drafts token by token. With `early_exit`, the target's first layers draft. Drafters with another tokenizer are bridged by shared tokens or by text."""
+    """A smaller causal language model drafts token by token. With `early_exit`, the target's first layers draft.
+    Drafters with another tokenizer are bridged by shared tokens or by text."""
 
     name = "draft_model"
     uses_assistant_model = True
