@@ -20,6 +20,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_specdec
+from hf_specdec.inflation import DIMENSIONS, PRESETS, inflate
 
 METHODS = {
     "plain": {"method": "none"},
@@ -62,9 +63,6 @@ def load(
     path = hf_specdec.resolve_model(name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     if size is not None:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes" / "tiny"))
-        from inflate import DIMENSIONS, PRESETS, inflate
-
         model = inflate(model, **dict(zip(DIMENSIONS, PRESETS[size], strict=True)), dtype=dtype)
     return model, AutoTokenizer.from_pretrained(path)
 

@@ -54,7 +54,7 @@ class WrongDrafts(CandidateGenerator):
         return DraftTrees.from_lists([[self.wrong_token] * limit for limit in limits], device=self.target.device)
 
 
-def wrong_model(method: type[CandidateGenerator], wrong_token: int) -> type[CandidateGenerator]:
+def wrong_model(method: Any, wrong_token: int) -> type[CandidateGenerator]:
     """A drafter that does all of `method`'s work and then drafts a token that the target never chooses."""
 
     class Wrong(method):

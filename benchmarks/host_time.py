@@ -193,7 +193,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = []
     print(f"{'method':16} {'batch':>5} {'µs a step':>10} {'operations':>10} {'uploads':>8}")
-    model = AutoModelForCausalLM.from_pretrained(hf_specdec.bundled("tiny")).eval().to(device)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(hf_specdec.bundled("tiny"))
+    model = loaded.eval().to(device)
     packed = prepare(model, ModelOptions(prepack_weights=False))
     with without_work() as fixed, torch.no_grad():
         for method in [args.profile] if args.profile else args.methods:

@@ -27,7 +27,7 @@ FIXED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 def to_gguf(folder: Path, dtype: str) -> Path:
     """Write a Llama checkpoint as GGUF, matrices in `dtype` ("bfloat16", "float32", "q4_0"), and return the file."""
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
     from safetensors import safe_open
 
     config = json.loads((folder / "config.json").read_text())
@@ -112,7 +112,7 @@ class Context:
     """A model and room for `rows` sequences of `length` tokens."""
 
     def __init__(self, path: Path, threads: int, rows: int, length: int):
-        import llama_cpp
+        import llama_cpp  # pyright: ignore[reportMissingImports]
 
         self.api = api = llama_cpp
         api.llama_log_set(_SILENT, None)
@@ -168,7 +168,7 @@ def _SILENT(level, text, data):
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports]
 
     given = json.loads(sys.stdin.readline())
     context = Context(to_gguf(Path(given["model"]), given["dtype"]), given["threads"], given["rows"], 512)

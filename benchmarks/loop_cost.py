@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from loads import SIZES
 
@@ -53,9 +54,9 @@ def main() -> None:
     import hf_specdec
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(hf_specdec.bundled("tiny"), dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(hf_specdec.bundled("tiny"), dtype=torch.float32).eval()
     if SIZES[options.size] is not None:
-        from inflate import inflate
+        from inflate import inflate  # pyright: ignore[reportMissingImports]  (of the package that is measured)
 
         model = inflate(model, **SIZES[options.size]).eval()
     model = model.to(getattr(torch, options.dtype))

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # What is asked for, and after how many new tokens a criterion stops it.
@@ -70,12 +71,12 @@ def measure(method: str, asked: int, written: int, batch: int) -> dict:
         def __init__(self, count: int):
             self.left = count
 
-        def __call__(self, input_ids, scores, **kwargs):
+        def __call__(self, input_ids, scores, **kwargs):  # pyright: ignore[reportIncompatibleMethodOverride]
             self.left -= 1
             return torch.full((len(input_ids),), self.left <= 0)
 
     torch.set_num_threads(1)
-    model = make(LAYERS)
+    model: Any = make(LAYERS)
     ids = torch.arange(PROMPT).repeat(batch, 1) + 5 * torch.arange(batch)[:, None] + 1
     extra = {} if METHODS[method] is None else {"speculative_config": METHODS[method]}
     drafter_bytes = 0

@@ -63,7 +63,7 @@ def proposal(method: dict[str, Any], length: int = 100_000) -> float:
     """µs per row: propose 5 tokens and take in 3, on a context of `length` tokens with repetitions."""
     target = prepare(small_target(num_hidden_layers=1))
     config = parse_config(method)
-    generator = generator_class(config.method)(config, target)
+    generator = generator_class(config.method)(config, target, None)
     rng = np.random.default_rng(0)
     phrases = rng.integers(0, 4096, (200, 50))
     tokens = phrases[rng.integers(0, 200, length // 50)].ravel().tolist()
@@ -112,7 +112,7 @@ def overhead(method: dict[str, Any], batch_size: int, model: LlamaForCausalLM) -
     """Share of the steps' time that is not the target's forward (propose, verify, commit, bookkeeping)."""
     config = parse_config(method)
     target = prepare(model)
-    decoder = SpeculativeDecoder(generator_class(config.method)(config, target))
+    decoder = SpeculativeDecoder(generator_class(config.method)(config, target, None))
     forward_seconds = 0.0
     original = target.forward
 
@@ -167,7 +167,7 @@ def main() -> None:
     except ImportError as error:
         print(error)
     figures["step_ms_6_tokens"] = {context: reading(context) for context in (512, 2048, 8192)}
-    large = small_target(hidden_size=1024, intermediate_size=3072, num_hidden_layers=8)
+    large: Any = small_target(hidden_size=1024, intermediate_size=3072, num_hidden_layers=8)
     for dtype in (torch.float32, torch.bfloat16):
         large = large.to(dtype)
         name = str(dtype).removeprefix("torch.")

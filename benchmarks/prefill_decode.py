@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 from hf_specdec import LLM, SamplingParams
 
@@ -31,7 +32,7 @@ TRANSFER = {
 }  # fmt: skip
 
 
-def engine(config, transfer=TRANSFER):
+def engine(config, transfer: Any = TRANSFER) -> Any:
     return LLM("tiny", dtype="float32", speculative_config=config, max_model_len=1024, max_num_seqs=4,
                kv_cache_memory_bytes=256 << 20, kv_transfer_config=transfer)  # fmt: skip
 
@@ -109,11 +110,12 @@ def overlap(config, repeats=6):
         ids = consumer.tokenizer(prompt)["input_ids"]
         params = SamplingParams(temperature=0, max_tokens=16, kv_transfer_params=json.loads(json.dumps(pipe.recv())))
         with consumer.engine.decoder.active():
-            request, history, first = consumer.engine.add("c", prompt, ids, params), [], None
+            history, first = [], 0.0
+            request = consumer.engine.add("c", prompt, ids, params)
             while not request.finished:
                 consumer.engine.step()
                 history.append((time.monotonic(), transfers.statistics.bytes))
-                first = first or (time.monotonic() if request.choices[0].output.token_ids else None)
+                first = first or (time.monotonic() if request.choices[0].output.token_ids else 0.0)
         read, expected = pipe.recv(), run(one, prompt, 16)
         early = max((amount for when, amount in history if when <= read), default=before[0]) - before[0]
         rows.append({

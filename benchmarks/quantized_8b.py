@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from hf_specdec.model.options.native_weights import NativeWeight
 from hf_specdec.model.options.quantized import num_bytes, quantize_for_good
 from hf_specdec.model.prepare import prepare
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 128256},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "vocab_size": 128256},
 }  # fmt: skip
@@ -48,7 +49,8 @@ def config_of(shape: str) -> LlamaConfig:
 def made(config: LlamaConfig, kind: str) -> LlamaForCausalLM:
     """A model whose layers have copies of one layer's quantized weights."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        made: Any = LlamaForCausalLM(config)
+        model = made.to(torch.bfloat16).eval()
     first = model.model.layers[0].to_empty(device="cpu")
     for parameter in first.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() == 2 else nn.init.ones_(parameter)

@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,8 +137,8 @@ def inflated(dtype):
     from hf_specdec.inflation import inflate
 
     folder = hf_specdec.bundled(INFLATED)
-    small = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model = inflate(small, **INFLATED_SIZES, dtype=dtype)
+    small: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = inflate(small, **INFLATED_SIZES, dtype=dtype)
     if dtype == torch.float32:
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
         chats = [[{"role": "user", "content": each}] for each in ("Tell me a story about a dog.", "What is 5 - 2?")]

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -60,9 +61,10 @@ def main() -> None:
         decoding.append(len(rows) == options.requests and max(counts) == 1)
         return rows, counts
 
-    schedule, engine.scheduler.schedule = engine.scheduler.schedule, timed("schedule", scheduled)
-    engine.decoder.step = timed("decoder", engine.decoder.step)
-    engine.step = timed("whole", engine.step)
+    loop: Any = engine
+    schedule, loop.scheduler.schedule = engine.scheduler.schedule, timed("schedule", scheduled)
+    loop.decoder.step = timed("decoder", engine.decoder.step)
+    loop.step = timed("whole", engine.step)
     random = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 2000, (16,), generator=random).tolist() for _ in range(options.requests)]
     params = hf_specdec.SamplingParams(temperature=0, max_tokens=options.new_tokens, ignore_eos=True)

@@ -10,15 +10,16 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import hf_specdec  # noqa: F401  (generate() takes speculative_config)
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
     "vocab_size": 8192, "max_position_embeddings": 512,
 }  # fmt: skip
@@ -38,7 +39,7 @@ def main():
         AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(box[0])
     dist.barrier()
     size = dist.get_world_size()
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         box[0], dtype=torch.float32, distributed_config=DistributedConfig(tp_size=size)
     ).eval()
     ids = torch.arange(ROWS * 16).view(ROWS, 16) * 7 % 8192

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -130,7 +131,7 @@ def run_engine(llm, jobs, length, measured=None):
             for job, request in list(running.values()):
                 output, seq = request.choices[0].output, request.choices[0].sequence
                 new = len(output.token_ids) - job.written
-                steps = decoder.statistics.get(seq.id) or (request.statistics or [None])[0]
+                steps: Any = decoder.statistics.get(seq.id) or (request.statistics or [None])[0]
                 if new:
                     nodes, depth, _, accepted = steps.steps[-1]
                     own = job.prompt if not job.written else 1
@@ -225,6 +226,7 @@ def simulate(measured, jobs, length, num=1, router="turns", prefill=0, seed=0):
             job.ready = job.arrival
             chosen.waiting.append(job)
             continue
+        assert first is not None
         for job in first.step():
             if job.written < job.output:
                 job.ready = first.now + job.prompt * measured.bytes_per_token / LINK
@@ -279,7 +281,7 @@ def main():
 def studies(measured, capacity):
     """What the model is for: draft length by load, replicas by load, prefill apart."""
 
-    def run(share, num=8, length=3, router="least", prefill=0, repeats=(1, 12)):
+    def run(share, num=8, length: Any = 3, router="least", prefill=0, repeats=(1, 12)):
         jobs = jobs_of(share * capacity * num, 60 * num, 5, repeats)
         for job in jobs:
             job.prompt = 2 + len(job.text) // 4

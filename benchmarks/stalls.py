@@ -72,13 +72,15 @@ def main() -> None:
 
     thread = threading.Thread(target=lambda: asyncio.run(streams()), daemon=True)
     thread.start()
-    for name, request in {"nothing": None, **requests()}.items():
+    tried: dict[str, tuple[str, bytes] | None] = {"nothing": None, **requests()}
+    for name, request in tried.items():
         time.sleep(2)
         gaps.clear()
         began, status = time.perf_counter(), "-"
         if request is not None:
             connection = http.client.HTTPConnection("127.0.0.1", options.port, timeout=300)
-            connection.request("POST", *request, {"Content-Type": "application/json"})
+            path, body = request
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             answer.read()
             status = str(answer.status)

@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an engine that w
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to standard output
-    import vllm
+    import vllm  # pyright: ignore[reportMissingImports]
 
     engine = vllm.LLM(**json.loads(sys.stdin.readline()))
     print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 import hf_specdec
 
@@ -20,13 +20,13 @@ from .repeating import METHOD
 from .report import Row
 
 SECTION = "decoding"
-_SHAPE = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+_SHAPE: dict[str, Any] = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
           "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 12}  # fmt: skip
-_TOY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
+_TOY: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}  # fmt: skip
 
 
-def mixture(context: Context) -> nn.Module:
+def mixture(context: Context) -> PreTrainedModel:
     """The model, on the device. Texts are noise, and end nowhere."""
     shape, vocab_size = (_TOY, TOY_VOCABULARY) if context.toy else (_SHAPE, LLAMA_VOCABULARY)
     config = Qwen3MoeConfig(**shape, vocab_size=vocab_size, tie_word_embeddings=True, max_position_embeddings=4096)
@@ -36,9 +36,9 @@ def mixture(context: Context) -> nn.Module:
     return model.eval()
 
 
-def active_bytes(model: nn.Module) -> int:
+def active_bytes(model: PreTrainedModel) -> int:
     """Weights that a step of one token reads: of the experts those it is sent to."""
-    config = model.config
+    config: Any = model.config
     whole = floors.step_weight_bytes(model)
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     return whole - experts + experts * config.num_experts_per_tok // config.num_experts

@@ -68,11 +68,11 @@ def measure(context: Context, models: Models, batch: Any, way: Way, lengths: tup
     short, long = lengths
     if not context.toy or way.whole_calls:
         run(models, batch, way, long if way.ours or way.whole_calls else short)
+    out: Any = None
     seconds, steps, tau = {}, {}, float("nan")
     for length in (long,) if way.whole_calls else lengths:
         times = []
         for _ in range(1 if context.toy else 2):
-            out: Any = None
 
             def call(length=length):
                 nonlocal out

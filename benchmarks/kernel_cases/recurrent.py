@@ -32,7 +32,9 @@ def compile_cases() -> list[CompileCase]:
         ("mamba-2 falcon-h1 (64, 256)", "bf16", 24, 1, 64, 256),
         ("mamba-2 granite float32 (64, 128)", "fp32", 128, 1, 64, 128),
     ):
-        signature = dict.fromkeys(("out", "x", "steps", "into_state", "out_of_state", "skip", "bias"), f"*{kind}")
+        signature: dict[str, str] = dict.fromkeys(
+            ("out", "x", "steps", "into_state", "out_of_state", "skip", "bias"), f"*{kind}"
+        )
         signature |= {"rate": "*fp32", **_STATES, **_WALK}
         block_n, block_p = tile_of(size, width)
         constants = {
@@ -41,7 +43,9 @@ def compile_cases() -> list[CompileCase]:
         }  # fmt: skip
         cases.append(CompileCase(name, mamba2_kernel, signature, constants, unaligned=("tokens",)))
     for name, biased, silu in (("convolution qwen3-next", False, True), ("convolution nemotron-h", True, True)):
-        signature = dict.fromkeys(("out", "x", "weight", "pool", *(["bias"] if biased else [])), "*bf16")
+        signature: dict[str, str] = dict.fromkeys(
+            ("out", "x", "weight", "pool", *(["bias"] if biased else [])), "*bf16"
+        )
         signature |= {
             **dict.fromkeys(("windows", "into"), "*i32"),
             **dict.fromkeys(("tokens", "channels", "length"), "i32"),
