@@ -221,7 +221,8 @@ def _has_all_layers(export: DynamicCache, run: BatchRun) -> bool:
     Raises:
         UnsupportedModel: the caller passed that cache, to be filled.
     """
-    if export.layer_class_to_replicate is not None or len(run.tensors[0].cache or []) <= len(export.layers):
+    with_keys = [layer for layer, pair in enumerate(run.tensors[0].cache or []) if pair is not None]
+    if export.layer_class_to_replicate is not None or max(with_keys, default=-1) < len(export.layers):
         return True
     why = f"{type(run.decoder.target.model).__name__} keeps keys in more layers than a DynamicCache of its configuration has"
     if getattr(export, "_is_user_defined", False):
