@@ -18,7 +18,7 @@ from oracle import assert_clean, ragged
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_specdec
-from hf_specdec import integration
+from hf_specdec import SpeculativeConfigError, integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.core.errors import UnsupportedModel
 
@@ -182,6 +182,18 @@ def test_files_that_do_not_fit(tmp_path, case):
         (config[section[0]] if section else config)[name] = value
     file.write_text(json.dumps(config))
     assert_refused(target_of("own keys"), {"model": str(tmp_path)}, message)
+
+
+def test_as_a_draft_model_it_is_refused(tmp_path):
+    """By its folder, and as generate(assistant_model=): the error says how to use it."""
+    target = target_of("own keys")
+    assistant, config = assistant_of(tmp_path)
+    for more in ({"assistant_model": assistant}, {}):
+        with pytest.raises(
+            SpeculativeConfigError, match="a Gemma 4 assistant: name its folder or Hub id as 'model', without"
+        ):
+            given = {"method": "draft_model"} | ({} if more else config)
+            target.generate(**ragged([5], vocab_size=VOCAB), max_new_tokens=3, speculative_config=given, **more)
 
 
 def test_another_family_is_refused(tmp_path):

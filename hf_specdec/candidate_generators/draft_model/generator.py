@@ -155,6 +155,11 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
             compile=config.compile,
             native=config.native,
         )
+        if hasattr(model, "pre_projection"):
+            raise config.fail(
+                "method",
+                "is for whole models, and this is a Gemma 4 assistant: name its folder or Hub id as 'model', without a method.",
+            )
         borrowed = model is context.assistant_model
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
