@@ -128,8 +128,8 @@ class SpeculativeConfig:
     )
     async_scheduling: bool | None = config_key(
         None,
-        "launch the next step before stopping criteria and streamers have seen the last one; by default on GPUs. A step without "
-        "drafts is launched while its input tokens are still on the GPU. The output is the same",
+        "launch the next step before stopping criteria and streamers have seen the last one; by default on GPUs. The "
+        "output is the same",
     )
     quantization: str | None = config_key(
         None, "8-bit or 4-bit weights for the drafter's linear layers: 'wint8' or 'wint4'", choices=QUANTIZATIONS
@@ -174,8 +174,7 @@ class SpeculativeConfig:
 
     trace: bool = config_key(
         False,
-        "record every step in `output.speculation.trace`: the tokens drafted, accepted and rejected, and the milliseconds of "
-        "drafting, the forward and the choice of tokens; steps do not overlap then",
+        "record tokens and milliseconds of every step in `output.speculation.trace`; steps do not overlap then",
     )
 
     def __post_init__(self) -> None:
