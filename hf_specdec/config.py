@@ -107,7 +107,7 @@ class SpeculativeConfig:
     posterior_alpha: float = config_key(0.3, "see posterior_threshold", minimum=0)
     synthetic_acceptance_rates: list[float] | None = config_key(
         None,
-        "for 'synthetic': share of steps in which at least 1, 2, .. num_speculative_tokens draft tokens are accepted",
+        "for 'synthetic': num_speculative_tokens numbers; number i is the share of steps in which at least i draft tokens are accepted",
     )
     synthetic_acceptance_length: float | None = config_key(
         None, "for 'synthetic', instead of the rates: mean tokens per step, bonus token included"
@@ -116,7 +116,7 @@ class SpeculativeConfig:
         None, "how a model drafts when sampling: 'probabilistic' (default) or 'greedy'", choices=DRAFT_SAMPLE_METHODS
     )
     seed: int | None = config_key(
-        None, "seed of the rows' sampling streams; by default from torch's generator", minimum=0, maximum=2**63 - 1
+        None, "seed for sampling; by default from torch's generator", minimum=0, maximum=2**63 - 1
     )
     block_size: int = config_key(16, "tokens per KV block", minimum=1, maximum=_LARGEST_BLOCK)
     num_blocks: int | None = config_key(
