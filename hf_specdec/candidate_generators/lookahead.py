@@ -36,7 +36,7 @@ class LookaheadConfig(LookupCacheConfig):
     )
     share_pool: bool = config_key(
         True,
-        "texts of a space (an API key, or a value of SamplingParams(space=)) share a pool that outlives calls; false: none do",
+        "texts of a space (an API key, or a value of SamplingParams(space=)) share an n-gram pool that outlives calls; false: none do",
     )
 
     def __post_init__(self) -> None:

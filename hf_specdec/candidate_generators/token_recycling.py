@@ -42,8 +42,8 @@ class TokenRecyclingConfig(LookupCacheConfig):
     num_successors: int = config_key(8, "successors remembered per token", minimum=1)
     matrix_per_sequence: bool = config_key(
         True,
-        "each running sequence goes on with its own copy of the matrix, undisturbed by the others (4 bytes x "
-        "vocabulary x num_successors each); false: all write into one",
+        "each running sequence goes on with its own copy of the table of successors (4 bytes x vocabulary x num_successors each); "
+        "false: all write into one",
     )
     recycle_prompt: str | None = config_key(
         "text",
