@@ -73,15 +73,17 @@ class SpeculativeConfig:
     method: str = config_key("", "the drafting method; `hf-specdec models` lists all of them")
     num_speculative_tokens: int | None = config_key(
         None,
-        "draft tokens per round (K) of a chain, or depth of a tree, at most 1024; 'auto': as draft_length 'auto', with a "
+        "K: draft tokens per step (length of a chain, depth of a tree), at most 1024; 'auto': as draft_length 'auto', with a "
         "default maximum",
     )
     num_speculative_tokens_per_batch_size: list[list[int]] | None = config_key(
         None,
-        "K by the number of decoding rows: [[1, 4, 5], [5, 16, 2], [17, 64, 0]] or {1: 5, 5: 2, 17: 0}; every K is at "
-        "most num_speculative_tokens; the last K also applies to larger batches",
+        "K by the number of decoding rows, as [first, last, K]: [[1, 4, 5], [5, 16, 2], [17, 64, 0]], or as {first: K}: "
+        "{1: 5, 5: 2, 17: 0}; every K is at most num_speculative_tokens; the last K also applies to larger batches",
     )
-    disable_by_batch_size: int | None = config_key(None, "do not draft in steps of more decoding rows", minimum=1)
+    disable_by_batch_size: int | None = config_key(
+        None, "draft nothing in a step with more decoding rows than this", minimum=1
+    )
     max_model_len: int | None = config_key(
         None, "do not draft beyond this many tokens per text, drafts included", minimum=1
     )
@@ -104,16 +106,17 @@ class SpeculativeConfig:
     )
     posterior_alpha: float = config_key(0.3, "see posterior_threshold", minimum=0)
     synthetic_acceptance_rates: list[float] | None = config_key(
-        None, "for 'synthetic': share of rounds in which at least 1, 2, .. num_speculative_tokens drafts are accepted"
+        None,
+        "for 'synthetic': num_speculative_tokens numbers; number i is the share of steps in which at least i draft tokens are accepted",
     )
     synthetic_acceptance_length: float | None = config_key(
-        None, "for 'synthetic', instead of the rates: mean tokens per round, bonus token included"
+        None, "for 'synthetic', instead of the rates: mean tokens per step, bonus token included"
     )
     draft_sample_method: str | None = config_key(
         None, "how a model drafts when sampling: 'probabilistic' (default) or 'greedy'", choices=DRAFT_SAMPLE_METHODS
     )
     seed: int | None = config_key(
-        None, "seed of the rows' sampling streams; by default from torch's generator", minimum=0, maximum=2**63 - 1
+        None, "seed for sampling; by default from torch's generator", minimum=0, maximum=2**63 - 1
     )
     block_size: int = config_key(16, "tokens per KV block", minimum=1, maximum=_LARGEST_BLOCK)
     num_blocks: int | None = config_key(
@@ -125,8 +128,8 @@ class SpeculativeConfig:
     )
     async_scheduling: bool | None = config_key(
         None,
-        "launch the next step before stopping criteria and streamers have seen the last one; by default on GPUs. A step without "
-        "drafts starts even before the host knows its input tokens. The output is the same",
+        "launch the next step before stopping criteria and streamers have seen the last one; by default on GPUs. The "
+        "output is the same",
     )
     quantization: str | None = config_key(
         None, "8-bit or 4-bit weights for the drafter's linear layers: 'wint8' or 'wint4'", choices=QUANTIZATIONS
@@ -137,12 +140,13 @@ class SpeculativeConfig:
         choices=QUANTIZATIONS,
     )
     compile: bool | None = config_key(
-        None, "torch.compile target and draft model; by default layers are only traced, for CUDA graphs"
+        None,
+        "compile target and draft model by torch.compile; by default layers are only traced and rewritten, where CUDA graphs run",
     )
     cuda_graphs: bool | None = config_key(
         None,
         "run decoding steps and drafting rounds as CUDA graphs, several times faster for small batches; by default on GPUs, "
-        "except for models that cannot attend to pages and mixtures of experts whose routing the host waits for",
+        "except for models that cannot use the paged cache, and mixtures of experts whose routing the host must read",
     )
     native: bool | None = config_key(
         None,
@@ -170,8 +174,7 @@ class SpeculativeConfig:
 
     trace: bool = config_key(
         False,
-        "record every step in `output.speculation.trace`: the tokens drafted, accepted and rejected, and the milliseconds of "
-        "drafting, the forward and the choice of tokens; steps do not overlap then",
+        "record tokens and milliseconds of every step in `output.speculation.trace`; steps do not overlap then",
     )
 
     def __post_init__(self) -> None:

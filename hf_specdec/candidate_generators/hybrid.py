@@ -23,7 +23,7 @@ class HybridConfig(LookupCacheConfig):
     """Two drafters of any methods. Strategy "fallback": the first drafts; the second drafts for rows where the first expects
     fewer than `score_threshold` accepted tokens (Arctic's rule: suffix first, then a model).
     Strategy "extend": the second continues every chain of the first up to `num_speculative_tokens` (a model's few steps
-    continued by n-gram lookup)."""
+    continued by n-gram lookup). By default `num_speculative_tokens` is the larger one of the two ("extend": their sum)."""
 
     name = "hybrid"
     has_parts = True
@@ -38,8 +38,8 @@ class HybridConfig(LookupCacheConfig):
     )
     score_threshold: float | None = config_key(
         None,
-        "fallback: the first's draft is used if at least this many of its tokens are expected to be accepted (default: the "
-        "second's num_speculative_tokens, at most the first's)",
+        "fallback: keep the first's draft if at least this many of its tokens are expected to be accepted (default: the smaller "
+        "num_speculative_tokens of the two)",
         minimum=0,
     )
 

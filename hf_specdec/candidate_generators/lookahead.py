@@ -20,7 +20,7 @@ from .registry import register
 
 @dataclass
 class LookaheadConfig(LookupCacheConfig):
-    """Every step verifies known n-grams that begin with the last token, and improves a window of guesses about the tokens to
+    """Every step verifies known n-grams that begin with the last token, and refines a window of guesses about the tokens to
     come (Jacobi iteration). The window's columns become new n-grams. Needs no model."""
 
     name = "lookahead"
@@ -35,7 +35,8 @@ class LookaheadConfig(LookupCacheConfig):
         True, "also put the n-grams of the text itself, prompt and answer, into the pool"
     )
     share_pool: bool = config_key(
-        True, "one pool for the sequences of a space, which outlives calls; false: each sequence has its own"
+        True,
+        "texts of a space (an API key, or a value of SamplingParams(space=)) share an n-gram pool that outlives calls; false: none do",
     )
 
     def __post_init__(self) -> None:

@@ -39,9 +39,8 @@ class LookupCacheConfig(SpeculativeConfig):
 
     lookup_cache: str | None = config_key(
         None,
-        "keep what look-ups learn from texts (suffix trees, token tables, n-grams) from process to process, under this name: "
-        "a folder of $HF_SPECDEC_CACHE (else of the Hub's cache), or a path with a slash. The files hold users' text. By default "
-        "nothing of any text is kept",
+        "keep what look-ups learn from texts from process to process, under this name: "
+        "a folder of $HF_SPECDEC_CACHE (else of the Hub's cache), or a path with a slash. The files hold users' text",
     )
     lookup_cache_mb: float = config_key(
         8.0, "most megabytes of a 'lookup_cache' file; the oldest texts are left out", minimum=0

@@ -20,7 +20,7 @@ from .registry import register
 @dataclass
 class PerRequestConfig(LookupCacheConfig):
     """Drafters of any methods, by name. Each request to the server chooses one (`speculative_config: {"method": name}`); the
-    first is for those that do not choose, and for `generate()`."""
+    first is for those that do not choose, and for `generate()`. By default `num_speculative_tokens` is the longest draft of any of them."""
 
     name = "per_request"
     has_parts = True

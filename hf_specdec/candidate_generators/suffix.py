@@ -23,7 +23,7 @@ AT_ONCE = 4  # waiting outputs that one proposal adds: each takes about 0.3 ms
 @dataclass
 class SuffixConfig(LookupCacheConfig):
     """Suffix trees over the text itself and over past outputs: drafts what usually followed. A long match and clear counts give a long
-    draft. Needs no model; adapts its draft length; remembers outputs between `generate()` calls."""
+    draft. Needs no model; remembers outputs between `generate()` calls."""
 
     name = "suffix"
     requires = ("pip install hf-specdec[suffix]",)

@@ -37,13 +37,13 @@ class TokenRecyclingConfig(LookupCacheConfig):
 
     use_tree: bool = config_key(True, "draft a tree; false: the chain of best successors")
     speculative_token_tree: list[list[int]] | str | None = config_key(
-        None, "the tree as child-rank paths, e.g. [[0], [1], [0, 0]] (or that as text); default: the paper's 80 nodes"
+        None, "the tree, as in the keys of trees; default: the paper's 80 nodes"
     )
     num_successors: int = config_key(8, "successors remembered per token", minimum=1)
     matrix_per_sequence: bool = config_key(
         True,
-        "each running sequence goes on with its own copy of the matrix, undisturbed by the others (4 bytes x "
-        "vocabulary x num_successors each); false: all write into one",
+        "each running sequence goes on with its own copy of the table of successors (4 bytes x vocabulary x num_successors each); "
+        "false: all write into one",
     )
     recycle_prompt: str | None = config_key(
         "text",

@@ -12,8 +12,8 @@ from ..lookup_cache import LookupCacheConfig
 
 @dataclass
 class AutoConfig(LookupCacheConfig):
-    """Drafts with whatever is fastest, row by row and step by step, by measured costs and acceptance. It finds the
-    target's MTP layers, heads on this machine or the Hub, small models on this machine, and look-ups, which need no model."""
+    """Drafts with whatever is fastest, row by row and step by step, by measured costs and acceptance. It finds
+    drafters by itself."""
 
     name = "auto"
     has_parts = True
@@ -27,8 +27,8 @@ class AutoConfig(LookupCacheConfig):
     max_download_gb: float = config_key(2.0, "largest head that may be downloaded from the Hub; 0: none", minimum=0)
     memory: bool | str = config_key(
         True,
-        "keep measured costs and rates of acceptance from process to process: true (in $HF_SPECDEC_CACHE, or a folder "
-        "of the Hub's cache), a folder, or false; no text is kept",
+        "keep measured costs and rates of acceptance from process to process, but no text: true (a folder of the cache), a "
+        "folder, or false",
     )
 
     def __post_init__(self) -> None:

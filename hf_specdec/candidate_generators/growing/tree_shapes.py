@@ -317,7 +317,8 @@ class TreeDraftingConfig(SpeculativeConfig):
     )
     speculative_token_tree: list[list[int]] | str | None = config_key(
         None,
-        "a static tree as child-rank paths, e.g. [[0], [1], [0, 0]] (or that as text), or the name of a published one",
+        "a static tree as child-rank paths, e.g. [[0], [1], [0, 1]] (or that as text), or the name of a published one; "
+        "[0, 1] is the second-likeliest child of the likeliest first token",
     )
     top_k: int | None = config_key(
         None,

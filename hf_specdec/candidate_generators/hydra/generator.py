@@ -26,7 +26,7 @@ from .head import HydraHeads
 @dataclass
 class HydraConfig(LastHiddenConfig):
     """Hydra: heads like Medusa's, but each also reads the tokens drafted before it. Hydra++ checkpoints (arch "prefix-mlp") put
-    a decoder layer of their own, with its own KV, between the target and the heads."""
+    a decoder layer, with its own KV, between the target and the heads."""
 
     name = "hydra"
     requires = ("Hydra heads trained for the target: 'model'",)

@@ -41,8 +41,7 @@ MTP_STRATEGIES = ("default", "with_ngram")
 @dataclass
 class MtpConfig(HeadConfig):
     """The target's own multi-token-prediction layers draft: DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo, Ernie 4.5 and others, in chains
-    or trees. They are read from the target's own checkpoint, or from 'model'. With mtp_strategy 'with_ngram', n-gram look-up
-    in the text continues their drafts."""
+    or trees."""
 
     name = "mtp"
     requires = ("MTP layers: in the target's own checkpoint, or in 'model'",)
