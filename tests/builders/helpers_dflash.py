@@ -33,6 +33,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         "confidence_markov": True, "pure": 1, "prefix": "", "heads": (4, 2, 8), "extra": {}, "name_taps": True,
         "conv_group": 8, "taps_of_conv": 2, "top_k": 5,
         "embedding_scale": 1.0, "multiplier": 1.0, "softcap": None, "eps": EPS, "theta": THETA, "stretch": 1.0, "mask": MASK,
+        "gemma": False, "shared_values": True,
     } | options  # fmt: skip
     assert not set(options) - set(o), options
     h, v = target.config.hidden_size, target.config.vocab_size
@@ -54,7 +55,13 @@ def make(folder, target, style="own", head=None, seed=0, **options):
             w[f"layers.{i}.self_attn.{name}_norm.weight"] = 1 + rand(d)
         for name, shape in {"gate": (48, h), "up": (48, h), "down": (h, 48)}.items():
             w[f"layers.{i}.mlp.{name}_proj.weight"] = rand(*shape)
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if o["gemma"]:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+            w[f"layers.{i}.layer_scalar"] = 1 + rand(1)
+            if o["shared_values"]:
+                del w[f"layers.{i}.self_attn.v_proj.weight"]
+        for name in norms:
             w[f"layers.{i}.{name}.weight"] = 1 + rand(h)
     if o["own_embeddings"]:
         w["embed_tokens.weight"] = rand(v, h)
@@ -111,7 +118,13 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         "markov_rank": o["rank"], "markov_head_type": o["markov"], "enable_confidence_head": o["confidence"],
         "confidence_head_with_markov": o["confidence_markov"],
     }  # fmt: skip
-    if style == "own":
+    if o["gemma"]:  # DeepSpec's: the target's configuration, with the drafter's keys at the top level
+        config = gemma_config(target, heads, kv_heads, d, o) | {
+            "architectures": ["Gemma4DSparkModel"], "block_size": o["block"], "mask_token_id": MASK, "num_anchors": 512,
+            "target_layer_ids": [i - 1 for i in o["taps"]], "num_target_layers": target.config.num_hidden_layers,
+            **({key: value for key, value in spark.items() if value} if head else {"markov_rank": 0, "enable_confidence_head": False}),
+        }  # fmt: skip
+    elif style == "own":
         own = {"mask_token_id": MASK}
         if o["name_taps"]:
             own["target_layer_ids"] = [i - 1 for i in o["taps"]]
@@ -153,6 +166,29 @@ def make(folder, target, style="own", head=None, seed=0, **options):
     return Made(str(folder), o | {"style": style, "head": head}, plain)
 
 
+def gemma_config(target, heads, kv_heads, width, options):
+    """The keys of Gemma 4's layers; those of the target's sliding layers, and of what drafters have not, differ."""
+    global_kv, local_kv = (kv_heads, 2 * kv_heads) if options["shared_values"] else (None, kv_heads)
+    return {
+        "model_type": "gemma4_text", "hidden_size": target.config.hidden_size, "intermediate_size": 48, "head_dim": width // 2,
+        "global_head_dim": width, "num_attention_heads": heads, "num_key_value_heads": local_kv, "num_global_key_value_heads": global_kv,
+        "num_hidden_layers": options["layers"], "layer_types": ["full_attention"] * options["layers"], "sliding_window": 4,
+        "attention_k_eq_v": options["shared_values"], "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": EPS,
+        "vocab_size": target.config.vocab_size, "max_position_embeddings": 512, "final_logit_softcapping": options["softcap"],
+        "target_model_type": "gemma4", "target_text_model_type": "gemma4_text", "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_bias": False,
+        "vocab_size_per_layer_input": 9, "use_bidirectional_attention": "vision", "tie_word_embeddings": False,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": THETA},
+        },
+    }  # fmt: skip
+
+
+def gelu_tanh(x):
+    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
 class Reference:
     """The drafter's formulas, one sequence at a time, from the whole text each time, in float64."""
 
@@ -174,6 +210,8 @@ class Reference:
         angle = (
             positions[:, None].double() / self.o["theta"] ** (torch.arange(0, d, 2).double() / d) / self.o["stretch"]
         )
+        if self.o["gemma"]:
+            angle[:, int(0.25 * d // 2) :] = 0
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         a, b = x[..., : d // 2], x[..., d // 2 :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -209,8 +247,11 @@ class Reference:
 
     def keys_values(self, x, layer, positions):
         d, p = self.o["heads"][2], f"layers.{layer}.self_attn."
-        keys = self.norm(self.linear(x, p + "k_proj").view(len(x), -1, d), p + "k_norm")
-        return self.rotate(keys, positions), self.linear(x, p + "v_proj").view(len(x), -1, d)
+        keys = self.linear(x, p + "k_proj").view(len(x), -1, d)
+        values = self.linear(x, p + "v_proj").view(len(x), -1, d) if p + "v_proj.weight" in self.w else keys
+        if self.o["gemma"]:
+            values = values / (values.pow(2).mean(-1, keepdim=True) + self.o["eps"]).sqrt()
+        return self.rotate(self.norm(keys, p + "k_norm"), positions), values
 
     def sees(self, layer, query, key, anchor):
         """Whether slot `query` sees `key`; both are positions, those from the anchor on are the block's."""
@@ -227,7 +268,7 @@ class Reference:
 
     def block(self, text, slots):
         """Final hidden states [slots, H] of the block behind a text."""
-        heads, kv_heads, d = self.o["heads"]
+        (heads, kv_heads, d), gemma = self.o["heads"], self.o["gemma"]
         context, anchor = self.context(text), len(text) - 1
         x = self.embeddings[torch.tensor([text[-1]] + [self.o["mask"]] * (slots - 1))] * self.o["embedding_scale"]
         positions = torch.arange(anchor, anchor + slots)
@@ -244,15 +285,21 @@ class Reference:
                 seen = [j for j in range(len(k)) if self.sees(i, anchor + s, j, anchor)]
                 for a in range(heads):
                     b = a // (heads // kv_heads)
-                    weights = torch.softmax(k[seen, b] @ q[s, a] / d**0.5, dim=0)
+                    weights = torch.softmax(k[seen, b] @ q[s, a] / (1 if gemma else d**0.5), dim=0)
                     out[s, a] = weights @ v[seen, b]
-            x = x + self.convolved(self.linear(out.flatten(1), p + "o_proj"), mixed, 1)
-            y, p = self.norm(x, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp."
+            y = self.linear(out.flatten(1), p + "o_proj")
+            y = self.norm(y, f"layers.{i}.post_attention_layernorm") if gemma else y
+            x = x + self.convolved(y, mixed, 1)
+            before = "pre_feedforward" if gemma else "post_attention"
+            y, p = self.norm(x, f"layers.{i}.{before}_layernorm"), f"layers.{i}.mlp."
             mixed = self.kernels(y, f"layers.{i}.mlp_conv")
             y = self.convolved(y, mixed, 0)
             gate = self.linear(y, p + "gate_proj")
-            y = self.linear(gate * torch.sigmoid(gate) * self.linear(y, p + "up_proj"), p + "down_proj")
+            act = gelu_tanh(gate) if gemma else gate * torch.sigmoid(gate)
+            y = self.linear(act * self.linear(y, p + "up_proj"), p + "down_proj")
+            y = self.norm(y, f"layers.{i}.post_feedforward_layernorm") if gemma else y
             x = x + self.convolved(y, mixed, 1)
+            x = x * self.w[f"layers.{i}.layer_scalar"] if gemma else x
         return self.norm(x, "norm")
 
     def logits(self, block, text, path):

@@ -30,6 +30,7 @@ from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config,
 
 import hf_specdec
 from hf_specdec.candidate_generators.checkpoints import keys as key_tables
+from hf_specdec.candidate_generators.checkpoints import layers
 from hf_specdec.candidate_generators.checkpoints.files import Checkpoint, CheckpointError
 from hf_specdec.candidate_generators.checkpoints.keys import Table
 from hf_specdec.candidate_generators.dflash import checkpoint as dflash
@@ -388,6 +389,7 @@ DOMINO_KEYS = DFLASH_KEYS | {
 DFLASH2_KEYS = {key: effect for key, effect in DFLASH_KEYS.items() if effect != {"from_anchor": True}} | {
     "projector_type=dflash2": {}, "selector_top_k": {"top_k": 6},
 }  # fmt: skip
+GEMMA4_KEYS = alike("head_dim", "num_key_value_heads")  # of the target's layers with windows
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 GOOD = {
     "EAGLE": Good("eagle", eagle._TABLE, eagle_file("llama3"), EAGLE_KEYS | scaled_rope(5e5)),
@@ -396,6 +398,17 @@ GOOD = {
     "EAGLE-3, speculators": Good(
         "eagle3", eagle3._TABLE, eagle3_file("speculators"),
         EAGLE3_KEYS | scaled_rope(1e4) | {"norm_output=True": {"norm_output": True}, "norm_output=False": {}},
+    ),
+    "EAGLE-3, Gemma 4": Good(
+        "eagle3", eagle3._TABLE | layers.GEMMA4, eagle3_file("DeepSpec, Gemma 4"),
+        EAGLE3_KEYS | GEMMA4_KEYS | alike("norm_output=False") | {
+            "norm_output=True": {"norm_output": True}, "final_logit_softcapping": {"softcap": 4.0}, "target_layer_ids": {"states": (1, 2)},
+            "recycle_normed=True": {"norm_output": True},
+        },
+    ),
+    "EAGLE-3, latent": Good(
+        "eagle3", eagle3._TABLE | layers.LATENT, eagle3_file("latent"),
+        EAGLE3_KEYS | scaled_rope(5e4) | alike("head_dim", "num_key_value_heads"),
     ),
     "P-EAGLE": Good(
         "eagle3", eagle3._TABLE, eagle3_file("p-eagle"),
@@ -407,6 +420,11 @@ GOOD = {
     "DSpark": Good("dflash", dflash._TABLE, dflash_file("dspark"), DSPARK_KEYS),
     "DSpark, speculators": Good("dflash", dflash._TABLE, dflash_file("dspark", style="speculators"), DSPARK_KEYS),
     "Domino": Good("dflash", dflash._TABLE, dflash_file("domino"), DOMINO_KEYS),
+    "DSpark, Gemma 4": Good(
+        "dflash", dflash._TABLE | layers.GEMMA4,
+        dflash_file("dspark", gemma=True, own_embeddings=True, own_head=True, softcap=3.0, heads=(4, 1, 16), embedding_scale=32**0.5),
+        DSPARK_KEYS | GEMMA4_KEYS | {"final_logit_softcapping": {"softcap": 4.0}},
+    ),
     "DFlash2": Good("dflash", dflash._TABLE, dflash_file("dflash2"), DFLASH2_KEYS),
     "DFlash2, speculators": Good("dflash", dflash._TABLE, dflash_file("dflash2", style="speculators"), DFLASH2_KEYS),
     "MLP": Good(
@@ -436,7 +454,17 @@ GOOD = {
         target=lambda: build("qwen3", 0),
     ),
 }  # fmt: skip
-TABLES = (eagle._TABLE, eagle3._TABLE, dflash._TABLE, mlp.TABLE, medusa._TABLE, hydra._TABLE, mtp._TABLE)
+TABLES = (
+    eagle._TABLE,
+    eagle3._TABLE,
+    dflash._TABLE,
+    layers.GEMMA4,
+    layers.LATENT,
+    mlp.TABLE,
+    medusa._TABLE,
+    hydra._TABLE,
+    mtp._TABLE,
+)
 UNKNOWN = ("conv_kernel_size", "selector_rank", "query_pre_attn_scalar", "partial_rotary", "never_seen")
 
 

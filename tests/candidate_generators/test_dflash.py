@@ -7,6 +7,7 @@ import pytest
 import torch
 from cache_checks import check_blocks
 from combinations import covering
+from families import WINDOW, build
 from families import make as make_family
 from helpers_dflash import MASK, Reference, Watched, compare, make
 from oracle import ragged, tiny_llama
@@ -26,6 +27,10 @@ from hf_specdec.integration import get_decoder, kept_decoders
 
 PROMPTS = [5, 17, 9, 3]
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "window": 7}
+GEMMA_TARGET = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "global_head_dim": 16, "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+}  # fmt: skip
 SHAPES = {
     "chain": {},
     "short chain": {"num_speculative_tokens": 3},
@@ -71,6 +76,27 @@ def test_drafts_and_cache_are_those_of_the_formula(target, tmp_path, layout):
     made = make(tmp_path, target, **LAYOUTS[layout])
     accepted = compare(target, made, {}, ragged([6, 12]), slots=6)
     assert 0 in accepted and max(accepted) >= 4 and len(set(accepted)) >= 4
+
+
+GEMMA = {
+    "gemma": True, "own_embeddings": True, "own_head": True, "softcap": 3.0, "from_anchor": True, "heads": (4, 1, 16), "taps": (0, 1, 2),
+}  # fmt: skip
+GEMMAS = {
+    "DFlash": {},
+    "values of their own": {"shared_values": False, "heads": (4, 2, 16), "extra": {"global_head_dim": 16}},
+    "gated": {"head": "dspark", "markov": "gated"},
+    "rnn": {"head": "dspark", "markov": "rnn"},
+}
+
+
+@pytest.mark.parametrize("case", GEMMAS)
+def test_deepspec_drafters_of_gemma4(tmp_path, case):
+    """Its layers, in a target that scales its embeddings: the drafter's rows are scaled too, and logits capped below a Markov bias."""
+    target = build("gemma4_text", **GEMMA_TARGET)
+    made = make(tmp_path, target, **GEMMA | GEMMAS[case])
+    made.options["embedding_scale"] = 48**0.5
+    accepted = compare(target, made, {}, ragged([6, 12], vocab_size=128), slots=6)
+    assert 0 in accepted and max(accepted) >= 4
 
 
 @pytest.mark.parametrize("layout", ["plain", "causal block", "sliding", "speculators, sliding both ways", "DFlash2"])
@@ -353,6 +379,17 @@ BAD = {
     "DFlash2, draft vocabulary": (
         {"head": "dflash2", "draft_ids": [*range(0, 60, 2), 59], "style": "speculators", "own_embeddings": True}, None, None,
         "there is a draft vocabulary",
+    ),
+    "Gemma 4, experts": (GEMMA, lambda c: c.update(enable_moe_block=True), None, "enable_moe_block = True; only False"),
+    "Gemma 4, windows": (GEMMA, lambda c: c.update(layer_types=["sliding_attention"] * 2), None, "have full_attention alone"),
+    "Gemma 4, rotary base": (GEMMA, lambda c: c.update(rope_theta=1e4), None, "rope_theta = 10000.0, which Gemma 4's layers do not have"),
+    "Gemma 4, one rotation": (GEMMA, lambda c: c.update(rope_parameters={"rope_theta": 1e4}), None, "have none for full_attention"),
+    "Gemma 4, no factor": (GEMMA, None, lambda w: w.pop("layers.1.layer_scalar"), "missing layers.1.layer_scalar"),
+    "Gemma 4, values": (GEMMA, lambda c: c.update(attention_k_eq_v=False), None, "missing layers.0.self_attn.v_proj.weight"),
+    "Gemma 4, activation": (GEMMA, lambda c: c.update(hidden_activation="gelu_pytorch_tan"), None, "did you mean 'gelu_pytorch_tanh'"),
+    "another's key": ({}, lambda c: c.update(attention_k_eq_v=True), None, "attention_k_eq_v = True, which this format does not have"),
+    "latent attention": (
+        {}, None, lambda w: w.update({"layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 32)}), "unused .*kv_a_proj_with_mqa",
     ),
     "table without head": ({}, None, lambda w: w.update(d2t=torch.zeros(4)), "d2t.* but no lm_head"),
 }  # fmt: skip

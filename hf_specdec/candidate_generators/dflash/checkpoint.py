@@ -12,7 +12,14 @@ from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
 from ..checkpoints.files import MASK_EMBEDDING, Checkpoint, Plan, register_format
 from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
-from ..checkpoints.layers import Embeddings, RotaryPositions, embeddings_of, read_layer_config
+from ..checkpoints.layers import (
+    Embeddings,
+    RotaryPositions,
+    embeddings_of,
+    keys_of_layers,
+    read_layer_config,
+    table_scale,
+)
 from ..checkpoints.target_parts import DraftVocabulary, trained_for
 from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
 
@@ -22,7 +29,8 @@ logger = logging.getLogger(__name__)
 _NOT_IN_MODULE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 _PROJECTORS = {
     "DFlashDraftModel": None, "DFlashSpeculator": None, "DominoDraftModel": "domino", "DSparkDraftModel": "dspark",
-    "DSparkSpeculator": "dspark", "Qwen3DSparkModel": "dspark", "DFlash2DraftModel": "dflash2", "DFlash2Speculator": "dflash2",
+    "DSparkSpeculator": "dspark", "Qwen3DSparkModel": "dspark", "Gemma4DSparkModel": "dspark",
+    "DFlash2DraftModel": "dflash2", "DFlash2Speculator": "dflash2",
 }  # fmt: skip
 _HEAD_KEYS = {
     "dspark": {
@@ -106,7 +114,7 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
         CheckpointError: a key is missing or does not fit the target, or the format is another drafter's.
     """
     plan = Plan(checkpoint, _canonical)
-    given = _TABLE.read(checkpoint, plan)
+    given = (_TABLE | keys_of_layers(plan)).read(checkpoint, plan)
     config: Any = read_layer_config(checkpoint, plan, "qwen3")
     config.attention_bias = "layers.0.self_attn.o_proj.bias" in plan
     heads = _heads(checkpoint, given, plan)
@@ -121,6 +129,8 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
         tapped = [i + 1 for i in default_target_layers(num_layers, config.num_hidden_layers)]
     is_dspark, from_anchor = heads.get("projector_type") == "dspark", given.sample_from_anchor
     scale = given.input_embedding_scale if embedding_scale is None else embedding_scale
+    if scale is None and "embed_tokens.weight" in plan:
+        scale = table_scale(config)
     scales_rows = hasattr(target_parts.target_embeddings(target), "embed_scale") and "embed_tokens.weight" not in plan
     if scales_rows and scale is None:
         # z-lab's earlier code and vLLM read the rows that a target like Gemma scales, and cap logits as it does; speculators
