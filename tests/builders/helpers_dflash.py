@@ -144,7 +144,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         }  # fmt: skip
         (own if o["block_inside"] else config)["block_size"] = o["block"]
     else:
-        kind = head or "dflash"
+        kind = "dflash" if head in (None, "domino") else head
         config = {
             "speculators_model_type": kind, "speculators_version": "0.9.0", "draft_vocab_size": vd, "block_size": o["block"],
             "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}[kind]],
@@ -157,7 +157,11 @@ def make(folder, target, style="own", head=None, seed=0, **options):
                 "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
             },
         }  # fmt: skip
-        config |= {"dspark": spark, "dflash2": second}.get(head, {})
+        domino = {
+            "projector_type": "domino", "emb_dim": 7, "gru_hidden_dim": 10, "pure_draft_prefix_len": o["pure"], "lambda_base_start": 1.0,
+            "lambda_base_decay_ratio": 1.0, "auf": False, "shift_label": None,
+        }  # fmt: skip
+        config |= {"dspark": spark, "dflash2": second, "domino": domino}.get(head, {})
     os.makedirs(folder, exist_ok=True)
     save_file({k: t.contiguous() for k, t in w.items()}, os.path.join(folder, "model.safetensors"))
     with open(os.path.join(folder, "config.json"), "w") as f:

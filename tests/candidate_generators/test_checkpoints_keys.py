@@ -90,6 +90,10 @@ DFLASH = {
         {"style": "speculators"}, None,
         {"shift_label": True, "sample_from_anchor": None, "speculators_config.proposal_methods": None}, {"from_anchor": True},
     ),
+    "Domino's sizes without it": (
+        {"style": "speculators"}, None,
+        {"projector_type": "dflash", "emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}, {},
+    ),
     "DSpark in mask slots": ({}, "dspark", {"dflash_config.sample_from_anchor": False}, {"from_anchor": False}),
     "DSpark, bonus anchor": ({}, "dspark", {"dspark_bonus_anchor": True}, {"from_anchor": False}),
     "sliding, not causal": (SLIDING, None, {"is_causal": False}, {"non_causal_window": True}),
@@ -373,7 +377,7 @@ DFLASH_KEYS = ALIKE | {
     "output_multiplier": {"multiplier": 0.5}, "input_embedding_scale": {"embedding_scale": 0.5},
     "final_logit_softcapping": {"softcap": 0.5}, "mask_token_id": {"mask": helpers_dflash.MASK + 1},
     "target_layer_ids": {"taps": (2, 1)}, "aux_hidden_state_layer_ids": {"taps": (2, 1)},
-    **alike("block_size", "num_target_layers", "use_aux_hidden_state=True", "swa_window_size", "use_swa=False"),
+    **alike("projector_type=dflash", "block_size", "num_target_layers", "use_aux_hidden_state=True", "swa_window_size", "use_swa=False"),
     **{f"{key}={value}": {"from_anchor": value} for value in (True, False) for key in ("sample_from_anchor", "query_zero_predicts_next")},
     **{f"dspark_bonus_anchor={value}": {"from_anchor": not value} for value in (True, False)},
     **{f"{key}={value}": {"causal": value} for value in (True, False) for key in ("is_causal", "causal")},
@@ -517,7 +521,12 @@ def test_any_one_key(model, tmp_path, name):
     whole = (tmp_path / "config.json").read_text()
     config, problems, refused = json.loads(whole), [], 0
     sections = [section for section in good.table.sections if section in config or section == good.table.section]
-    neutral: list[list[tuple[str, Any]]] = [[], [], []]  # changes that change nothing, by the number of the key's value
+    neutral: list[list[tuple[str, Any]]] = [
+        [],
+        [],
+        [],
+        [],
+    ]  # changes that change nothing, by the number of the key's value
 
     def check(changes: list[tuple[str, Any]], effect: dict) -> bool:
         """Whether drafts with all these changes follow the formula. If not, halves are tried, and a change alone is a problem."""

@@ -178,22 +178,25 @@ def test_requests_that_come_and_go(tmp_path):
     run_scenario(model, None, config)
 
 
-def test_logits_are_those_of_transformers_own_drafter(target, tmp_path):
-    """transformers' DFlash drafter (5.23), fed by hand, with the same weights."""
+@pytest.mark.parametrize("window", [None, 7])
+def test_logits_are_those_of_transformers_own_drafter(target, tmp_path, window):
+    """transformers' DFlash drafter (5.23), which Muse Glimmer's assistant is, saved by its class and fed by hand."""
     modeling = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
     from transformers import MuseGlimmerAssistantConfig
     from transformers.cache_utils import DFlashCache
 
-    made = make(tmp_path, target)
+    made = make(tmp_path / "other", target)
     config = MuseGlimmerAssistantConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 700.0}, vocab_size=61, block_size=6,
-        layer_types=["full_attention"] * 2, target_layer_ids=[0, 1], mask_token_id=MASK, hidden_act="silu",
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 700.0}, block_size=6,
+        sliding_window=window or 2048, layer_types=["sliding_attention" if window else "full_attention"] * 2,
+        target_layer_ids=[0, 1], mask_token_id=MASK, hidden_act="silu",
     )  # fmt: skip
     drafter = modeling.MuseGlimmerAssistantModel(config).eval()
     renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     drafter.load_state_dict({renamed.get(k, k): v.float() for k, v in made.weights.items()})
-    watched = Watched(target, {"method": "dflash", "model": made.folder})
+    drafter.save_pretrained(tmp_path)
+    watched = Watched(target, {"model": str(tmp_path)})
     watched.run(ragged([9]))
     cache, done = DFlashCache(config=config), 0
     cache.activate_past_recording()
@@ -388,6 +391,10 @@ BAD = {
     "Gemma 4, values": (GEMMA, lambda c: c.update(attention_k_eq_v=False), None, "missing layers.0.self_attn.v_proj.weight"),
     "Gemma 4, activation": (GEMMA, lambda c: c.update(hidden_activation="gelu_pytorch_tan"), None, "did you mean 'gelu_pytorch_tanh'"),
     "another's key": ({}, lambda c: c.update(attention_k_eq_v=True), None, "attention_k_eq_v = True, which this format does not have"),
+    "Muse Glimmer, no layers": (
+        {}, lambda c: (c.pop("dflash_config"), c.pop("sliding_window"), c.update(model_type="muse_glimmer_assistant", pard_token=5)), None,
+        "names no layers of the target to read",
+    ),
     "latent attention": (
         {}, None, lambda w: w.update({"layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 32)}), "unused .*kv_a_proj_with_mqa",
     ),
