@@ -33,7 +33,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         "confidence_markov": True, "pure": 1, "prefix": "", "heads": (4, 2, 8), "extra": {}, "name_taps": True,
         "conv_group": 8, "taps_of_conv": 2, "top_k": 5,
         "embedding_scale": 1.0, "multiplier": 1.0, "softcap": None, "eps": EPS, "theta": THETA, "stretch": 1.0, "mask": MASK,
-        "gemma": False, "shared_values": True,
+        "gemma": False, "shared_values": True, "rotated": 1.0, "sinks": False, "value_scale": 1.0, "mask_row": None,
     } | options  # fmt: skip
     assert not set(options) - set(o), options
     h, v = target.config.hidden_size, target.config.vocab_size
@@ -55,6 +55,8 @@ def make(folder, target, style="own", head=None, seed=0, **options):
             w[f"layers.{i}.self_attn.{name}_norm.weight"] = 1 + rand(d)
         for name, shape in {"gate": (48, h), "up": (48, h), "down": (h, 48)}.items():
             w[f"layers.{i}.mlp.{name}_proj.weight"] = rand(*shape)
+        if o["sinks"]:
+            w[f"layers.{i}.self_attn.attention_sink_bias"] = rand(heads, scale=2)
         norms = ["input_layernorm", "post_attention_layernorm"]
         if o["gemma"]:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -209,8 +211,9 @@ class Reference:
         return x @ self.w[name + ".weight"].T + self.w.get(name + ".bias", 0)
 
     def rotate(self, x, positions):
-        """x [n, heads, d]: pairs (i, i + d/2) turned by position / THETA ** (2 i / d)."""
-        d = x.shape[2]
+        """x [n, heads, d]: pairs (i, i + d/2) turned by position / THETA ** (2 i / d), of the dimensions that are rotated."""
+        d = int(x.shape[2] * self.o["rotated"])
+        x, still = x[..., :d], x[..., d:]
         angle = (
             positions[:, None].double() / self.o["theta"] ** (torch.arange(0, d, 2).double() / d) / self.o["stretch"]
         )
@@ -218,7 +221,7 @@ class Reference:
             angle[:, int(0.25 * d // 2) :] = 0
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         a, b = x[..., : d // 2], x[..., d // 2 :]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, still], dim=-1)
 
     def convolved(self, u, kernels, side):
         """Each slot's values [slots, H] mixed with those of the slots before it, channel by channel; `kernels`: see `kernels`."""
@@ -275,6 +278,8 @@ class Reference:
         (heads, kv_heads, d), gemma = self.o["heads"], self.o["gemma"]
         context, anchor = self.context(text), len(text) - 1
         x = self.embeddings[torch.tensor([text[-1]] + [self.o["mask"]] * (slots - 1))] * self.o["embedding_scale"]
+        if self.o["mask_row"] is not None:
+            x[1:] = self.o["mask_row"] * self.o["embedding_scale"]
         positions = torch.arange(anchor, anchor + slots)
         for i in range(self.o["layers"]):
             y, p = self.norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.self_attn."
@@ -289,8 +294,10 @@ class Reference:
                 seen = [j for j in range(len(k)) if self.sees(i, anchor + s, j, anchor)]
                 for a in range(heads):
                     b = a // (heads // kv_heads)
-                    weights = torch.softmax(k[seen, b] @ q[s, a] / (1 if gemma else d**0.5), dim=0)
-                    out[s, a] = weights @ v[seen, b]
+                    scores = k[seen, b] @ q[s, a] / (1 if gemma else d**0.5)
+                    sink = self.w[p + "attention_sink_bias"][a].exp() if self.o["sinks"] else 0
+                    weights = scores.exp() / (scores.exp().sum() + sink)
+                    out[s, a] = weights @ v[seen, b] * self.o["value_scale"]
             y = self.linear(out.flatten(1), p + "o_proj")
             y = self.norm(y, f"layers.{i}.post_attention_layernorm") if gemma else y
             x = x + self.convolved(y, mixed, 1)
@@ -478,6 +485,8 @@ def compare(target, made, config, inputs, slots, tolerance=1e-4, max_new_tokens=
                 got = generator.cache.read(seq.id, layer)
                 expected = reference.keys_values(context, layer, torch.arange(len(context)))
                 for a, b in zip(got, expected, strict=True):
+                    if made.options["rotated"] < 1:  # keys are kept in another order of dimensions
+                        a, b = a.sort().values, b.sort().values
                     torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
 
     watched = Watched(target, {"method": "dflash", "model": made.folder, **config}, check_cache)

@@ -211,6 +211,9 @@ LAYOUTS = {
         {**CONFIG, "eagle_config": {"norm_before_fc": True}, "norm_before_residual": True}, flags={"norm_before_residual": True},
     ),
     "logit_scale": Layout(BASE, {**CONFIG, "logit_scale": 0.25}, flags={"logit_scale": 0.25}),
+    "a part rotated": Layout(
+        {**BASE, **QWEN3}, {**CONFIG, "partial_rotary_factor": 0.5}, plain={"inv_freq": 1e4 ** (-torch.arange(2, dtype=torch.float64) / 2)},
+    ),
     "rope_scaling, old": Layout(BASE, {**CONFIG, "rope_scaling": {"type": "linear", "factor": 2.0}}, plain={"inv_freq": LINEAR_2}),
     "rope_scaling, new": Layout(
         BASE,

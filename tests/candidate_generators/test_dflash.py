@@ -54,6 +54,11 @@ LAYOUTS = {
     "speculators, sliding": {"style": "speculators", **SLIDING},
     "speculators, sliding both ways": {"style": "speculators", "non_causal_window": True, **SLIDING},
     "speculators, from anchor": {"style": "speculators", "from_anchor": True},
+    "a part of each head rotated, bias": {"rotated": 0.5, "bias": True, "extra": {"partial_rotary_factor": 0.5}},
+    "MiMo's": {
+        **SLIDING, "sinks": True, "value_scale": 0.7, "rotated": 0.334, "heads": (4, 2, 12),
+        "extra": {"attention_value_scale": 0.7, "attention_sink_bias": True, "partial_rotary_factor": 0.334},
+    },
     "DFlash2": {"head": "dflash2"},
     "DFlash2, three taps of a convolution, capped": {
         "head": "dflash2", "taps_of_conv": 3, "conv_group": 4, "top_k": 3, "multiplier": 0.3, "softcap": 5.0,
@@ -99,7 +104,9 @@ def test_deepspec_drafters_of_gemma4(tmp_path, case):
     assert 0 in accepted and max(accepted) >= 4
 
 
-@pytest.mark.parametrize("layout", ["plain", "causal block", "sliding", "speculators, sliding both ways", "DFlash2"])
+@pytest.mark.parametrize(
+    "layout", ["plain", "causal block", "sliding", "speculators, sliding both ways", "DFlash2", "MiMo's"]
+)
 def test_captured_blocks_are_those_of_the_formula(target, tmp_path, graphs_in_python, defined_attention, layout):  # noqa: F811
     """Reading context and running the block over static buffers, a graph each for every bucket."""
     made = make(tmp_path, target, **LAYOUTS[layout])
@@ -347,8 +354,12 @@ BAD = {
     "no taps": ({"style": "speculators"}, lambda c: c.pop("aux_hidden_state_layer_ids"), None, "aux_hidden_state_layer_ids"),
     "no layers": ({"style": "speculators"}, lambda c: c.pop("transformer_layer_config"), None, "transformer_layer_config"),
     "taps of no kind": ({}, lambda c: c["dflash_config"].update(target_layer_ids="1,9"), None, "a list of layers"),
-    "half a rotation": ({}, lambda c: c.update(rope_parameters={"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}),
-                        None, "partial_rotary_factor"),
+    "an odd rotation": ({}, lambda c: c.update(partial_rotary_factor=0.4), None, r"rotates 3 of a head's 8 dimensions \(partial_rotary"),
+    "a scaled rotation": (
+        {}, lambda c: c.update(partial_rotary_factor=0.5, rope_scaling={"rope_type": "yarn", "factor": 4.0}), None,
+        "scale a part of each head",
+    ),
+    "no sinks": ({}, lambda c: c.update(attention_sink_bias=True), None, "attention_sink_bias = true, but the file has no layers.0"),
     "table lost": ({"style": "speculators", "draft_ids": [1, 2, 60]}, None, lambda w: [w.pop(k) for k in ("d2t", "t2d")],
                    "draft_vocab_size 3 and no table d2t"),
     "table out of range": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -120,8 +121,38 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = Non
 
 
 def _check_rotation(checkpoint: Checkpoint, config: Any) -> None:
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise checkpoint.error("rotates only a part of each head (partial_rotary_factor), which is not supported.")
+    part, is_latent = rotated_width(config), isinstance(config, DeepseekV3Config)
+    if not 0 < part <= config.head_dim or part % 2 or (is_latent and part < config.head_dim):
+        raise checkpoint.error(
+            f"rotates {part} of a head's {config.head_dim} dimensions (partial_rotary_factor), which cannot be run."
+        )
+
+
+def rotated_width(config: Any) -> int:
+    """How many dimensions of a head are rotated, the first ones. "proportional" rotation takes its pairs from the whole head."""
+    rope = config.rope_parameters
+    factor = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor") or 1.0
+    return int(config.head_dim * factor)
+
+
+@torch.no_grad()
+def pair_rotated(layers: nn.ModuleList, config: Any) -> None:
+    """Where a part of a head is rotated, order the dimensions of queries and keys so that rotated pairs are half a head apart, as
+    transformers' attention expects. The products of queries and keys stay the same."""
+    width, part = config.head_dim, rotated_width(config)
+    if part == width:
+        return
+    rest = (width - part) // 2
+    first, second, still, standing = torch.arange(width).split([part // 2, part // 2, rest, rest])
+    order = torch.cat([first, still, second, standing])
+    for layer in layers:
+        attention: Any = layer.self_attn
+        for weight in [
+            weight
+            for name in ("q_proj", "k_proj", "q_norm", "k_norm")
+            for weight in getattr(attention, name, nn.Identity()).parameters()
+        ]:
+            weight.data = weight.unflatten(0, (-1, width))[:, order.to(weight.device)].flatten(0, 1)
 
 
 def _gemma4_config(checkpoint: Checkpoint, given: dict[str, Any], num_layers: int) -> PretrainedConfig:
@@ -233,6 +264,7 @@ def loaded(
     """
     vocabulary, lm_head = vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
     module: Any = built(checkpoint, plan, target, make)
+    pair_rotated(module.layers, config)
     device, dtype = device_and_dtype(target)
     module.rotary = RotaryPositions(checkpoint, config, device)
     table = getattr(module, "embed_tokens", None)
@@ -254,21 +286,30 @@ class RotaryPositions(nn.Module):
     """cos and sin of rotary position embeddings, computed for any position. The frequencies are in no checkpoint and stay in float32.
 
     Scalings whose frequencies change with the length of the text ("dynamic", "longrope") keep those of the original length,
-    since cached keys cannot change.
+    since cached keys cannot change. Dimensions that `pair_rotated` has put aside have the frequency 0.
 
     Raises:
-        CheckpointError: a kind of scaling that transformers does not know.
+        CheckpointError: a kind of scaling that transformers does not know, or one that scales dimensions that are not rotated.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: PretrainedConfig, device: torch.device):
+    def __init__(self, checkpoint: Checkpoint, config: Any, device: torch.device):
         super().__init__()
+        part, whole, config = rotated_width(config), config.head_dim, copy.deepcopy(config)
+        if part < whole:
+            config.head_dim = part
+            config.rope_parameters = {k: v for k, v in config.rope_parameters.items() if k != "partial_rotary_factor"}
         try:
             rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
         except BAD_VALUES as error:
             raise checkpoint.error(
                 f"its rotary parameters {config.rope_parameters} cannot be used: {error!r}"
             ) from None
-        self.inv_freq = torch.cat([rope.inv_freq, rope.inv_freq]).to(device, torch.float32)
+        if part < whole and rope.attention_scaling != 1.0:
+            raise checkpoint.error(
+                f"its rotary parameters {config.rope_parameters} scale a part of each head, which is not supported."
+            )
+        frequencies = nn.functional.pad(rope.inv_freq, (0, (whole - part) // 2))
+        self.inv_freq = torch.cat([frequencies, frequencies]).to(device, torch.float32)
         self.scaling = rope.attention_scaling
 
     def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

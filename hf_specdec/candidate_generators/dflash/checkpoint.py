@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...model.packed_model import PackedModel
@@ -17,6 +19,7 @@ from ..checkpoints.layers import (
     RotaryPositions,
     embeddings_of,
     keys_of_layers,
+    pair_rotated,
     read_layer_config,
     table_scale,
 )
@@ -72,6 +75,10 @@ _TABLE = Table(
         **keys(FLAG, "shift_label", "sliding_window_non_causal", "use_swa"),
         **keys(NUMBER, "input_embedding_scale", "final_logit_softcapping"),
         "output_multiplier": Key(NUMBER, default=1.0),
+        "attention_value_scale": Key(NUMBER, default=1.0),
+        "sinks": Key(
+            FLAG, places=("attention_sink_bias", "add_swa_attention_sink_bias"), tensor="layers.0.self_attn.attention_sink_bias"
+        ),
         "attention_bias": Key(
             FLAG, places=(".attention_bias", f"{LAYERS}.attention_bias"), tensor="layers.0.self_attn.o_proj.bias"
         ),
@@ -172,6 +179,10 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
         draft_vocab_size=given.draft_vocab_size,
         embedding_scale=scale,
         logit_scale=given.output_multiplier,
+        value_scale=given.attention_value_scale,
+        sinks=frozenset(
+            i for i in range(config.num_hidden_layers) if f"layers.{i}.self_attn.attention_sink_bias" in plan
+        ),
         softcap=given.final_logit_softcapping or cap,
     )
     _check(checkpoint, given, layout, target)
@@ -259,10 +270,31 @@ def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: Pac
             f"config.json has input_embedding_scale = {given.input_embedding_scale}, but speculative_config says {layout.embedding_scale}."
         )
     target_parts.check_target(checkpoint, target, given.target_hidden_size, None)
-    if (checkpoint.folder / MASK_EMBEDDING).exists():
-        raise checkpoint.error(
-            f"has a file {MASK_EMBEDDING} in place of the mask token's embedding, which is not supported."
-        )
+
+
+def _mask_embedding(checkpoint: Checkpoint, plan: Plan, layout: DFlashLayout) -> torch.Tensor | None:
+    """What a file has in place of the mask token's embedding [H], a tensor or a file beside the weights; None: nothing."""
+    source, there = plan.sources.pop("mask_embedding", None), checkpoint.folder / MASK_EMBEDDING
+    found: Any = None if source is None else checkpoint.tensor(source)
+    if there.exists():
+        if found is not None:
+            raise checkpoint.error(f"has both a tensor {source} and a file {MASK_EMBEDDING}.")
+        try:
+            found = torch.load(there, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+            raise checkpoint.error(f"its {MASK_EMBEDDING} is no plain file of a tensor: {error}") from error
+        if isinstance(found, dict):
+            if found.get("mask_token_id", layout.mask_token_id) != layout.mask_token_id:
+                raise checkpoint.error(
+                    f"its {MASK_EMBEDDING} is for token {found['mask_token_id']}, config.json has mask_token_id {layout.mask_token_id}."
+                )
+            found = found.get("embedding", found.get("mask_embedding"))
+    elif found is None:
+        return None
+    width = layout.layers.hidden_size
+    if not isinstance(found, torch.Tensor) or found.numel() != width or not found.is_floating_point():
+        raise checkpoint.error(f"its mask embedding is no tensor of {width} numbers.")
+    return found.flatten()
 
 
 def _canonical(name: str) -> str | None:
@@ -277,12 +309,14 @@ def _canonical(name: str) -> str | None:
 
 @dataclass(eq=False)
 class LoadedDFlash:
-    """A loaded drafter; embeddings and language-model head are the target's if the file has none."""
+    """A loaded drafter; embeddings and language-model head are the target's if the file has none. `mask`: in place of the mask token's
+    embedding [H]; None: that is in the table."""
 
     head: BlockHead
     embeddings: Embeddings
     lm_head: nn.Module
     vocabulary: DraftVocabulary
+    mask: torch.Tensor | None
 
 
 def load_dflash(
@@ -306,6 +340,7 @@ def load_dflash(
             f"fc.weight reads {reads} numbers, but {len(layout.tapped)} of the target's layers have "
             f"{len(layout.tapped) * feature_size}. It is for another target." + trained_for(checkpoint)
         )
+    mask = _mask_embedding(checkpoint, plan, layout)
     stated = layout.draft_vocab_size, config.vocab_size
     vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
     shared: Any = lm_head
@@ -316,10 +351,15 @@ def load_dflash(
         raise checkpoint.error(f"has mask_token_id {layout.mask_token_id}, but there are {rows} embeddings.")
     rotary = RotaryPositions(checkpoint, config, target_parts.device_and_dtype(target)[0])
     drafter = target_parts.built(checkpoint, plan, target, lambda: DFlashDrafter(layout, feature_size, size, owns))
+    pair_rotated(drafter.layers, config)
+    for layer in drafter.layers if layout.value_scale != 1.0 else ():
+        attention: Any = layer.self_attn
+        attention.o_proj.weight.mul_(layout.value_scale)
     embeddings = embeddings_of(checkpoint, target, drafter.embed_tokens, config.hidden_size, layout.embedding_scale)
     return LoadedDFlash(
         head=BlockHead(drafter, layout, rotary, prepack_weights),
         embeddings=embeddings,
         lm_head=drafter.lm_head or shared,
         vocabulary=vocabulary,
+        mask=None if mask is None else mask.to(drafter.fc.weight) * (layout.embedding_scale or 1.0),
     )

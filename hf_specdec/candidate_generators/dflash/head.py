@@ -51,6 +51,8 @@ class DFlashLayout:
         draft_vocab_size: number of logits that the configuration states, if it does.
         embedding_scale: of the embedding rows of the block's tokens; None: as the target's first layer reads them.
         logit_scale, softcap: of `layers.capped`.
+        value_scale: factor of attention's values.
+        sinks: layers whose attention has a sink, a logit per head that no key has.
     """
 
     layers: PretrainedConfig
@@ -65,6 +67,8 @@ class DFlashLayout:
     embedding_scale: float | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
+    value_scale: float = 1.0
+    sinks: frozenset[int] = frozenset()
 
     @property
     def num_tokens(self) -> int:
@@ -251,8 +255,11 @@ class DFlashDrafter(nn.Module):
             self.markov_head = MarkovHead(config.vocab_size, vocab, rank, size, heads["markov_head_type"])
         if kind == "dspark" and heads["enable_confidence_head"]:
             self.confidence_head = ConfidenceHead(size + (rank if self.confidence_reads_markov else 0))
-        for layer in self.layers:
-            vars(layer.self_attn)["sliding_window"] = None  # windows are in the masks of `BlockHead`
+        for i, layer in enumerate(self.layers):
+            attention: Any = layer.self_attn
+            vars(attention)["sliding_window"] = None  # windows are in the masks of `BlockHead`
+            if i in layout.sinks:
+                attention.attention_sink_bias = nn.Parameter(torch.empty(config.num_attention_heads))
 
     @property
     def sequential(self) -> SequentialHead | None:
@@ -333,6 +340,9 @@ class BlockHead(PackedHead):
         position_embeddings = self.rotary(batch.position_ids, hidden.dtype)
         with batch.cache.running(batch):
             for kind, layer in zip(self.config.layer_types, self.module.layers, strict=True):
+                sinks = getattr(layer.self_attn, "attention_sink_bias", None)
+                if sinks is not None:
+                    more["s_aux"] = sinks
                 hidden = layer(
                     hidden,
                     position_ids=batch.position_ids,
