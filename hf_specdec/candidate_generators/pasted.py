@@ -88,7 +88,10 @@ def renamed_method(values: dict[str, Any]) -> dict[str, Any]:
     method, model = values.get("method"), values.get("model")
     if not method and model in _NGRAM_MODELS:
         method = values["method"] = "ngram"
-    if method == "hybrid_mtp_ngram":  # older FastDeploy
+    if method == "custom_class" and isinstance(model, str) and "." in model:  # vLLM's: "package.module.Class"
+        del values["model"]
+        values["method"] = ":".join(model.rsplit(".", 1))
+    elif method == "hybrid_mtp_ngram":  # older FastDeploy
         values.update(method="mtp", mtp_strategy=values.get("mtp_strategy", "with_ngram"))
     elif isinstance(method, str) and method in METHOD_NAMES:
         values["method"] = METHOD_NAMES[method]

@@ -33,6 +33,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         "confidence_markov": True, "pure": 1, "prefix": "", "heads": (4, 2, 8), "extra": {}, "name_taps": True,
         "conv_group": 8, "taps_of_conv": 2, "top_k": 5,
         "embedding_scale": 1.0, "multiplier": 1.0, "softcap": None, "eps": EPS, "theta": THETA, "stretch": 1.0, "mask": MASK,
+        "gemma": False, "shared_values": True, "rotated": 1.0, "sinks": False, "value_scale": 1.0, "mask_row": None,
     } | options  # fmt: skip
     assert not set(options) - set(o), options
     h, v = target.config.hidden_size, target.config.vocab_size
@@ -54,7 +55,15 @@ def make(folder, target, style="own", head=None, seed=0, **options):
             w[f"layers.{i}.self_attn.{name}_norm.weight"] = 1 + rand(d)
         for name, shape in {"gate": (48, h), "up": (48, h), "down": (h, 48)}.items():
             w[f"layers.{i}.mlp.{name}_proj.weight"] = rand(*shape)
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        if o["sinks"]:
+            w[f"layers.{i}.self_attn.attention_sink_bias"] = rand(heads, scale=2)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if o["gemma"]:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+            w[f"layers.{i}.layer_scalar"] = 1 + rand(1)
+            if o["shared_values"]:
+                del w[f"layers.{i}.self_attn.v_proj.weight"]
+        for name in norms:
             w[f"layers.{i}.{name}.weight"] = 1 + rand(h)
     if o["own_embeddings"]:
         w["embed_tokens.weight"] = rand(v, h)
@@ -111,7 +120,13 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         "markov_rank": o["rank"], "markov_head_type": o["markov"], "enable_confidence_head": o["confidence"],
         "confidence_head_with_markov": o["confidence_markov"],
     }  # fmt: skip
-    if style == "own":
+    if o["gemma"]:  # DeepSpec's: the target's configuration, with the drafter's keys at the top level
+        config = gemma_config(target, heads, kv_heads, d, o) | {
+            "architectures": ["Gemma4DSparkModel"], "block_size": o["block"], "mask_token_id": MASK, "num_anchors": 512,
+            "target_layer_ids": [i - 1 for i in o["taps"]], "num_target_layers": target.config.num_hidden_layers,
+            **({key: value for key, value in spark.items() if value} if head else {"markov_rank": 0, "enable_confidence_head": False}),
+        }  # fmt: skip
+    elif style == "own":
         own = {"mask_token_id": MASK}
         if o["name_taps"]:
             own["target_layer_ids"] = [i - 1 for i in o["taps"]]
@@ -131,7 +146,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         }  # fmt: skip
         (own if o["block_inside"] else config)["block_size"] = o["block"]
     else:
-        kind = head or "dflash"
+        kind = "dflash" if head in (None, "domino") else head
         config = {
             "speculators_model_type": kind, "speculators_version": "0.9.0", "draft_vocab_size": vd, "block_size": o["block"],
             "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}[kind]],
@@ -144,13 +159,40 @@ def make(folder, target, style="own", head=None, seed=0, **options):
                 "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
             },
         }  # fmt: skip
-        config |= {"dspark": spark, "dflash2": second}.get(head, {})
+        domino = {
+            "projector_type": "domino", "emb_dim": 7, "gru_hidden_dim": 10, "pure_draft_prefix_len": o["pure"], "lambda_base_start": 1.0,
+            "lambda_base_decay_ratio": 1.0, "auf": False, "shift_label": None,
+        }  # fmt: skip
+        config |= {"dspark": spark, "dflash2": second, "domino": domino}.get(head, {})
     os.makedirs(folder, exist_ok=True)
     save_file({k: t.contiguous() for k, t in w.items()}, os.path.join(folder, "model.safetensors"))
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(config | o["extra"], f)
     plain = {k.removeprefix(p) if p else k: t.double() if t.is_floating_point() else t for k, t in w.items()}
     return Made(str(folder), o | {"style": style, "head": head}, plain)
+
+
+def gemma_config(target, heads, kv_heads, width, options):
+    """The keys of Gemma 4's layers; those of the target's sliding layers, and of what drafters have not, differ."""
+    global_kv, local_kv = (kv_heads, 2 * kv_heads) if options["shared_values"] else (None, kv_heads)
+    return {
+        "model_type": "gemma4_text", "hidden_size": target.config.hidden_size, "intermediate_size": 48, "head_dim": width // 2,
+        "global_head_dim": width, "num_attention_heads": heads, "num_key_value_heads": local_kv, "num_global_key_value_heads": global_kv,
+        "num_hidden_layers": options["layers"], "layer_types": ["full_attention"] * options["layers"], "sliding_window": 4,
+        "attention_k_eq_v": options["shared_values"], "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": EPS,
+        "vocab_size": target.config.vocab_size, "max_position_embeddings": 512, "final_logit_softcapping": options["softcap"],
+        "target_model_type": "gemma4", "target_text_model_type": "gemma4_text", "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_bias": False,
+        "vocab_size_per_layer_input": 9, "use_bidirectional_attention": "vision", "tie_word_embeddings": False,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": THETA},
+        },
+    }  # fmt: skip
+
+
+def gelu_tanh(x):
+    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 class Reference:
@@ -169,14 +211,17 @@ class Reference:
         return x @ self.w[name + ".weight"].T + self.w.get(name + ".bias", 0)
 
     def rotate(self, x, positions):
-        """x [n, heads, d]: pairs (i, i + d/2) turned by position / THETA ** (2 i / d)."""
-        d = x.shape[2]
+        """x [n, heads, d]: pairs (i, i + d/2) turned by position / THETA ** (2 i / d), of the dimensions that are rotated."""
+        d = int(x.shape[2] * self.o["rotated"])
+        x, still = x[..., :d], x[..., d:]
         angle = (
             positions[:, None].double() / self.o["theta"] ** (torch.arange(0, d, 2).double() / d) / self.o["stretch"]
         )
+        if self.o["gemma"]:
+            angle[:, int(0.25 * d // 2) :] = 0
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         a, b = x[..., : d // 2], x[..., d // 2 :]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, still], dim=-1)
 
     def convolved(self, u, kernels, side):
         """Each slot's values [slots, H] mixed with those of the slots before it, channel by channel; `kernels`: see `kernels`."""
@@ -209,8 +254,11 @@ class Reference:
 
     def keys_values(self, x, layer, positions):
         d, p = self.o["heads"][2], f"layers.{layer}.self_attn."
-        keys = self.norm(self.linear(x, p + "k_proj").view(len(x), -1, d), p + "k_norm")
-        return self.rotate(keys, positions), self.linear(x, p + "v_proj").view(len(x), -1, d)
+        keys = self.linear(x, p + "k_proj").view(len(x), -1, d)
+        values = self.linear(x, p + "v_proj").view(len(x), -1, d) if p + "v_proj.weight" in self.w else keys
+        if self.o["gemma"]:
+            values = values / (values.pow(2).mean(-1, keepdim=True) + self.o["eps"]).sqrt()
+        return self.rotate(self.norm(keys, p + "k_norm"), positions), values
 
     def sees(self, layer, query, key, anchor):
         """Whether slot `query` sees `key`; both are positions, those from the anchor on are the block's."""
@@ -227,9 +275,11 @@ class Reference:
 
     def block(self, text, slots):
         """Final hidden states [slots, H] of the block behind a text."""
-        heads, kv_heads, d = self.o["heads"]
+        (heads, kv_heads, d), gemma = self.o["heads"], self.o["gemma"]
         context, anchor = self.context(text), len(text) - 1
         x = self.embeddings[torch.tensor([text[-1]] + [self.o["mask"]] * (slots - 1))] * self.o["embedding_scale"]
+        if self.o["mask_row"] is not None:
+            x[1:] = self.o["mask_row"] * self.o["embedding_scale"]
         positions = torch.arange(anchor, anchor + slots)
         for i in range(self.o["layers"]):
             y, p = self.norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.self_attn."
@@ -244,15 +294,23 @@ class Reference:
                 seen = [j for j in range(len(k)) if self.sees(i, anchor + s, j, anchor)]
                 for a in range(heads):
                     b = a // (heads // kv_heads)
-                    weights = torch.softmax(k[seen, b] @ q[s, a] / d**0.5, dim=0)
-                    out[s, a] = weights @ v[seen, b]
-            x = x + self.convolved(self.linear(out.flatten(1), p + "o_proj"), mixed, 1)
-            y, p = self.norm(x, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp."
+                    scores = k[seen, b] @ q[s, a] / (1 if gemma else d**0.5)
+                    sink = self.w[p + "attention_sink_bias"][a].exp() if self.o["sinks"] else 0
+                    weights = scores.exp() / (scores.exp().sum() + sink)
+                    out[s, a] = weights @ v[seen, b] * self.o["value_scale"]
+            y = self.linear(out.flatten(1), p + "o_proj")
+            y = self.norm(y, f"layers.{i}.post_attention_layernorm") if gemma else y
+            x = x + self.convolved(y, mixed, 1)
+            before = "pre_feedforward" if gemma else "post_attention"
+            y, p = self.norm(x, f"layers.{i}.{before}_layernorm"), f"layers.{i}.mlp."
             mixed = self.kernels(y, f"layers.{i}.mlp_conv")
             y = self.convolved(y, mixed, 0)
             gate = self.linear(y, p + "gate_proj")
-            y = self.linear(gate * torch.sigmoid(gate) * self.linear(y, p + "up_proj"), p + "down_proj")
+            act = gelu_tanh(gate) if gemma else gate * torch.sigmoid(gate)
+            y = self.linear(act * self.linear(y, p + "up_proj"), p + "down_proj")
+            y = self.norm(y, f"layers.{i}.post_feedforward_layernorm") if gemma else y
             x = x + self.convolved(y, mixed, 1)
+            x = x * self.w[f"layers.{i}.layer_scalar"] if gemma else x
         return self.norm(x, "norm")
 
     def logits(self, block, text, path):
@@ -427,6 +485,8 @@ def compare(target, made, config, inputs, slots, tolerance=1e-4, max_new_tokens=
                 got = generator.cache.read(seq.id, layer)
                 expected = reference.keys_values(context, layer, torch.arange(len(context)))
                 for a, b in zip(got, expected, strict=True):
+                    if made.options["rotated"] < 1:  # keys are kept in another order of dimensions
+                        a, b = a.sort().values, b.sort().values
                     torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
 
     watched = Watched(target, {"method": "dflash", "model": made.folder, **config}, check_cache)

@@ -91,8 +91,91 @@ def llama3_frequencies():
 LINEAR_2 = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4) / 2
 QWEN3 = {"layers.0.self_attn.q_norm.weight": (8,), "layers.0.self_attn.k_norm.weight": (8,)}
 AUX = "eagle_aux_hidden_state_layer_ids"
+DEEPSPEC = {  # the embeddings are read by all layers
+    **BASE, **EMBEDDINGS, "fc.weight": (HIDDEN, 2 * HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), **layer_shapes("layers.1.", 2 * HIDDEN),
+    "layers.1.input_layernorm.weight": NORM, "layers.1.hidden_norm.weight": NORM,
+}  # fmt: skip
+DEEPSPEC_KEYS = {
+    "num_hidden_layers": 2, "draft_num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "target_layer_ids": [0, 1],
+    "ttt_length": 7, "step_loss_decay": 0.8, "num_target_layers": 3, "target_model_name_or_path": "some/Target", "draft_vocab_size": None,
+}  # fmt: skip
+PROPORTIONAL = torch.tensor([1.0, 1e6 ** (-2 / 16), *[0.0] * 6], dtype=torch.float64)
+
+
+def gemma_layer(i):
+    """Shapes of a layer of Gemma 4's, whose values are its keys; None: what other layers have."""
+    prefix = f"layers.{i}."
+    norms = {f"{prefix}{name}_feedforward_layernorm.weight": NORM for name in ("pre", "post")}
+    norms |= {f"{prefix}self_attn.{name}_norm.weight": (16,) for name in "qk"}
+    layer = layer_shapes(prefix, 2 * HIDDEN, width=16) | {f"{prefix}self_attn.v_proj.weight": None}
+    return layer | norms | {f"{prefix}layer_scalar": (1,)}
+
+
+NOPE, ROPE, RANK, VALUE, YARN = 6, 8, 12, 10, 4.0  # widths of latent attention, and a factor
+LATENT_CONFIG = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"} | {
+    "architectures": ["DeepseekV3ForCausalLMEagle3"], "model_type": "kimi_k2", "q_lora_rank": 16, "kv_lora_rank": RANK, "rope_theta": 5e4,
+    "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE, "n_routed_experts": 8, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "topk_method": "noaux_tc", "rope_interleave": True,
+}  # fmt: skip
+
+
+def latent_shapes(query_rank=True):
+    """Of a head with latent attention."""
+    p = "layers.0.self_attn."
+    query = {
+        "q_a_proj.weight": (16, 2 * HIDDEN),
+        "q_a_layernorm.weight": (16,),
+        "q_b_proj.weight": (HEADS * (NOPE + ROPE), 16),
+    }
+    shapes = {
+        "kv_a_proj_with_mqa.weight": (RANK + ROPE, 2 * HIDDEN), "kv_a_layernorm.weight": (RANK,),
+        "kv_b_proj.weight": (HEADS * (NOPE + VALUE), RANK), "o_proj.weight": (HIDDEN, HEADS * VALUE),
+        **(query if query_rank else {"q_proj.weight": (HEADS * (NOPE + ROPE), 2 * HIDDEN)}),
+    }  # fmt: skip
+    rest = {name: shape for name, shape in BASE.items() if not name.startswith(p)}
+    return rest | {p + name: shape for name, shape in shapes.items()}
+
+
+def yarn_frequencies(theta):
+    """YaRN's of width 8: factor 4, 16 original positions, at most 32 and at least 1 turns over them."""
+    low, high = (8 * math.log(16 / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (32, 1))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), 7)
+    out = []
+    for i in range(4):
+        plain, kept = theta ** (-2 * i / 8), 1 - min(max((i - low) / (high - low), 0.0), 1.0)
+        out.append(plain / YARN * (1 - kept) + plain * kept)
+    return torch.tensor(out, dtype=torch.float64)
+
+
 LAYOUTS = {
     "yuhuili": Layout(BASE, CONFIG),
+    "latent": Layout(latent_shapes(), LATENT_CONFIG, plain={"inv_freq": 5e4 ** (-torch.arange(4, dtype=torch.float64) / 4)}),
+    "latent, YaRN": Layout(
+        {**latent_shapes(query_rank=False), **EMBEDDINGS},
+        {
+            **LATENT_CONFIG, "q_lora_rank": None,
+            "rope_scaling": {"type": "yarn", "factor": YARN, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1,
+                             "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        plain={"inv_freq": yarn_frequencies(5e4), "window": YARN},
+    ),
+    "DeepSpec": Layout(
+        {**DEEPSPEC, **QWEN3, "layers.1.self_attn.q_norm.weight": (8,), "layers.1.self_attn.k_norm.weight": (8,)},
+        {**CONFIG, **DEEPSPEC_KEYS, "architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "rope_theta": 1e6},
+        states=(1, 2), prefix="layers.0.", plain={"num_layers": 2, "theta": 1e6}, reduced=False,
+    ),
+    "DeepSpec, Gemma 4": Layout(
+        {**DEEPSPEC, **gemma_layer(0), **gemma_layer(1)},
+        {key: value for key, value in CONFIG.items() if key not in ("hidden_act", "draft_vocab_size")} | DEEPSPEC_KEYS | {
+            "architectures": ["Gemma4Eagle3Model"], "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "head_dim": 4,
+            "global_head_dim": 16, "num_global_key_value_heads": KV_HEADS, "num_key_value_heads": 1, "attention_k_eq_v": True,
+            "final_logit_softcapping": 3.0, "enable_moe_block": False, "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
+        },
+        states=(1, 2), prefix="layers.0.", plain={"num_layers": 2, "inv_freq": PROPORTIONAL}, flags={"softcap": 3.0}, reduced=False,
+    ),
     "own embeddings": Layout({**BASE, **EMBEDDINGS}, CONFIG),
     "specforge ids": Layout(BASE, {**CONFIG, "eagle_config": {AUX: [0, 1, 2], "use_aux_hidden_state": True}}, states=(1, 2, -1)),
     "vllm ids": Layout(BASE, {**CONFIG, AUX: [2, 1, 3]}, states=(1, 2, -1)),
@@ -128,6 +211,9 @@ LAYOUTS = {
         {**CONFIG, "eagle_config": {"norm_before_fc": True}, "norm_before_residual": True}, flags={"norm_before_residual": True},
     ),
     "logit_scale": Layout(BASE, {**CONFIG, "logit_scale": 0.25}, flags={"logit_scale": 0.25}),
+    "a part rotated": Layout(
+        {**BASE, **QWEN3}, {**CONFIG, "partial_rotary_factor": 0.5}, plain={"inv_freq": 1e4 ** (-torch.arange(2, dtype=torch.float64) / 2)},
+    ),
     "rope_scaling, old": Layout(BASE, {**CONFIG, "rope_scaling": {"type": "linear", "factor": 2.0}}, plain={"inv_freq": LINEAR_2}),
     "rope_scaling, new": Layout(
         BASE,
@@ -174,6 +260,37 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+class LatentLayers(PlainLayers):
+    """Attention of DeepSeek's: keys and values are made of a latent vector and of one rotated key for all heads, which are cached."""
+
+    def rotate(self, x, position):
+        """x [heads, 8]: pairs (2 j, 2 j + 1) are turned; the first parts of all come before the second ones."""
+        angles = position * self.inv_freq
+        a, b = x[:, 0::2], x[:, 1::2]
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=1)
+
+    def attention(self, i, x, position, state):
+        p, scale = f"layers.{i}.self_attn.", 1 / math.sqrt(NOPE + ROPE)
+        if self.window is not None:  # the factor of YaRN
+            scale *= (0.1 * math.log(self.window) + 1) ** 2
+        if p + "q_proj.weight" in self.w:
+            q = self.linear(x, p + "q_proj")
+        else:
+            q = self.linear(
+                rms(self.linear(x, p + "q_a_proj"), self.w[p + "q_a_layernorm.weight"], 1e-6), p + "q_b_proj"
+            )
+        q_plain, q_turned = q.view(self.heads, -1).split([NOPE, ROPE], dim=1)
+        latent, key = self.linear(x, p + "kv_a_proj_with_mqa").split([RANK, ROPE])
+        keys, values = state[i]
+        keys.append(rms(latent, self.w[p + "kv_a_layernorm.weight"], 1e-6)[None])
+        values.append(self.rotate(key[None], position))
+        made = torch.stack([self.linear(each[0], p + "kv_b_proj").view(self.heads, -1) for each in keys])
+        scores = torch.einsum("hd,thd->ht", q_plain, made[..., :NOPE])
+        scores = scores + self.rotate(q_turned, position) @ torch.cat(values).T
+        out = torch.einsum("ht,thd->hd", torch.softmax(scores * scale, 1), made[..., NOPE:])
+        return self.linear(out.flatten(), p + "o_proj")
+
+
 class PlainEagle3(PlainDrafter):
     def __init__(self, tensors, model, layout: Layout):
         super().__init__()
@@ -183,9 +300,13 @@ class PlainEagle3(PlainDrafter):
         self.norm_before_head = layout.flags.get("norm_before_head", True)
         self.window_stays = layout.flags.get("window_stays", False)
         self.scale, self.mask_token = layout.flags.get("logit_scale", 1.0), layout.flags.get("mask_token")
-        self.layers = PlainLayers(tensors, **layout.plain)
+        self.softcap = layout.flags.get("softcap")
+        latent = "layers.0.self_attn.kv_a_proj_with_mqa.weight" in tensors
+        self.layers = (LatentLayers if latent else PlainLayers)(tensors, **layout.plain)
         w = self.w = self.layers.w
         self.table = w.get("embed_tokens.weight", model.get_input_embeddings().weight.detach().double())
+        if self.layers.is_gemma:
+            self.table = self.table * HIDDEN**0.5
         self.head = w.get("lm_head.weight", model.get_output_embeddings().weight.detach().double())
 
     def feature(self, states, p):
@@ -199,20 +320,23 @@ class PlainEagle3(PlainDrafter):
             x = rms(x, self.w["input_norm.weight"])
         return self.w["fc.weight"] @ x if "fc.weight" in self.w else x
 
-    def row(self, state, token, hidden, position):
-        normed = rms(hidden, self.w["layers.0.hidden_norm.weight"])
-        both = torch.cat([rms(self.table[token], self.w["layers.0.input_layernorm.weight"]), normed])
-        x = (normed if self.norm_before_residual else hidden) + self.layers.attention(0, both, position, state)
-        x = x + self.layers.mlp(0, x)
-        for i in range(1, self.layers.num_layers):
-            x = self.layers.ordinary_layer(i, x, position, state)
+    def row(self, state, token, x, position):
+        for i in range(self.layers.num_layers):
+            if i and self.w[f"layers.{i}.self_attn.q_proj.weight"].shape[1] == len(x):
+                x = self.layers.ordinary_layer(i, x, position, state)
+                continue
+            normed = rms(x, self.w[f"layers.{i}.hidden_norm.weight"])
+            both = torch.cat([rms(self.table[token], self.w[f"layers.{i}.input_layernorm.weight"]), normed])
+            x = (normed if self.norm_before_residual else x) + self.layers.attention(i, both, position, state)
+            x = (x + self.layers.mlp(i, x)) * self.w.get(f"layers.{i}.layer_scalar", 1)
         return x
 
     def fed_back(self, out):
         return rms(out, self.w["norm.weight"]) if self.norm_output else out
 
     def logits(self, out):
-        return self.head @ (rms(out, self.w["norm.weight"]) if self.norm_before_head else out) * self.scale
+        logits = self.head @ (rms(out, self.w["norm.weight"]) if self.norm_before_head else out) * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def follow(self, text, path, states):
         if self.mask_token is None or not path:

@@ -26,10 +26,12 @@ from helpers_eagle import check_against, recorded
 from helpers_eagle3 import AUX, LAYOUTS, PlainEagle3
 from helpers_eagle3 import write as write_eagle3
 from oracle import ragged
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 import hf_specdec
 from hf_specdec.candidate_generators.checkpoints import keys as key_tables
+from hf_specdec.candidate_generators.checkpoints import layers
 from hf_specdec.candidate_generators.checkpoints.files import Checkpoint, CheckpointError
 from hf_specdec.candidate_generators.checkpoints.keys import Table
 from hf_specdec.candidate_generators.dflash import checkpoint as dflash
@@ -89,6 +91,10 @@ DFLASH = {
         {"style": "speculators"}, None,
         {"shift_label": True, "sample_from_anchor": None, "speculators_config.proposal_methods": None}, {"from_anchor": True},
     ),
+    "Domino's sizes without it": (
+        {"style": "speculators"}, None,
+        {"projector_type": "dflash", "emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}, {},
+    ),
     "DSpark in mask slots": ({}, "dspark", {"dflash_config.sample_from_anchor": False}, {"from_anchor": False}),
     "DSpark, bonus anchor": ({}, "dspark", {"dspark_bonus_anchor": True}, {"from_anchor": False}),
     "sliding, not causal": (SLIDING, None, {"is_causal": False}, {"non_causal_window": True}),
@@ -105,6 +111,7 @@ DFLASH = {
         {}, "dspark", {"dflash_config.output_multiplier": 0.5, "final_logit_softcapping": 2.0}, {"multiplier": 0.5, "softcap": 2.0},
     ),
     "neutral values": ({}, None, {"is_neox_style": True, "output_multiplier": 1, "dflash_config.attention_value_scale": 1.0}, {}),
+    "scaled values": ({}, None, {"attention_value_scale": 0.5}, {"value_scale": 0.5}),
 }  # fmt: skip
 
 
@@ -141,8 +148,7 @@ def test_eagle3_follows_its_keys(model, tmp_path, case):
 # case → (options of the file, its head, keys of config.json, message)
 REFUSED = {
     "rotation in pairs": ({}, None, {"is_neox_style": False}, "is_neox_style = False; only True is supported"),
-    "scaled values": ({}, None, {"attention_value_scale": 0.5}, "attention_value_scale = 0.5; only 1.0 is"),
-    "sinks": ({}, None, {"dflash_config.attention_sink_bias": True}, "dflash_config.attention_sink_bias = True; only False"),
+    "sinks": ({}, None, {"dflash_config.attention_sink_bias": True}, "dflash_config.attention_sink_bias = true, but the file has no"),
     "DFlash2's keys": ({}, None, {"dflash_config.conv_kernel_size": 2}, "conv_kernel_size = 2, but it is no drafter with this head"),
     "DFlash2's class": ({}, None, {"architectures": ["DFlash2DraftModel"]}, r"missing candidate_selector\.hidden_projection"),
     "two blocks": ({}, None, {"dflash_config.block_size": 4}, "dflash_config.block_size = 4 and block_size = 6, which contradict"),
@@ -168,10 +174,33 @@ def test_what_is_not_supported_is_refused_by_name(model, tmp_path, case):
     assert_refused(model, {"method": "dflash", "model": put(made.folder, keys)}, message)
 
 
-def test_a_mask_embedding_beside_the_weights(model, tmp_path):
+@pytest.mark.parametrize("how", ["tensor", "file", "named"])
+def test_an_embedding_of_the_mask(model, tmp_path, how):
+    """In place of the mask token's row: a tensor of the file, or a file beside it, MiMo's with the token's id."""
+    made, row = helpers_dflash.make(tmp_path, model), torch.randn(32)
+    if how == "tensor":
+        save_file(
+            load_file(tmp_path / "model.safetensors") | {"mask_embedding": row[None]}, tmp_path / "model.safetensors"
+        )
+    else:
+        torch.save(row if how == "file" else {"mask_token_id": MASK, "embedding": row}, tmp_path / "mask_embedding.pt")
+    made.options["mask_row"] = row.double()
+    compare(model, made, {}, ragged([3, 8]), slots=6, max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"mask_token_id": 7, "embedding": torch.ones(32)}, "is for token 7, config.json has mask_token_id 5"),
+        (torch.ones(31), "its mask embedding is no tensor of 32 numbers"),
+        ({"another": torch.ones(32)}, "its mask embedding is no tensor of 32 numbers"),
+        (Path("."), "mask_embedding.pt is no plain file of a tensor"),
+    ],
+)
+def test_a_bad_embedding_of_the_mask(model, tmp_path, held, message):
     made = helpers_dflash.make(tmp_path, model)
-    torch.save(torch.ones(32), tmp_path / "mask_embedding.pt")
-    assert_refused(model, {"method": "dflash", "model": made.folder}, "has a file mask_embedding.pt")
+    torch.save(held, tmp_path / "mask_embedding.pt")
+    assert_refused(model, {"method": "dflash", "model": made.folder}, message)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +302,7 @@ def scaled_rope(theta: float) -> dict[str, dict]:
         "rope_theta": {"theta": new},
         "rope_scaling": {"inv_freq": frequencies},
         "rope_parameters": {"inv_freq": frequencies},
+        "partial_rotary_factor": {"inv_freq": theta ** (-torch.arange(2, dtype=torch.float64) / 2)},
     }
 
 
@@ -370,9 +400,11 @@ DFLASH_KEYS = ALIKE | {
     "rms_norm_eps": {"eps": 1 + helpers_dflash.EPS}, "rope_theta": {"theta": 1 + helpers_dflash.THETA},
     "rope_scaling": {"stretch": 2.0}, "rope_parameters": {"stretch": 2.0},
     "output_multiplier": {"multiplier": 0.5}, "input_embedding_scale": {"embedding_scale": 0.5},
-    "final_logit_softcapping": {"softcap": 0.5}, "mask_token_id": {"mask": helpers_dflash.MASK + 1},
+    "attention_value_scale": {"value_scale": 0.5}, "partial_rotary_factor": {"rotated": 0.5}, "attention_sink_bias=False": {},
+    "add_swa_attention_sink_bias=False": {}, "final_logit_softcapping": {"softcap": 0.5},
+    "mask_token_id": {"mask": helpers_dflash.MASK + 1},
     "target_layer_ids": {"taps": (2, 1)}, "aux_hidden_state_layer_ids": {"taps": (2, 1)},
-    **alike("block_size", "num_target_layers", "use_aux_hidden_state=True", "swa_window_size", "use_swa=False"),
+    **alike("projector_type=dflash", "block_size", "num_target_layers", "use_aux_hidden_state=True", "swa_window_size", "use_swa=False"),
     **{f"{key}={value}": {"from_anchor": value} for value in (True, False) for key in ("sample_from_anchor", "query_zero_predicts_next")},
     **{f"dspark_bonus_anchor={value}": {"from_anchor": not value} for value in (True, False)},
     **{f"{key}={value}": {"causal": value} for value in (True, False) for key in ("is_causal", "causal")},
@@ -388,6 +420,7 @@ DOMINO_KEYS = DFLASH_KEYS | {
 DFLASH2_KEYS = {key: effect for key, effect in DFLASH_KEYS.items() if effect != {"from_anchor": True}} | {
     "projector_type=dflash2": {}, "selector_top_k": {"top_k": 6},
 }  # fmt: skip
+GEMMA4_KEYS = alike("head_dim", "num_key_value_heads")  # of the target's layers with windows
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 GOOD = {
     "EAGLE": Good("eagle", eagle._TABLE, eagle_file("llama3"), EAGLE_KEYS | scaled_rope(5e5)),
@@ -396,6 +429,17 @@ GOOD = {
     "EAGLE-3, speculators": Good(
         "eagle3", eagle3._TABLE, eagle3_file("speculators"),
         EAGLE3_KEYS | scaled_rope(1e4) | {"norm_output=True": {"norm_output": True}, "norm_output=False": {}},
+    ),
+    "EAGLE-3, Gemma 4": Good(
+        "eagle3", eagle3._TABLE | layers.GEMMA4, eagle3_file("DeepSpec, Gemma 4"),
+        EAGLE3_KEYS | GEMMA4_KEYS | alike("norm_output=False") | {
+            "norm_output=True": {"norm_output": True}, "final_logit_softcapping": {"softcap": 4.0}, "target_layer_ids": {"states": (1, 2)},
+            "recycle_normed=True": {"norm_output": True},
+        },
+    ),
+    "EAGLE-3, latent": Good(
+        "eagle3", eagle3._TABLE | layers.LATENT, eagle3_file("latent"),
+        EAGLE3_KEYS | scaled_rope(5e4) | alike("head_dim", "num_key_value_heads"),
     ),
     "P-EAGLE": Good(
         "eagle3", eagle3._TABLE, eagle3_file("p-eagle"),
@@ -407,6 +451,11 @@ GOOD = {
     "DSpark": Good("dflash", dflash._TABLE, dflash_file("dspark"), DSPARK_KEYS),
     "DSpark, speculators": Good("dflash", dflash._TABLE, dflash_file("dspark", style="speculators"), DSPARK_KEYS),
     "Domino": Good("dflash", dflash._TABLE, dflash_file("domino"), DOMINO_KEYS),
+    "DSpark, Gemma 4": Good(
+        "dflash", dflash._TABLE | layers.GEMMA4,
+        dflash_file("dspark", gemma=True, own_embeddings=True, own_head=True, softcap=3.0, heads=(4, 1, 16), embedding_scale=32**0.5),
+        DSPARK_KEYS | GEMMA4_KEYS | {"final_logit_softcapping": {"softcap": 4.0}},
+    ),
     "DFlash2": Good("dflash", dflash._TABLE, dflash_file("dflash2"), DFLASH2_KEYS),
     "DFlash2, speculators": Good("dflash", dflash._TABLE, dflash_file("dflash2", style="speculators"), DFLASH2_KEYS),
     "MLP": Good(
@@ -436,7 +485,17 @@ GOOD = {
         target=lambda: build("qwen3", 0),
     ),
 }  # fmt: skip
-TABLES = (eagle._TABLE, eagle3._TABLE, dflash._TABLE, mlp.TABLE, medusa._TABLE, hydra._TABLE, mtp._TABLE)
+TABLES = (
+    eagle._TABLE,
+    eagle3._TABLE,
+    dflash._TABLE,
+    layers.GEMMA4,
+    layers.LATENT,
+    mlp.TABLE,
+    medusa._TABLE,
+    hydra._TABLE,
+    mtp._TABLE,
+)
 UNKNOWN = ("conv_kernel_size", "selector_rank", "query_pre_attn_scalar", "partial_rotary", "never_seen")
 
 
@@ -489,7 +548,12 @@ def test_any_one_key(model, tmp_path, name):
     whole = (tmp_path / "config.json").read_text()
     config, problems, refused = json.loads(whole), [], 0
     sections = [section for section in good.table.sections if section in config or section == good.table.section]
-    neutral: list[list[tuple[str, Any]]] = [[], [], []]  # changes that change nothing, by the number of the key's value
+    neutral: list[list[tuple[str, Any]]] = [
+        [],
+        [],
+        [],
+        [],
+    ]  # changes that change nothing, by the number of the key's value
 
     def check(changes: list[tuple[str, Any]], effect: dict) -> bool:
         """Whether drafts with all these changes follow the formula. If not, halves are tried, and a change alone is a problem."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cache_checks import check_blocks
 from combinations import covering
+from families import WINDOW, build
 from families import make as make_family
 from helpers_dflash import MASK, Reference, Watched, compare, make
 from oracle import ragged, tiny_llama
@@ -26,6 +27,10 @@ from hf_specdec.integration import get_decoder, kept_decoders
 
 PROMPTS = [5, 17, 9, 3]
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "window": 7}
+GEMMA_TARGET = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "global_head_dim": 16, "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+}  # fmt: skip
 SHAPES = {
     "chain": {},
     "short chain": {"num_speculative_tokens": 3},
@@ -49,6 +54,11 @@ LAYOUTS = {
     "speculators, sliding": {"style": "speculators", **SLIDING},
     "speculators, sliding both ways": {"style": "speculators", "non_causal_window": True, **SLIDING},
     "speculators, from anchor": {"style": "speculators", "from_anchor": True},
+    "a part of each head rotated, bias": {"rotated": 0.5, "bias": True, "extra": {"partial_rotary_factor": 0.5}},
+    "MiMo's": {
+        **SLIDING, "sinks": True, "value_scale": 0.7, "rotated": 0.334, "heads": (4, 2, 12),
+        "extra": {"attention_value_scale": 0.7, "attention_sink_bias": True, "partial_rotary_factor": 0.334},
+    },
     "DFlash2": {"head": "dflash2"},
     "DFlash2, three taps of a convolution, capped": {
         "head": "dflash2", "taps_of_conv": 3, "conv_group": 4, "top_k": 3, "multiplier": 0.3, "softcap": 5.0,
@@ -73,7 +83,30 @@ def test_drafts_and_cache_are_those_of_the_formula(target, tmp_path, layout):
     assert 0 in accepted and max(accepted) >= 4 and len(set(accepted)) >= 4
 
 
-@pytest.mark.parametrize("layout", ["plain", "causal block", "sliding", "speculators, sliding both ways", "DFlash2"])
+GEMMA = {
+    "gemma": True, "own_embeddings": True, "own_head": True, "softcap": 3.0, "from_anchor": True, "heads": (4, 1, 16), "taps": (0, 1, 2),
+}  # fmt: skip
+GEMMAS = {
+    "DFlash": {},
+    "values of their own": {"shared_values": False, "heads": (4, 2, 16), "extra": {"global_head_dim": 16}},
+    "gated": {"head": "dspark", "markov": "gated"},
+    "rnn": {"head": "dspark", "markov": "rnn"},
+}
+
+
+@pytest.mark.parametrize("case", GEMMAS)
+def test_deepspec_drafters_of_gemma4(tmp_path, case):
+    """Its layers, in a target that scales its embeddings: the drafter's rows are scaled too, and logits capped below a Markov bias."""
+    target = build("gemma4_text", **GEMMA_TARGET)
+    made = make(tmp_path, target, **GEMMA | GEMMAS[case])
+    made.options["embedding_scale"] = 48**0.5
+    accepted = compare(target, made, {}, ragged([6, 12], vocab_size=128), slots=6)
+    assert 0 in accepted and max(accepted) >= 4
+
+
+@pytest.mark.parametrize(
+    "layout", ["plain", "causal block", "sliding", "speculators, sliding both ways", "DFlash2", "MiMo's"]
+)
 def test_captured_blocks_are_those_of_the_formula(target, tmp_path, graphs_in_python, defined_attention, layout):  # noqa: F811
     """Reading context and running the block over static buffers, a graph each for every bucket."""
     made = make(tmp_path, target, **LAYOUTS[layout])
@@ -152,22 +185,25 @@ def test_requests_that_come_and_go(tmp_path):
     run_scenario(model, None, config)
 
 
-def test_logits_are_those_of_transformers_own_drafter(target, tmp_path):
-    """transformers' DFlash drafter (5.23), fed by hand, with the same weights."""
+@pytest.mark.parametrize("window", [None, 7])
+def test_logits_are_those_of_transformers_own_drafter(target, tmp_path, window):
+    """transformers' DFlash drafter (5.23), which Muse Glimmer's assistant is, saved by its class and fed by hand."""
     modeling = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
     from transformers import MuseGlimmerAssistantConfig
     from transformers.cache_utils import DFlashCache
 
-    made = make(tmp_path, target)
+    made = make(tmp_path / "other", target)
     config = MuseGlimmerAssistantConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 700.0}, vocab_size=61, block_size=6,
-        layer_types=["full_attention"] * 2, target_layer_ids=[0, 1], mask_token_id=MASK, hidden_act="silu",
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 700.0}, block_size=6,
+        sliding_window=window or 2048, layer_types=["sliding_attention" if window else "full_attention"] * 2,
+        target_layer_ids=[0, 1], mask_token_id=MASK, hidden_act="silu",
     )  # fmt: skip
     drafter = modeling.MuseGlimmerAssistantModel(config).eval()
     renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     drafter.load_state_dict({renamed.get(k, k): v.float() for k, v in made.weights.items()})
-    watched = Watched(target, {"method": "dflash", "model": made.folder})
+    drafter.save_pretrained(tmp_path)
+    watched = Watched(target, {"model": str(tmp_path)})
     watched.run(ragged([9]))
     cache, done = DFlashCache(config=config), 0
     cache.activate_past_recording()
@@ -318,8 +354,12 @@ BAD = {
     "no taps": ({"style": "speculators"}, lambda c: c.pop("aux_hidden_state_layer_ids"), None, "aux_hidden_state_layer_ids"),
     "no layers": ({"style": "speculators"}, lambda c: c.pop("transformer_layer_config"), None, "transformer_layer_config"),
     "taps of no kind": ({}, lambda c: c["dflash_config"].update(target_layer_ids="1,9"), None, "a list of layers"),
-    "half a rotation": ({}, lambda c: c.update(rope_parameters={"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}),
-                        None, "partial_rotary_factor"),
+    "an odd rotation": ({}, lambda c: c.update(partial_rotary_factor=0.4), None, r"rotates 3 of a head's 8 dimensions \(partial_rotary"),
+    "a scaled rotation": (
+        {}, lambda c: c.update(partial_rotary_factor=0.5, rope_scaling={"rope_type": "yarn", "factor": 4.0}), None,
+        "scale a part of each head",
+    ),
+    "no sinks": ({}, lambda c: c.update(attention_sink_bias=True), None, "attention_sink_bias = true, but the file has no layers.0"),
     "table lost": ({"style": "speculators", "draft_ids": [1, 2, 60]}, None, lambda w: [w.pop(k) for k in ("d2t", "t2d")],
                    "draft_vocab_size 3 and no table d2t"),
     "table out of range": (
@@ -353,6 +393,21 @@ BAD = {
     "DFlash2, draft vocabulary": (
         {"head": "dflash2", "draft_ids": [*range(0, 60, 2), 59], "style": "speculators", "own_embeddings": True}, None, None,
         "there is a draft vocabulary",
+    ),
+    "Gemma 4, experts": (GEMMA, lambda c: c.update(enable_moe_block=True), None, "enable_moe_block = True; only False"),
+    "Gemma 4, windows": (GEMMA, lambda c: c.update(layer_types=["sliding_attention"] * 2), None, "have full_attention alone"),
+    "Gemma 4, rotary base": (GEMMA, lambda c: c.update(rope_theta=1e4), None, "rope_theta = 10000.0, which Gemma 4's layers do not have"),
+    "Gemma 4, one rotation": (GEMMA, lambda c: c.update(rope_parameters={"rope_theta": 1e4}), None, "have none for full_attention"),
+    "Gemma 4, no factor": (GEMMA, None, lambda w: w.pop("layers.1.layer_scalar"), "missing layers.1.layer_scalar"),
+    "Gemma 4, values": (GEMMA, lambda c: c.update(attention_k_eq_v=False), None, "missing layers.0.self_attn.v_proj.weight"),
+    "Gemma 4, activation": (GEMMA, lambda c: c.update(hidden_activation="gelu_pytorch_tan"), None, "did you mean 'gelu_pytorch_tanh'"),
+    "another's key": ({}, lambda c: c.update(attention_k_eq_v=True), None, "attention_k_eq_v = True, which this format does not have"),
+    "Muse Glimmer, no layers": (
+        {}, lambda c: (c.pop("dflash_config"), c.pop("sliding_window"), c.update(model_type="muse_glimmer_assistant", pard_token=5)), None,
+        "names no layers of the target to read",
+    ),
+    "latent attention": (
+        {}, None, lambda w: w.update({"layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 32)}), "unused .*kv_a_proj_with_mqa",
     ),
     "table without head": ({}, None, lambda w: w.update(d2t=torch.zeros(4)), "d2t.* but no lm_head"),
 }  # fmt: skip

@@ -64,6 +64,16 @@ def test_domino_drafts_what_its_formula_says(target, tmp_path, from_anchor, pure
     assert 0 in accepted and max(accepted) == 4
 
 
+@pytest.mark.parametrize("pure", [0, 1, 2])
+def test_domino_of_speculators(target, tmp_path, pure):
+    """Its labels are shifted unless it says otherwise."""
+    extra = {} if pure else {"sample_from_anchor": None, "speculators_config": None}
+    options = {"style": "speculators", "prefix": "domino_head.", "pure": pure, "extra": extra}
+    made = make(tmp_path, target, head="domino", block=5, **options)
+    accepted = compare(target, made, {}, ragged([6, 12]), slots=5, max_new_tokens=20)
+    assert 0 in accepted and max(accepted) == 5
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_confidence_ends_drafts(target, tmp_path, shape):
     """A draft is as deep as the confidence head's product along its best path stays above the threshold."""
@@ -136,6 +146,8 @@ BAD = {
     "no gate": ("dspark", {}, {"dflash_config": {"markov_head_type": "gated"}}, "missing markov_head.gate_proj"),
     "confidence of nothing": ("dspark", {}, {"dflash_config": {"markov_rank": 0}}, "no Markov head"),
     "width": ("domino", {}, {"dflash_config": {"gru_hidden_dim": None}}, "gru_hidden_dim = None"),
+    "labels not shifted": ("domino", {"style": "speculators", "prefix": "domino_head."},
+                           {"shift_label": False, "sample_from_anchor": False}, "was shown the tokens it predicts"),
     "heads nobody asked for": ("dspark", {}, {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": None}},
                                "markov_rank = 6, but it is no drafter with"),
 }  # fmt: skip

@@ -282,7 +282,7 @@ BAD = {
         r"rope_parameters .* are not one set",
     ),
     "section": (lambda t, c: c.update(eagle_config=[1]), r"eagle_config in its config.json is not an object"),
-    "partial rotary": (lambda t, c: c.update(partial_rotary_factor=0.5), r"partial_rotary_factor.*not supported"),
+    "odd rotation": (lambda t, c: c.update(partial_rotary_factor=0.4), r"rotates 3 of a head's 8 dimensions \(partial_rotary_factor"),
 }  # fmt: skip
 
 

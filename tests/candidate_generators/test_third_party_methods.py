@@ -151,6 +151,20 @@ def test_paths_that_name_no_method(path, message):
 
 
 def test_a_path_to_a_method_of_this_package():
-    assert parse_config({"method": "hf_specdec.candidate_generators.ngram:NGramGenerator"}) == parse_config(
-        {"method": "ngram"}
-    )
+    """Also in vLLM's spelling."""
+    path = "hf_specdec.candidate_generators.ngram.NGramGenerator"
+    for config in ({"method": ":".join(path.rsplit(".", 1))}, {"method": "custom_class", "model": path}):
+        assert parse_config(config) == parse_config({"method": "ngram"})
+
+
+@pytest.mark.parametrize("model", [None, "tiny-eagle3"])
+def test_vllms_spelling_needs_a_path(model):
+    with pytest.raises(SpeculativeConfigError, match="'custom_class'"):
+        parse_config({"method": "custom_class", "model": model})
+
+
+def test_a_proposer_of_vllm_is_not_a_method():
+    with pytest.raises(
+        SpeculativeConfigError, match=r"json\.decoder has no generator class 'JSONDecoder' that is registered"
+    ):
+        parse_config({"method": "custom_class", "model": "json.decoder.JSONDecoder"})

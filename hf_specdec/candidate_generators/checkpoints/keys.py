@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +121,11 @@ class Table:
     nothing: frozenset[str] = frozenset()
     has_layers: bool = True
     class_keys: frozenset[str] = frozenset()
+
+    def __or__(self, other: Table) -> Table:
+        """A table with the keys of both; where both have one, that of this table."""
+        keys, only = other.keys | self.keys, other.only | self.only
+        return replace(self, keys=keys, only=only, nothing=self.nothing | other.nothing)
 
     def places(self, name: str) -> dict[str, str]:
         """The paths at which a setting may be, with their places in `Key.places`."""

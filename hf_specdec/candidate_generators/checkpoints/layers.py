@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from .files import BAD_VALUES, Checkpoint, Plan
-from .keys import LAYER_KEYS, LAYERS
+from .keys import FLAG, LAYER_KEYS, LAYERS, NAME, NUMBER, Key, Table, integer
 from .target_parts import (
     DraftVocabulary,
     built,
@@ -29,9 +32,44 @@ from .target_parts import (
 # What is taken of a configuration that describes the layers, or a whole language model.
 _KEYS = [key for key in LAYER_KEYS if key not in ("model_type", "use_sliding_window", "max_window_layers")]
 
+# Keys that only some kinds of layers have. DeepSpec's layers for Gemma 4 attend to the whole text, all of them, and have the widths of
+# the target's layers that do. Their tensors say what per_layer_config says.
+GEMMA4 = Table(
+    {
+        name: Key(kind, places=(f".{name}",))
+        for kind, names in (
+            (integer(), ("global_head_dim", "num_global_key_value_heads")), (NUMBER, ("final_logit_softcapping",)),
+            (NAME, ("hidden_activation",)), (FLAG, ("attention_k_eq_v",)),
+        )
+        for name in names
+    },
+    only={"enable_moe_block": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    nothing=frozenset({
+        "per_layer_config", "vocab_size_per_layer_input", "top_k_experts", "use_double_wide_mlp", "use_bidirectional_attention",
+    }),
+)  # fmt: skip
+LATENT = Table(
+    {
+        name: Key(integer(), places=(f".{name}", f"{LAYERS}.{name}"))
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    },
+    only={"rope_interleave": True},
+    nothing=frozenset({
+        "n_group", "topk_group", "topk_method", "scoring_func", "routed_scaling_factor", "moe_layer_freq", "aux_loss_alpha", "seq_aux",
+        "ep_size", "num_nextn_predict_layers",
+    }),
+)  # fmt: skip
+
+
+def keys_of_layers(plan: Plan) -> Table:
+    """The keys that only the file's kind of layers has: Gemma 4's, DeepSeek's with latent attention, or none."""
+    if "layers.0.layer_scalar" in plan:
+        return GEMMA4
+    return LATENT if "layers.0.self_attn.kv_a_proj_with_mqa.weight" in plan else Table({})
+
 
 def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = None) -> PretrainedConfig:
-    """The configuration of a head's layers: Llama's, or Qwen3's if the file has `q_norm`.
+    """The configuration of a head's layers: Gemma 4's, DeepSeek's or Llama's, or Qwen3's if the file has `q_norm`.
 
     Keys that are missing have the defaults of Llama or Qwen3, whatever the target is, since the heads were trained that way (a
     missing `rope_theta` is 10000). A configuration in speculators' format names a model type, whose defaults are used.
@@ -44,13 +82,19 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = Non
         CheckpointError: values that do not describe a layer.
     """
     nested = checkpoint.section(LAYERS)
-    given = {key: value for key, value in plain_rope(nested or checkpoint.config).items() if key in LAYER_KEYS}
+    more = keys_of_layers(plan)
+    known = LAYER_KEYS | more.keys
+    given = {key: value for key, value in plain_rope(nested or checkpoint.config).items() if key in known}
     count, uses_window = given.get("num_hidden_layers"), given.get("use_sliding_window")
     held = len({name.split(".")[1] for name in plan.sources if name.startswith("layers.")})
     if count is not None and count > held:
         raise checkpoint.error(
             f"config.json has num_hidden_layers = {count}, but the file has tensors of {held} of them."
         )
+    if more is GEMMA4:
+        return _gemma4_config(checkpoint, given, held)
+    if more is LATENT and kind is None:
+        return _latent_config(checkpoint, given)
     class_name = kind or ("qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
     if given.get("layer_types"):  # often copied from the target, with a value for each of the target's layers
         given["layer_types"] = given["layer_types"][:count]
@@ -72,8 +116,84 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = Non
                 f"its layer_types {kinds} with sliding_window {window} (use_sliding_window {uses_window}) cannot be run."
             )
         config.layer_types, config.sliding_window = kinds, window
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise checkpoint.error("rotates only a part of each head (partial_rotary_factor), which is not supported.")
+    _check_rotation(checkpoint, config)
+    return config
+
+
+def _check_rotation(checkpoint: Checkpoint, config: Any) -> None:
+    part, is_latent = rotated_width(config), isinstance(config, DeepseekV3Config)
+    if not 0 < part <= config.head_dim or part % 2 or (is_latent and part < config.head_dim):
+        raise checkpoint.error(
+            f"rotates {part} of a head's {config.head_dim} dimensions (partial_rotary_factor), which cannot be run."
+        )
+
+
+def rotated_width(config: Any) -> int:
+    """How many dimensions of a head are rotated, the first ones. "proportional" rotation takes its pairs from the whole head."""
+    rope = config.rope_parameters
+    factor = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor") or 1.0
+    return int(config.head_dim * factor)
+
+
+@torch.no_grad()
+def pair_rotated(layers: nn.ModuleList, config: Any) -> None:
+    """Where a part of a head is rotated, order the dimensions of queries and keys so that rotated pairs are half a head apart, as
+    transformers' attention expects. The products of queries and keys stay the same."""
+    width, part = config.head_dim, rotated_width(config)
+    if part == width:
+        return
+    rest = (width - part) // 2
+    first, second, still, standing = torch.arange(width).split([part // 2, part // 2, rest, rest])
+    order = torch.cat([first, still, second, standing])
+    for layer in layers:
+        attention: Any = layer.self_attn
+        for weight in [
+            weight
+            for name in ("q_proj", "k_proj", "q_norm", "k_norm")
+            for weight in getattr(attention, name, nn.Identity()).parameters()
+        ]:
+            weight.data = weight.unflatten(0, (-1, width))[:, order.to(weight.device)].flatten(0, 1)
+
+
+def _gemma4_config(checkpoint: Checkpoint, given: dict[str, Any], num_layers: int) -> PretrainedConfig:
+    """Every layer has the widths of the target's layers with full attention, so none has a configuration of its own."""
+    for name in ("hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor"):
+        if given.get(name) is not None:
+            raise checkpoint.error(f"config.json has {name} = {given[name]!r}, which Gemma 4's layers do not have.")
+    if set(given.get("layer_types") or ()) - {"full_attention"}:
+        raise checkpoint.error(
+            f"its layer_types {given['layer_types']} cannot be run: drafters with Gemma 4's layers have full_attention alone."
+        )
+    values = {"num_hidden_layers": num_layers} | {key: value for key, value in given.items() if value is not None}
+    values["layer_types"] = ["full_attention"] * values["num_hidden_layers"]
+    values["head_dim"] = values["global_head_dim"] = values.get("global_head_dim", 512)
+    if values.get("attention_k_eq_v") and "num_global_key_value_heads" in values:
+        values["num_key_value_heads"] = values["num_global_key_value_heads"]
+    same = {
+        "model_type": "gemma4_text",
+        "per_layer_config": {},
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    }
+    config: Any = layer_config(checkpoint, values | same)
+    rope = config.rope_parameters.get("full_attention")
+    if rope is None:
+        raise checkpoint.error(f"its rope_parameters {config.rope_parameters} have none for full_attention.")
+    config.rope_parameters = rope
+    return config
+
+
+def _latent_config(checkpoint: Checkpoint, given: dict[str, Any]) -> PretrainedConfig:
+    """DeepSeek's layers with dense MLPs."""
+    values = {key: value for key, value in given.items() if value is not None or key == "q_lora_rank"}
+    if set(values.pop("layer_types", ())) - {"full_attention"}:
+        raise checkpoint.error("has layer_types with windows, which layers with latent attention do not have.")
+    for name in ("head_dim", "sliding_window"):  # these layers have neither
+        values.pop(name, None)
+    values["num_key_value_heads"] = values.get("num_attention_heads")
+    config: Any = layer_config(checkpoint, values | {"model_type": "deepseek_v3"})
+    config.first_k_dense_replace = config.num_hidden_layers
+    _check_rotation(checkpoint, config)
     return config
 
 
@@ -91,6 +211,12 @@ def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] |
 
 def decoder_layer(config: PretrainedConfig, index: int) -> nn.Module:
     """transformers' decoder layer for a configuration of `read_layer_config`."""
+    if isinstance(config, Gemma4TextConfig):
+        gemma4 = Gemma4TextDecoderLayer(config, index)
+        gemma4.self_attn.store_full_length_kv = False  # no layer reads another's keys
+        return gemma4
+    if isinstance(config, DeepseekV3Config):
+        return DeepseekV3DecoderLayer(config, index)
     if isinstance(config, Qwen3Config):
         return Qwen3DecoderLayer(config, index)
     assert isinstance(config, LlamaConfig)
@@ -138,34 +264,52 @@ def loaded(
     """
     vocabulary, lm_head = vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
     module: Any = built(checkpoint, plan, target, make)
+    pair_rotated(module.layers, config)
     device, dtype = device_and_dtype(target)
     module.rotary = RotaryPositions(checkpoint, config, device)
     table = getattr(module, "embed_tokens", None)
-    module.embeddings = embeddings_of(checkpoint, target, table, config.hidden_size)
-    options = {"prepack_weights": prepack_weights, "device": device, "dtype": dtype}
+    scale = None if table is None else table_scale(config)
+    module.embeddings = embeddings_of(checkpoint, target, table, config.hidden_size, scale)
+    options: Any = {"prepack_weights": prepack_weights, "device": device, "dtype": dtype}
+    options["gather"] = isinstance(config, DeepseekV3Config)  # latent attention cannot read pages
     head = PackedHead(module, config, config.num_hidden_layers, fuse=module.fuse if fuses else None, **options)
     return LoadedHead(head, module, lm_head or module.lm_head, vocabulary)
+
+
+def capped(logits: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """c tanh(s logits / c), with the softcap c and the scale s; without a softcap, s logits."""
+    logits = logits if scale == 1.0 else logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 class RotaryPositions(nn.Module):
     """cos and sin of rotary position embeddings, computed for any position. The frequencies are in no checkpoint and stay in float32.
 
     Scalings whose frequencies change with the length of the text ("dynamic", "longrope") keep those of the original length,
-    since cached keys cannot change.
+    since cached keys cannot change. Dimensions that `pair_rotated` has put aside have the frequency 0.
 
     Raises:
-        CheckpointError: a kind of scaling that transformers does not know.
+        CheckpointError: a kind of scaling that transformers does not know, or one that scales dimensions that are not rotated.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: PretrainedConfig, device: torch.device):
+    def __init__(self, checkpoint: Checkpoint, config: Any, device: torch.device):
         super().__init__()
+        part, whole, config = rotated_width(config), config.head_dim, copy.deepcopy(config)
+        if part < whole:
+            config.head_dim = part
+            config.rope_parameters = {k: v for k, v in config.rope_parameters.items() if k != "partial_rotary_factor"}
         try:
             rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
         except BAD_VALUES as error:
             raise checkpoint.error(
                 f"its rotary parameters {config.rope_parameters} cannot be used: {error!r}"
             ) from None
-        self.inv_freq = torch.cat([rope.inv_freq, rope.inv_freq]).to(device, torch.float32)
+        if part < whole and rope.attention_scaling != 1.0:
+            raise checkpoint.error(
+                f"its rotary parameters {config.rope_parameters} scale a part of each head, which is not supported."
+            )
+        frequencies = nn.functional.pad(rope.inv_freq, (0, (whole - part) // 2))
+        self.inv_freq = torch.cat([frequencies, frequencies]).to(device, torch.float32)
         self.scaling = rope.attention_scaling
 
     def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,6 +342,11 @@ class Embeddings:
             return self.table(input_ids).to(like.device, like.dtype)
         rows: Any = self.table.weight
         return nn.functional.embedding(input_ids, rows).to(like.device, like.dtype) * self.scale
+
+
+def table_scale(config: PretrainedConfig) -> float | None:
+    """The factor of the rows in a head's own table: Gemma 4's are stored as the target's are, before it scales them."""
+    return config.hidden_size**0.5 if isinstance(config, Gemma4TextConfig) else None
 
 
 def embeddings_of(

@@ -197,11 +197,11 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
     """
     values = {"model_type": default_type} | {k: v for k, v in values.items() if k not in ("architectures", "auto_map")}
     model_type = values.pop("model_type")
-    act = values.get("hidden_act")
-    if act is not None and act not in ACT2FN:
-        raise checkpoint.error(
-            f"config.json has hidden_act = {act!r}{nearest_hint(act, ACT2FN)}, which transformers does not know."
-        )
+    for key in ("hidden_act", "hidden_activation"):
+        if (act := values.get(key)) is not None and act not in ACT2FN:
+            raise checkpoint.error(
+                f"config.json has {key} = {act!r}{nearest_hint(act, ACT2FN)}, which transformers does not know."
+            )
     try:
         return AutoConfig.for_model(model_type, **values)
     except BAD_VALUES as error:

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
 from ..checkpoints.files import MASK_EMBEDDING, Checkpoint, Plan, register_format
 from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
-from ..checkpoints.layers import Embeddings, RotaryPositions, embeddings_of, read_layer_config
+from ..checkpoints.layers import (
+    Embeddings,
+    RotaryPositions,
+    embeddings_of,
+    keys_of_layers,
+    pair_rotated,
+    read_layer_config,
+    table_scale,
+)
 from ..checkpoints.target_parts import DraftVocabulary, trained_for
 from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
 
 logger = logging.getLogger(__name__)
 
+_MUSE = "muse_glimmer_assistant"  # transformers' own DFlash, with names of its own
+_RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 # `vocabulary_of` reads t2d; some trainers leave the verifier's norm and head in the file.
 _NOT_IN_MODULE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 _PROJECTORS = {
-    "DFlashDraftModel": None, "DFlashSpeculator": None, "DominoDraftModel": "domino", "DSparkDraftModel": "dspark",
-    "DSparkSpeculator": "dspark", "Qwen3DSparkModel": "dspark", "DFlash2DraftModel": "dflash2", "DFlash2Speculator": "dflash2",
-}  # fmt: skip
+    **dict.fromkeys(("DFlashDraftModel", "DFlashSpeculator", "MuseGlimmerAssistantModel")),
+    **dict.fromkeys(("DSparkDraftModel", "DSparkSpeculator", "Qwen3DSparkModel", "Gemma4DSparkModel"), "dspark"),
+    **dict.fromkeys(("DFlash2DraftModel", "DFlash2Speculator"), "dflash2"),
+    "DominoDraftModel": "domino",
+}
 _HEAD_KEYS = {
     "dspark": {
         **keys(integer(0), "markov_rank"),
@@ -31,7 +45,7 @@ _HEAD_KEYS = {
         **keys(FLAG, "enable_confidence_head", "confidence_head_with_markov"),
         "confidence_head_alpha": Key(NUMBER, default=0.0),
     },
-    "domino": {**keys(integer(0), "emb_dim", "gru_hidden_dim"), "pure_draft_prefix_len": Key(integer(0), default=0)},
+    "domino": {**keys(integer(0), "emb_dim", "gru_hidden_dim"), "pure_draft_prefix_len": Key(integer(0))},
     "dflash2": keys(integer(), "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
 }
 _DFLASH2 = {
@@ -44,7 +58,7 @@ _TABLE = Table(
     {
         "kind": Key(one_of("dflash", "dflash2", "dspark"), places=(".speculators_model_type", "speculators_config.algorithm")),
         "architectures": Key(NAMES, default=[], places=(".architectures",)),
-        "projector": Key(one_of("dspark", "domino", "dflash2"), places=("projector_type",)),
+        "projector": Key(one_of("dflash", "dspark", "domino", "dflash2"), places=("projector_type",)),
         "block_size": Key(integer(0), places=("block_size", "dspark_block_size")),
         "mask_token_id": Key(
             integer(0), default=..., places=("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"),
@@ -61,6 +75,10 @@ _TABLE = Table(
         **keys(FLAG, "shift_label", "sliding_window_non_causal", "use_swa"),
         **keys(NUMBER, "input_embedding_scale", "final_logit_softcapping"),
         "output_multiplier": Key(NUMBER, default=1.0),
+        "attention_value_scale": Key(NUMBER, default=1.0),
+        "sinks": Key(
+            FLAG, places=("attention_sink_bias", "add_swa_attention_sink_bias"), tensor="layers.0.self_attn.attention_sink_bias"
+        ),
         "attention_bias": Key(
             FLAG, places=(".attention_bias", f"{LAYERS}.attention_bias"), tensor="layers.0.self_attn.o_proj.bias"
         ),
@@ -70,7 +88,8 @@ _TABLE = Table(
     },
     section="dflash_config",
     only={"use_aux_hidden_state": True},
-    nothing=frozenset({"attention_mode"}),  # the number of heads says it
+    # the number of heads says the first; the others are for training
+    nothing=frozenset({"attention_mode", "lambda_base_start", "lambda_base_decay_ratio", "auf"}),
 )  # fmt: skip
 
 
@@ -78,12 +97,14 @@ def is_dflash(checkpoint: Checkpoint) -> bool:
     kind = checkpoint.config.get("speculators_model_type")
     if kind is not None:
         return kind in ("dflash", "dflash2", "dspark")
+    if checkpoint.config.get("model_type") == _MUSE:
+        return True
     has_norms = "hidden_norm.weight" in checkpoint and "layers.0.self_attn.q_norm.weight" in checkpoint
     return has_norms or "dflash_config" in checkpoint.config
 
 
 register_format(
-    "DFlash, DFlash2, DSpark, Domino (z-lab/*-DFlash*, DeepSpec, SpecForge, speculators: hidden_norm, fc)",
+    "DFlash, DFlash2, DSpark, Domino (z-lab/*-DFlash*, DeepSpec, SpecForge, speculators: hidden_norm, fc; Muse Glimmer's assistant)",
     "dflash",
     is_dflash,
 )
@@ -106,9 +127,15 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
         CheckpointError: a key is missing or does not fit the target, or the format is another drafter's.
     """
     plan = Plan(checkpoint, _canonical)
-    given = _TABLE.read(checkpoint, plan)
+    given = (_TABLE | keys_of_layers(plan)).read(checkpoint, plan)
     config: Any = read_layer_config(checkpoint, plan, "qwen3")
     config.attention_bias = "layers.0.self_attn.o_proj.bias" in plan
+    is_muse = checkpoint.config.get("model_type") == _MUSE
+    if is_muse:
+        config.vocab_size = target.vocab_size
+        given.causal = bool(given.causal)
+        if config.sliding_window:
+            config.sliding_window += 1  # the distance of the farthest key, in transformers
     heads = _heads(checkpoint, given, plan)
     is_dflash2, non_causal = heads.get("projector_type") == "dflash2", given.sliding_window_non_causal
     sliding_is_causal = not (is_dflash2 and given.kind is not None if non_causal is None else non_causal)
@@ -117,11 +144,18 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
         config.layer_types = ["sliding_attention"] * config.num_hidden_layers
         config.sliding_window, sliding_is_causal = given.swa_window_size or window, False
     num_layers, tapped = target.config.num_hidden_layers, given.tapped
-    if tapped is None and given.kind is None:
+    if tapped is None and given.kind is None and not is_muse:
         tapped = [i + 1 for i in default_target_layers(num_layers, config.num_hidden_layers)]
     is_dspark, from_anchor = heads.get("projector_type") == "dspark", given.sample_from_anchor
+    if given.shift_label is None and given.kind is not None and heads.get("projector_type") == "domino":
+        given.shift_label = True
     scale = given.input_embedding_scale if embedding_scale is None else embedding_scale
-    scales_rows = hasattr(target_parts.target_embeddings(target), "embed_scale") and "embed_tokens.weight" not in plan
+    if scale is None and "embed_tokens.weight" in plan:
+        scale = table_scale(config)
+    embeddings = target_parts.target_embeddings(target)
+    if scale is None and hasattr(embeddings, "embed_norm"):
+        scale = 1.0  # Muse Glimmer's rows without their norm
+    scales_rows = hasattr(embeddings, "embed_scale") and "embed_tokens.weight" not in plan
     if scales_rows and scale is None:
         # z-lab's earlier code and vLLM read the rows that a target like Gemma scales, and cap logits as it does; speculators
         # and z-lab's newer files, DFlash2 among them, read the rows of the table.
@@ -145,6 +179,10 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
         draft_vocab_size=given.draft_vocab_size,
         embedding_scale=scale,
         logit_scale=given.output_multiplier,
+        value_scale=given.attention_value_scale,
+        sinks=frozenset(
+            i for i in range(config.num_hidden_layers) if f"layers.{i}.self_attn.attention_sink_bias" in plan
+        ),
         softcap=given.final_logit_softcapping or cap,
     )
     _check(checkpoint, given, layout, target)
@@ -162,13 +200,15 @@ def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
     """The keys of the DSpark, Domino or DFlash2 parts, `projector_type` tells which; {} if the file has none of these."""
     named = {_PROJECTORS.get(name, name) for name in given.architectures} | {given.projector, given.kind}
     named -= {None, "dflash"}
-    if len(named) > 1 or not named <= set(_HEAD_KEYS):
+    if len(named) > 1 or not named <= set(_HEAD_KEYS) or (named and given.projector == "dflash"):
         raise checkpoint.error(
             f"config.json has architectures = {given.architectures}, with projector_type {given.projector!r}; known are "
             f"{', '.join(_PROJECTORS)}."
         )
     projector = next(iter(named), None)
-    for head in _HEAD_KEYS.keys() - {projector}:
+    # speculators writes the sizes of Domino's head, whether there is one or not
+    others = _HEAD_KEYS.keys() - {projector, "domino" if given.projector == "dflash" else None}
+    for head in others:
         for key, spec in _HEAD_KEYS[head].items():
             if (value := getattr(given, key)) not in (None, False, 0, spec.default):
                 raise checkpoint.error(f"config.json has {key} = {value!r}, but it is no drafter with this head.")
@@ -176,6 +216,10 @@ def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
         return {}
     heads = {"projector_type": projector} | {key: getattr(given, key) for key in _HEAD_KEYS[projector]}
     if projector == "domino":
+        if given.kind is not None and given.shift_label is False:
+            raise checkpoint.error("has shift_label false, with which Domino's head was shown the tokens it predicts.")
+        if heads["pure_draft_prefix_len"] is None:
+            heads["pure_draft_prefix_len"] = 0 if given.kind is None else 1
         # Weights that are read: the state by the GRU, the bottleneck by the last layer.
         for key, tensor in (("emb_dim", "embed_proj.2.weight"), ("gru_hidden_dim", "prefix_gru.weight_hh_l0")):
             held = plan.matrix(f"domino.{tensor}")[1] if f"domino.{tensor}" in plan else heads[key]
@@ -226,14 +270,38 @@ def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: Pac
             f"config.json has input_embedding_scale = {given.input_embedding_scale}, but speculative_config says {layout.embedding_scale}."
         )
     target_parts.check_target(checkpoint, target, given.target_hidden_size, None)
-    if (checkpoint.folder / MASK_EMBEDDING).exists():
-        raise checkpoint.error(
-            f"has a file {MASK_EMBEDDING} in place of the mask token's embedding, which is not supported."
-        )
+
+
+def _mask_embedding(checkpoint: Checkpoint, plan: Plan, layout: DFlashLayout) -> torch.Tensor | None:
+    """What a file has in place of the mask token's embedding [H], a tensor or a file beside the weights; None: nothing."""
+    source, there = plan.sources.pop("mask_embedding", None), checkpoint.folder / MASK_EMBEDDING
+    found: Any = None if source is None else checkpoint.tensor(source)
+    if there.exists():
+        if found is not None:
+            raise checkpoint.error(f"has both a tensor {source} and a file {MASK_EMBEDDING}.")
+        try:
+            found = torch.load(there, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+            raise checkpoint.error(f"its {MASK_EMBEDDING} is no plain file of a tensor: {error}") from error
+        if isinstance(found, dict):
+            if found.get("mask_token_id", layout.mask_token_id) != layout.mask_token_id:
+                raise checkpoint.error(
+                    f"its {MASK_EMBEDDING} is for token {found['mask_token_id']}, config.json has mask_token_id {layout.mask_token_id}."
+                )
+            found = found.get("embedding", found.get("mask_embedding"))
+    elif found is None:
+        return None
+    width = layout.layers.hidden_size
+    if not isinstance(found, torch.Tensor) or found.numel() != width or not found.is_floating_point():
+        raise checkpoint.error(f"its mask embedding is no tensor of {width} numbers.")
+    return found.flatten()
 
 
 def _canonical(name: str) -> str | None:
-    name = name.removeprefix("logit_head.")  # prefix of the extra heads in early files
+    name = _RENAMED.get(name, name)
+    name = name.removeprefix("logit_head.").removeprefix(
+        "domino_head."
+    )  # of the extra heads in early files, of speculators' Domino
     if name in _NOT_IN_MODULE:
         return None
     return f"domino.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else name
@@ -241,12 +309,14 @@ def _canonical(name: str) -> str | None:
 
 @dataclass(eq=False)
 class LoadedDFlash:
-    """A loaded drafter; embeddings and language-model head are the target's if the file has none."""
+    """A loaded drafter; embeddings and language-model head are the target's if the file has none. `mask`: in place of the mask token's
+    embedding [H]; None: that is in the table."""
 
     head: BlockHead
     embeddings: Embeddings
     lm_head: nn.Module
     vocabulary: DraftVocabulary
+    mask: torch.Tensor | None
 
 
 def load_dflash(
@@ -270,6 +340,7 @@ def load_dflash(
             f"fc.weight reads {reads} numbers, but {len(layout.tapped)} of the target's layers have "
             f"{len(layout.tapped) * feature_size}. It is for another target." + trained_for(checkpoint)
         )
+    mask = _mask_embedding(checkpoint, plan, layout)
     stated = layout.draft_vocab_size, config.vocab_size
     vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
     shared: Any = lm_head
@@ -280,10 +351,15 @@ def load_dflash(
         raise checkpoint.error(f"has mask_token_id {layout.mask_token_id}, but there are {rows} embeddings.")
     rotary = RotaryPositions(checkpoint, config, target_parts.device_and_dtype(target)[0])
     drafter = target_parts.built(checkpoint, plan, target, lambda: DFlashDrafter(layout, feature_size, size, owns))
+    pair_rotated(drafter.layers, config)
+    for layer in drafter.layers if layout.value_scale != 1.0 else ():
+        attention: Any = layer.self_attn
+        attention.o_proj.weight.mul_(layout.value_scale)
     embeddings = embeddings_of(checkpoint, target, drafter.embed_tokens, config.hidden_size, layout.embedding_scale)
     return LoadedDFlash(
         head=BlockHead(drafter, layout, rotary, prepack_weights),
         embeddings=embeddings,
         lm_head=drafter.lm_head or shared,
         vocabulary=vocabulary,
+        mask=None if mask is None else mask.to(drafter.fc.weight) * (layout.embedding_scale or 1.0),
     )

@@ -99,7 +99,10 @@ class DFlashGenerator(FeatureGenerator):
         ids = torch.full((len(sequences), self.num_slots), self.layout.mask_token_id, device=self.head.device)
         ids[:, 0] = anchors
         rows = [RowInput(seq.id, block, self.num_read(seq)) for seq, block in zip(sequences, ids, strict=True)]
-        hidden = self.block.block(rows, self._embed(ids.flatten()), self.cache).view(*ids.shape, -1)
+        embedded = self._embed(ids.flatten())
+        if self.loaded.mask is not None:
+            embedded.view(*ids.shape, -1)[:, 1:] = self.loaded.mask
+        hidden = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
         self.base = self.layout.capped(self.lm_head(self.hidden))

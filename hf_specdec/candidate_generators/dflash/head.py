@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
+from transformers import Gemma4TextConfig, PretrainedConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, rotate_half
 
 from ...cache import PagedStaticCache
 from ...core.names import CACHE
@@ -21,7 +21,7 @@ from ...kernels.transfer import upload
 from ...model.graphs import CapturedBatch, GraphRunner
 from ...model.packed_batch import PackedBatch
 from ...model.packed_head import PackedHead
-from ..checkpoints.layers import RotaryPositions
+from ..checkpoints.layers import RotaryPositions, capped, decoder_layer
 from .convolved import ConvolvedLayer
 
 if TYPE_CHECKING:
@@ -50,10 +50,12 @@ class DFlashLayout:
         heads: keys of the DSpark, Domino or DFlash2 parts; `projector_type` tells which.
         draft_vocab_size: number of logits that the configuration states, if it does.
         embedding_scale: of the embedding rows of the block's tokens; None: as the target's first layer reads them.
-        logit_scale, softcap: see `capped`.
+        logit_scale, softcap: of `layers.capped`.
+        value_scale: factor of attention's values.
+        sinks: layers whose attention has a sink, a logit per head that no key has.
     """
 
-    layers: Qwen3Config
+    layers: PretrainedConfig
     block_size: int
     mask_token_id: int
     tapped: tuple[int, ...]
@@ -65,6 +67,8 @@ class DFlashLayout:
     embedding_scale: float | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
+    value_scale: float = 1.0
+    sinks: frozenset[int] = frozenset()
 
     @property
     def num_tokens(self) -> int:
@@ -72,9 +76,8 @@ class DFlashLayout:
         return self.block_size - (not self.from_anchor)
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """The block's logits before heads correct them: c tanh(s logits / c), with the softcap c (none: s logits) and `logit_scale` s."""
-        logits = logits if self.logit_scale == 1.0 else logits * self.logit_scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        """The block's logits before heads correct them."""
+        return capped(logits, self.logit_scale, self.softcap)
 
 
 # ---- heads that correct a block's logits for the tokens chosen earlier on a path ---------------------------------
@@ -219,7 +222,8 @@ class DFlashDrafter(nn.Module):
 
     def __init__(self, layout: DFlashLayout, feature_size: int, vocab: int, owns: dict[str, tuple[int, ...] | None]):
         super().__init__()
-        config, heads = layout.layers, layout.heads
+        config: Any = layout.layers
+        heads = layout.heads
         size, kind = config.hidden_size, heads.get("projector_type")
         self.fc = nn.Linear(len(layout.tapped) * feature_size, size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
@@ -227,7 +231,7 @@ class DFlashDrafter(nn.Module):
         self.layers = nn.ModuleList(
             ConvolvedLayer(config, i, heads["conv_kernel_size"], heads["conv_group_size"])
             if self.is_convolved
-            else Qwen3DecoderLayer(config, i)
+            else decoder_layer(config, i)
             for i in range(config.num_hidden_layers)
         )
         self.norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
@@ -251,8 +255,11 @@ class DFlashDrafter(nn.Module):
             self.markov_head = MarkovHead(config.vocab_size, vocab, rank, size, heads["markov_head_type"])
         if kind == "dspark" and heads["enable_confidence_head"]:
             self.confidence_head = ConfidenceHead(size + (rank if self.confidence_reads_markov else 0))
-        for layer in self.layers:
-            vars(layer.self_attn)["sliding_window"] = None  # windows are in the masks of `BlockHead`
+        for i, layer in enumerate(self.layers):
+            attention: Any = layer.self_attn
+            vars(attention)["sliding_window"] = None  # windows are in the masks of `BlockHead`
+            if i in layout.sinks:
+                attention.attention_sink_bias = nn.Parameter(torch.empty(config.num_attention_heads))
 
     @property
     def sequential(self) -> SequentialHead | None:
@@ -301,8 +308,11 @@ class BlockHead(PackedHead):
             for index, layer in enumerate(self.module.layers):
                 attention: Any = layer.self_attn
                 shape = (1, len(features), -1, attention.head_dim)
-                keys = attention.k_norm(attention.k_proj(features).view(shape)).transpose(1, 2)
-                values = attention.v_proj(features).view(shape).transpose(1, 2)
+                keys = attention.k_proj(features).view(shape)
+                values = keys if attention.v_proj is None else attention.v_proj(features).view(shape)
+                if isinstance(self.config, Gemma4TextConfig):
+                    values = attention.v_norm(values)
+                keys, values = attention.k_norm(keys).transpose(1, 2), values.transpose(1, 2)
                 batch.cache.update(keys * cos + rotate_half(keys) * sin, values, index)
         return features
 
@@ -330,6 +340,9 @@ class BlockHead(PackedHead):
         position_embeddings = self.rotary(batch.position_ids, hidden.dtype)
         with batch.cache.running(batch):
             for kind, layer in zip(self.config.layer_types, self.module.layers, strict=True):
+                sinks = getattr(layer.self_attn, "attention_sink_bias", None)
+                if sinks is not None:
+                    more["s_aux"] = sinks
                 hidden = layer(
                     hidden,
                     position_ids=batch.position_ids,

@@ -14,8 +14,9 @@ from ..checkpoints import target_parts
 from ..checkpoints.files import Checkpoint, Plan, register_format
 from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
 from ..checkpoints.target_parts import trained_for
-from .head import Eagle3Head, Eagle3Options
+from .head import Eagle3Head, Eagle3Options, is_joining
 
+_SPECFORGE = {"LlamaForCausalLMEagle3", "DeepseekV3ForCausalLMEagle3"}
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _TABLE = Table(
     {
@@ -57,13 +58,12 @@ _TABLE = Table(
 def canonical_name(name: str) -> str | None:
     """The module's name of a tensor: `layers.0` for `midlayer`, no prefix `model.`; None for tensors that drafting does not need.
 
-    `t2d` is for training. Some files have a `hidden_norm` in later layers, which no forward uses.
+    `t2d` is for training.
     """
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
         return "layers.0." + name.removeprefix("midlayer.")
-    unused = name == "t2d" or (name.endswith(".hidden_norm.weight") and not name.startswith("layers.0."))
-    return None if unused else name
+    return None if name == "t2d" else name
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:
@@ -72,7 +72,7 @@ def is_eagle3(checkpoint: Checkpoint) -> bool:
 
 
 register_format(
-    "EAGLE-3, P-EAGLE (yuhuili/EAGLE3-*, SpecForge: midlayer.hidden_norm; speculators: layers.0.hidden_norm)",
+    "EAGLE-3, P-EAGLE (yuhuili/EAGLE3-*, SpecForge: midlayer.hidden_norm; speculators, DeepSpec: layers.0.hidden_norm)",
     "eagle3",
     is_eagle3,
 )
@@ -89,7 +89,7 @@ class LoadedEagle3(head_layers.LoadedHead):
         """Logits [n, Vd] from the module's outputs [n, H]."""
         is_ready = self.options.norm_output or not self.options.norm_before_head
         logits = self.lm_head(hidden if is_ready else self.module.norm(hidden))
-        return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
+        return head_layers.capped(logits, self.options.logit_scale, self.options.softcap)
 
     def joined_states(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """The tapped hidden states [n, L * Ht], concatenated, of the packed tokens `index` [n] in a target forward."""
@@ -114,9 +114,12 @@ def load_eagle3(
         CheckpointError: it is incomplete, contradicts itself, or is for another target.
     """
     plan = Plan(checkpoint, canonical_name)
-    given = _TABLE.read(checkpoint, plan)
+    given = (_TABLE | head_layers.keys_of_layers(plan)).read(checkpoint, plan)
     options = _options(checkpoint, given, plan, target, mask_token, recycle_normed)
     config = head_layers.read_layer_config(checkpoint, plan)
+    for i in range(config.num_hidden_layers):  # some files have a norm that no forward uses
+        if not is_joining(plan, i, config.hidden_size):
+            plan.sources.pop(f"layers.{i}.hidden_norm.weight", None)
     _check_target(checkpoint, given, plan, options, target)
     stated, sizes = (
         (given.draft_vocab_size, given.vocab_size),
@@ -166,7 +169,7 @@ def _options(
     # In speculators' format, in SGLang and in vLLM, `norm_output` says what is fed back. In SpecForge's files, which `recycle_normed`
     # tells from those of `hf-specdec train`, it says whether there is a norm before the language-model head; they feed back the
     # state before it.
-    is_specforge = "LlamaForCausalLMEagle3" in given.architectures and given.kind is given.recycle_normed is None
+    is_specforge = bool(_SPECFORGE & set(given.architectures)) and given.kind is given.recycle_normed is None
     stated = given.recycle_normed if recycle_normed is None else recycle_normed
     normed = given.norm_before_residual
     return Eagle3Options(
@@ -177,6 +180,7 @@ def _options(
         mask_token=mask_token if has_mask else None,
         window_stays=given.kind == "eagle3" and "sliding_attention" in (checkpoint.section(LAYERS).get("layer_types") or ()),
         norm_before_head=not is_specforge or given.norm_output is not False,
+        softcap=getattr(given, "final_logit_softcapping", None),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import Gemma4TextConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...core.output import Taps
@@ -28,6 +28,7 @@ class Eagle3Options:
         window_stays: sliding windows end at the text's last token while drafting, as speculators' EAGLE-3 heads are
             trained; drafted tokens are visible besides. Otherwise windows move on with the drafts.
         norm_before_head: the language-model head reads the normed output (SpecForge: unless `norm_output` is false).
+        softcap: of the logits; None: they are not capped.
     """
 
     taps: Taps
@@ -37,29 +38,45 @@ class Eagle3Options:
     mask_token: int | None
     window_stays: bool
     norm_before_head: bool = True
+    softcap: float | None = None
 
 
-class FirstLayer(nn.Module):
-    """EAGLE-3's first layer: attention over [norm(embedding); norm(hidden)], residual from the hidden half."""
+_INPUTS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of attention
 
-    def __init__(self, config: PretrainedConfig, norm_before_residual: bool):
+
+def is_joining(plan: Plan, index: int, width: int) -> bool:
+    """Whether the attention of a layer reads embeddings beside hidden states: of the first one, or in DeepSpec's files, of all."""
+    name = f"layers.{index}.self_attn.q_proj.weight"
+    return index == 0 or (name in plan and plan.matrix(name)[1] == 2 * width)
+
+
+class JoiningLayer(nn.Module):
+    """EAGLE-3's layer: attention over [norm(embedding); norm(hidden)], residual from the hidden half."""
+
+    def __init__(self, config: PretrainedConfig, index: int, norm_before_residual: bool):
         super().__init__()
-        layer: Any = decoder_layer(config, 0)
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        layer: Any = decoder_layer(config, index)
+        for name, part in [*layer.named_children(), *layer.named_buffers(recurse=False)]:
+            setattr(self, name, part)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            out_features = getattr(layer.self_attn, name).out_features
-            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, out_features))
-        self.norm_before_residual = norm_before_residual
+        for name in _INPUTS:
+            if (linear := getattr(self.self_attn, name, None)) is not None:
+                setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, linear.out_features))
+        self.norm_before_residual, self.is_gemma4 = norm_before_residual, isinstance(config, Gemma4TextConfig)
 
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, **attention) -> torch.Tensor:
         """Hidden states [1, T, H] from embeddings and hidden states [1, T, H]."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        both = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        hidden = residual + self.self_attn(hidden_states=both, **attention)[0]
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        part: Any = self  # pyright does not know the parts of transformers' layer
+        normed = part.hidden_norm(hidden)
+        residual = normed if part.norm_before_residual else hidden
+        both = torch.cat([part.input_layernorm(embedded), normed], dim=-1)
+        if not part.is_gemma4:
+            hidden = residual + part.self_attn(hidden_states=both, **attention)[0]
+            return hidden + part.mlp(part.post_attention_layernorm(hidden))
+        attended = part.self_attn(hidden_states=both, shared_kv_states=None, **attention)[0]
+        hidden = residual + part.post_attention_layernorm(attended)
+        made = part.mlp(part.pre_feedforward_layernorm(hidden))
+        return (hidden + part.post_feedforward_layernorm(made)) * part.layer_scalar
 
 
 class Eagle3Head(nn.Module):
@@ -78,8 +95,12 @@ class Eagle3Head(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.norm_output = options.norm_output
-        self.layers = nn.ModuleList([FirstLayer(config, options.norm_before_residual)])
-        self.layers.extend(decoder_layer(config, i) for i in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            JoiningLayer(config, i, options.norm_before_residual)
+            if is_joining(plan, i, width)
+            else decoder_layer(config, i)
+            for i in range(config.num_hidden_layers)
+        )
         self.norm = LlamaRMSNorm(width, eps)
         self.fc = nn.Linear(num_states * state_width, width) if options.taps.layers else None
         self.input_norm = LlamaRMSNorm(num_states * state_width, eps) if "input_norm.weight" in plan else None
@@ -105,7 +126,8 @@ class Eagle3Head(nn.Module):
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
         """The output that is fed back, [1, T, H]: before the last norm, or after it with `norm_output`."""
         attention["position_embeddings"] = self.rotary(position_ids, features.dtype)
-        hidden = self.layers[0](self.embeddings(input_ids, features), features, **attention)
-        for layer in self.layers[1:]:
-            hidden = layer(hidden, position_ids=position_ids, **attention)
+        embedded, hidden = self.embeddings(input_ids, features), features
+        for layer in self.layers:
+            inputs = (embedded, hidden) if isinstance(layer, JoiningLayer) else (hidden,)
+            hidden = layer(*inputs, position_ids=position_ids, **attention)
         return self.norm(hidden) if self.norm_output else hidden
