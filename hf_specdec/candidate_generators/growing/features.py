@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,6 +77,9 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         """`logits`, computed by the native library if the head runs there."""
         native = self.head.native
         return self.logits(hidden) if native is None else native.apply(self.logits, self.scoring_modules(), hidden)
+
+    def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
+        self.lm_head = rows(self.lm_head)
 
     def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
         """The feature [n, F] used in place of the target's while drafting, from the head's hidden states [n, H]."""
