@@ -12,7 +12,6 @@ from ...config import config_key
 from ...core.output import PackedOutput
 from ...core.sequence import Sequence
 from ...kernels.transfer import upload
-from ...model.native import natively
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, HasHead
 from ..checkpoints.config import HeadConfig, proposed_length
@@ -77,7 +76,7 @@ class Eagle3Generator(FeatureGenerator, HasHead):
         has_loop = not drafts_at_once and not self.window_stays
         super().__init__(config.with_default_length(proposed_length(checkpoint)), target, context, has_loop=has_loop)
         self.vocabulary, self.taps, self.lm_head = loaded.vocabulary, loaded.options.taps, loaded.lm_head
-        self.head = natively(loaded.head, config.native) if self.window_stays else self.captured(loaded.head)
+        self.head = self.captured(loaded.head, graphs=not self.window_stays)
         self.made: AllDepths | None = None  # P-EAGLE's logits of the current round
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:

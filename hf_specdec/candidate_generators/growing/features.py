@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -85,15 +86,18 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         """The feature [n, F] used in place of the target's while drafting, from the head's hidden states [n, H]."""
         return hidden
 
-    def captured(self, head: Head, native: bool = True) -> Head:
-        """The head with CUDA graphs if the configuration asks for them, or if it leaves the choice and the head supports them; otherwise
-        the head in the native library, if it can run there. Rounds are captured only if the head is.
+    def captured(self, head: Head, native: bool = True, graphs: bool = True) -> Head:
+        """The head with `draft_window`, and with CUDA graphs if the configuration asks for them, or if it leaves the choice and the head
+        supports them; otherwise the head in the native library, if it can run there. Rounds are captured only if the head is.
 
         Args:
-            native: False: never use the native library.
+            native, graphs: False: never use the native library, or CUDA graphs.
         """
+        if self.config.draft_window is not None:
+            head = copy.copy(head)
+            head.window = self.config.draft_window
         rewritten = self.config.compile is not False and self.config.quantization is None
-        head = head.with_graphs(self.config.cuda_graphs, rewritten)
+        head = head.with_graphs(self.config.cuda_graphs if graphs else False, rewritten)
         self.has_graphs = head.graphs is not None
         if not self.has_graphs:
             self.rounds = None

@@ -327,6 +327,12 @@ class TreeDraftingConfig(SpeculativeConfig):
     total_tokens: int | None = config_key(
         None, "dynamic tree: tokens verified per step, the last accepted one included (default 60)", minimum=2
     )
+    draft_window: int | None = config_key(
+        None,
+        "the drafter's attention sees only so many of the last tokens, or fewer if its file says so: for texts longer than it was "
+        "trained for. Not for drafters without keys of their own",
+        minimum=1,
+    )
     draft_vocabulary: int | str | None = config_key(
         None,
         "while drafting, score only these of the target's tokens: a file of ids (JSON list, .npy, or one a line), which "

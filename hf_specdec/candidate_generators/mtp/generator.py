@@ -196,7 +196,14 @@ class MtpGenerator(FeatureGenerator):
                 head.graphs.captures.clear()
         self.boundaries = BlockEnds()
         weights = [weight for head in self.heads for weight in head.module.parameters()]
-        return PagedStaticCache(self.num_heads, num_blocks, block_size, weights=weights, ahead=self.num_heads)
+        return PagedStaticCache(
+            self.num_heads,
+            num_blocks,
+            block_size,
+            weights=weights,
+            ahead=self.num_heads,
+            window=self.config.draft_window,
+        )
 
     def modules(self) -> list[nn.Module]:
         return [*(head.module for head in self.heads[1:]), *self.lm_heads, *super().modules()]
