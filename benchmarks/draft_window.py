@@ -29,6 +29,7 @@ HEADS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--windows", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--texts", type=int, default=6, help="conversations per length")
@@ -48,7 +49,7 @@ def main() -> None:
         turns.append((ids["input_ids"], model.generate(**ids, max_new_tokens=128, do_sample=False)))
     print(f"| tokens | head | no window | {' | '.join(map(str, args.windows))} |")
     print("|---" * (3 + len(args.windows)) + "|")
-    for length, (name, base) in itertools.product(args.lengths, HEADS.items()):
+    for length, name in itertools.product(args.lengths, args.heads):
         found: dict[int | None, list[int]] = {window: [0, 0] for window in (None, *args.windows)}
         for seed in range(args.texts):
             chosen = random.Random(seed)
@@ -59,7 +60,7 @@ def main() -> None:
             call = {"attention_mask": torch.ones_like(text), "max_new_tokens": args.new_tokens, **end}
             plain = model.generate(text, **call)
             for window, counts in found.items():
-                config = base | ({} if window is None else {"draft_window": window})
+                config = HEADS[name] | ({} if window is None else {"draft_window": window})
                 out = model.generate(text, **call, speculative_config=config, return_dict_in_generate=True)
                 assert torch.equal(out.sequences, plain), (name, window, length, seed)
                 counts[0] += out.speculation.num_new_tokens

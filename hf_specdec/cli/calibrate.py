@@ -67,12 +67,7 @@ def add_command(commands) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from ..candidate_generators.base import DrafterContext
     from ..candidate_generators.checkpoints.draft_vocabulary import most_frequent
-    from ..decoding.calibration import (
-        calibrated_tree,
-        expected_accepted_length,
-        measure_accuracies,
-        written_ids,
-    )  # fmt: skip
+    from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies, written_ids
     from ..integration import get_decoder
 
     options.check_output_file(args.json, "--json")

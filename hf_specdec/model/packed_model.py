@@ -175,15 +175,8 @@ class PackedModel:
         keyless = layers_without_keys(self.config)
         states = None if self.recurrent is None else StatePool(self.replays_drafts)
         return PagedStaticCache(
-            num_layers,
-            num_blocks,
-            block_size,
-            share_prefixes,
-            weights,
-            keyless=keyless,
-            states=states,
-            window=self.window,
-        )
+            num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states, window=self.window,
+        )  # fmt: skip
 
     def free_bytes(self) -> int | None:
         """Free memory of the device, the least of all ranks; None if the system does not say."""
