@@ -12,6 +12,7 @@ _FOLDER = Path(__file__).parent / "bundled_models"
 APART = (  # models/setup.py reads these lines as text
     "tiny-dflash", "tiny-eagle", "tiny-eagle3", "tiny-hybrid", "tiny-hydra", "tiny-medusa", "tiny-mlp_speculator", "tiny-mtp",
 )  # fmt: skip
+BUNDLED_PROMPTS = _FOLDER / "prompts.jsonl"
 HOW_TO_INSTALL = "pip install 'hf-specdec[models]' (in a checkout: pip install ./models)"
 
 

@@ -63,6 +63,7 @@ class PagedStaticCache(Cache):
         ahead: keys and values of a token also depend on this many tokens after it: 1 for heads that read each token with the
             feature before it. Blocks are shared only if these tokens are equal, too.
         keyless: layers that have no keys and values.
+        window: tokens see at most so many of the last tokens, themselves included, whatever the model's layers say; None: as they say.
         states: the pool of recurrent and convolutional states; None: no layer has a state. With states, a prefix is shared only if
             `prefix_states` has the states after it, because blocks hold no states.
     """
@@ -79,6 +80,7 @@ class PagedStaticCache(Cache):
         ahead: int = 0,
         keyless: frozenset[int] = frozenset(),
         states: StatePool | None = None,
+        window: int | None = None,
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         weights = list(weights)
@@ -87,7 +89,7 @@ class PagedStaticCache(Cache):
         self._bytes_beside = sum(weight.nbytes for weight in weights)
         at_once = num_blocks if not weights else min(num_blocks, MOST_AT_ONCE) if self.is_lazy else min(num_blocks, 1)
         self.pool = BlockPool(at_once)
-        self.states = states
+        self.states, self.window = states, window
         self.prefix_states: PrefixStates | None = None
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
         self.share_prefixes, self.ahead = share_prefixes, ahead

@@ -22,7 +22,11 @@ from ..model.options.quantized import quantize_for_good, quantizes_natively
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
 from .checkpoints.config import HeadConfig
+from .checkpoints.draft_vocabulary import draft_ids, rows_of
+from .checkpoints.target_parts import DraftVocabulary, device_and_dtype
 from .growing.grower import GrowsDrafts
+from .growing.own_cache import OwnsCache
+from .growing.tree_shapes import TreeDraftingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +146,7 @@ def make_generator(
             states after a layer that the target lacks.
     """
     _check_size(config, target)
+    ids = draft_ids(config, target, context) if isinstance(config, TreeDraftingConfig) else None
     made = generator_class(config.method)(config, target, context)
     hold_to_contract(made)
     deepest = max(made.taps.layers, default=0)
@@ -150,8 +155,29 @@ def make_generator(
         raise config.fail(
             "model", f"reads hidden states after layer {deepest} of the target, which has {count} layers."
         )
+    if getattr(config, "draft_window", None) is not None and not isinstance(made, OwnsCache):
+        raise config.fail("draft_window", "is for drafters with keys and values of their own, which this one has not.")
+    if ids is not None:
+        _score_only(made, ids)
     _quantize(made)
     return made
+
+
+def _score_only(generator: Any, ids: torch.Tensor) -> None:
+    """Let a drafter score only these tokens of the target."""
+    config, vocabulary = generator.config, getattr(generator, "vocabulary", None)
+    if getattr(vocabulary, "target_ids", None) is not None:
+        raise config.fail(
+            "draft_vocabulary", "cannot be used: the head has a draft vocabulary in its file. Leave it out."
+        )
+    if getattr(config, "learn", False):
+        raise config.fail("draft_vocabulary", "cannot be combined with 'learn', which trains all rows of the head.")
+    if not isinstance(generator, GrowsDrafts):
+        raise config.fail(
+            "draft_vocabulary", "is for drafters that score the target's tokens, which this one does not."
+        )
+    generator.score_only(functools.cache(lambda head: rows_of(config, head, ids)))
+    generator.vocabulary = DraftVocabulary(generator.target.vocab_size, ids.to(device_and_dtype(generator.target)[0]))
 
 
 def _quantize(generator: CandidateGenerator) -> None:

@@ -1,4 +1,5 @@
-"""`hf-specdec calibrate`: measure how often a drafter is right at each depth and rank, and compute the best static tree."""
+"""`hf-specdec calibrate`: measure how often a drafter is right at each depth and rank, and compute the best static tree; or count which
+tokens a target writes, and choose a draft vocabulary."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ examples:
   hf-specdec calibrate tiny --speculative-config '{"method": "draft_model", "model": "tiny-draft"}' --nodes 12
   hf-specdec calibrate ./my-model --prompts chat.jsonl --limit 100 --nodes 63 --json tree.json \\
       --speculative-config '{"method": "medusa", "model": "./my-medusa"}'
+  hf-specdec calibrate ./my-model --prompts chat.jsonl --draft-vocabulary 32000 --json ids.json
 
 The target generates a greedy continuation of each prompt; then the drafter drafts from every position of it. The last
 line of the output is the configuration with the tree, ready for --speculative-config. With a larger tree more tokens are accepted,
-but it costs more to verify: compare several sizes with `hf-specdec bench`.
+but it costs more to verify: compare several sizes with `hf-specdec bench`. With --draft-vocabulary no drafter is needed: the
+list of ids is written to the file of --json, or is the last line.
 """
 
 # Keys for the shape of drafts, which the tree replaces.
@@ -38,29 +41,42 @@ def add_command(commands) -> argparse.ArgumentParser:
         "calibrate", help="measure a drafter and fit a draft tree to it", description=__doc__, epilog=EPILOG
     )
     options.add_model_options(parser)
-    options.add_config_option(parser, required=True)
+    options.add_config_option(parser)
     group = parser.add_argument_group("measurement")
     options.add_prompts_option(group)
     options.add_chat_option(group)
     group.add_argument("--batch-size", type=positive_int, default=8, metavar="B", help="default: %(default)s")
-    group.add_argument("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--max-new-tokens", type=options.whole_number, default=128, metavar="N",
+        help="default: %(default)s; with --draft-vocabulary, 0 counts the ids of the prompts themselves",
+    )  # fmt: skip
     group.add_argument(
         "--ranks", type=positive_int, default=10, metavar="R", help="children a node may have (default: %(default)s)"
     )
     group.add_argument(
         "--nodes", type=positive_int, default=63, metavar="N", help="most nodes of the tree (default: %(default)s)"
     )
-    group.add_argument("--json", metavar="OUT", help="write accuracies and tree to this file as JSON")
+    group.add_argument(
+        "--draft-vocabulary", type=positive_int, metavar="N",
+        help="instead of a tree, choose the N tokens that the target writes most, for the key 'draft_vocabulary'",
+    )  # fmt: skip
+    group.add_argument("--json", metavar="OUT", help="write accuracies and tree, or the ids, to this file as JSON")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from ..candidate_generators.base import DrafterContext
-    from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies
+    from ..candidate_generators.checkpoints.draft_vocabulary import most_frequent
+    from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies, written_ids
     from ..integration import get_decoder
 
     options.check_output_file(args.json, "--json")
-    config = hf_specdec.parse_config(args.speculative_config)
+    size = args.draft_vocabulary
+    if (size is None) == (args.speculative_config is None):
+        raise ValueError("give either --speculative-config, the drafter to fit a tree to, or --draft-vocabulary.")
+    if size is None and not args.max_new_tokens:
+        raise ValueError("--max-new-tokens must be at least 1, except with --draft-vocabulary.")
+    config = hf_specdec.parse_config(args.speculative_config or "none")
     prompts = [row["prompt"] for row in options.read_prompts(args.prompts)][: args.limit]
     model, tokenizer = options.load_model_and_tokenizer(args)
     encoded = [
@@ -68,17 +84,28 @@ def run(args: argparse.Namespace) -> int:
         for prompt in prompts
     ]
     decoder = get_decoder(model, config, DrafterContext(tokenizer=tokenizer))
-    accuracies = measure_accuracies(
-        decoder, encoded, args.max_new_tokens, args.ranks, frozenset(end_tokens(model)), args.batch_size
-    )
+    console, ends = Output(), frozenset(end_tokens(model))
+    measured = f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens"
+    if size is not None:
+        new = args.max_new_tokens
+        texts = written_ids(decoder, encoded, new, ends, args.batch_size) if new else encoded
+        ids, written = most_frequent(texts, size), [token for text in texts for token in text]
+        share = sum(map(set(ids).__contains__, written)) / len(written)
+        console.say(
+            f"{measured}\n{len(ids)} of {len(set(written))} different tokens: {100 * share:.1f} % of {len(written)}"
+        )
+        if args.json != "-":
+            print(json.dumps(ids if args.json is None else {"draft_vocabulary": args.json}))
+        options.write_report(ids, args.json)
+        return 0
+    accuracies = measure_accuracies(decoder, encoded, args.max_new_tokens, args.ranks, ends, args.batch_size)
     tree = calibrated_tree(accuracies, args.nodes)
     chain = [[0] * depth for depth in range(1, len(accuracies) + 1)]
     shapes = {"tree": tree, "chain": chain}
     expected = {name: expected_accepted_length(accuracies, shape) for name, shape in shapes.items()}
     fitted = with_tree(config, tree)
 
-    console = Output()
-    console.say(f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens")
+    console.say(measured)
     ranks = (Column(str(rank + 1), justify="right") for rank in range(accuracies.shape[1]))
     table = Table("depth", *ranks, title="how often the drafter's n-th token is the right one (%)")
     for depth, rates in enumerate(accuracies, 1):

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 
 import hf_specdec
 
+from ..bundled import BUNDLED_PROMPTS
 from ..config import nearest_hint
 from ..jsonl import read_rows, rows_of
 
@@ -27,7 +28,6 @@ PROMPTS_HELP = (
     'prompts: a .jsonl file with a "prompt" a row, a .txt file with one a line, or a text that is one; - reads stdin'
 )
 CONFIG_HELP = "a method's name, JSON text, or the path of a JSON file"
-BUNDLED_PROMPTS = Path(__file__).parents[1] / "bundled_models" / "prompts.jsonl"
 
 
 def _number(kind: type, what: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
@@ -43,6 +43,7 @@ def _number(kind: type, what: str, fits: Callable[[Any], bool]) -> Callable[[str
 
 
 positive_int = _number(int, "an integer of at least 1", lambda value: value >= 1)
+whole_number = _number(int, "an integer of at least 0", lambda value: value >= 0)
 positive_float = _number(float, "a number above 0", lambda value: 0 < value < float("inf"))
 port_number = _number(int, "a port from 0 to 65535", lambda value: 0 <= value <= 65535)
 
@@ -68,7 +69,7 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
     return Progress(*first, *columns, console=Console(stderr=True), transient=True)
 
 
-def write_report(report: dict[str, Any], path: str | None) -> bool:
+def write_report(report: dict[str, Any] | list[int], path: str | None) -> bool:
     """Write a report as JSON to a file; "-" prints it. Returns whether it was printed. None: write nothing."""
     text = json.dumps(report, indent=2)
     if path == "-":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -43,11 +45,26 @@ def measure_accuracies(
             "depth, as draft models and heads with the target's tokenizer do."
         )
     counts = _Counts(generator, num_ranks)
-    for i in range(0, len(prompts), batch_size):
-        batch = prompts[i : i + batch_size]
-        texts = _run(decoder, batch, [len(prompt) + max_new_tokens for prompt in batch], eos_token_ids)
+    for batch, texts in _continued(decoder, prompts, max_new_tokens, eos_token_ids, batch_size):
         _run(decoder, batch, list(map(len, texts)), frozenset(), texts, counts)
     return counts.hits / np.maximum(counts.tried, 1)[:, None]
+
+
+def written_ids(
+    decoder: SpeculativeDecoder, prompts: list[list[int]], max_new_tokens: int, eos_token_ids: frozenset[int], batch_size: int
+) -> list[list[int]]:  # fmt: skip
+    """What the target writes after the prompts, greedily: ids, without the prompts'. Args: see `measure_accuracies`."""
+    runs = _continued(decoder, prompts, max_new_tokens, eos_token_ids, batch_size)
+    return [text[len(prompt) :] for run in runs for prompt, text in zip(*run, strict=True)]
+
+
+def _continued(
+    decoder: SpeculativeDecoder, prompts: list[list[int]], max_new_tokens: int, ends: frozenset[int], batch_size: int
+) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    """The prompts in batches, with the texts that begin with them."""
+    for i in range(0, len(prompts), batch_size):
+        batch = prompts[i : i + batch_size]
+        yield batch, _run(decoder, batch, [len(prompt) + max_new_tokens for prompt in batch], ends)
 
 
 def calibrated_tree(accuracies: np.ndarray, num_nodes: int) -> list[list[int]]:

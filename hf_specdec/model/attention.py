@@ -46,6 +46,8 @@ def paged_attention_forward(
         if module.layer_idx not in known:
             known[module.layer_idx] = layer_window(module)
         window = known[module.layer_idx]
+    if batch.cache.window is not None:
+        window = min(window or batch.cache.window, batch.cache.window)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend, packed = batch.on(query.device).attend, tokens_first(query)
     options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}

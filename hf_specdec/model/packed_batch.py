@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -158,7 +159,9 @@ class PackedBatch:
         """The additive mask [1, 1, T, S_total] of models that attend to gathered keys."""
         key = (window, dtype, device)
         if key not in self._masks:
-            self._masks[key] = block_diagonal_mask(self.inputs, window, dtype)[None, None].to(device)
+            windows = {window} if self.cache.window is None else {window, self.cache.window}
+            masks = (block_diagonal_mask(self.inputs, each, dtype) for each in windows)
+            self._masks[key] = functools.reduce(torch.minimum, masks)[None, None].to(device)
         return self._masks[key]
 
     def key_positions(self) -> np.ndarray:

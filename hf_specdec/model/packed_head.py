@@ -52,6 +52,7 @@ class PackedHead:
 
     Attributes:
         linears: faster linear layers; None: the head's own.
+        window: see `PagedStaticCache`.
         graphs, reading_graphs: run forwards without and with `fuse` as CUDA graphs; None: kernels are launched one by one.
         native: runs small forwards as one call of the native library on a CPU; None: operators are called one by one.
     """
@@ -59,6 +60,7 @@ class PackedHead:
     graphs: GraphRunner | None = None
     reading_graphs: GraphRunner | None = None
     native: SmallHeadForwards | None = None
+    window: int | None = None
     _layers: RewrittenLayers | None = None
 
     def __init__(
@@ -86,7 +88,7 @@ class PackedHead:
             if graphs is not None:
                 graphs.captures.clear()
         weights = architectures.all_parameters(self.module)
-        return PagedStaticCache(self.num_layers, num_blocks, block_size, weights=weights, ahead=1)
+        return PagedStaticCache(self.num_layers, num_blocks, block_size, weights=weights, ahead=1, window=self.window)
 
     def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
         """A copy of this head, with the same weights, that runs its forwards as CUDA graphs; or this head, without graphs.

@@ -78,6 +78,7 @@ class PackedModel:
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
         chooses_states: `choose_states` may change `replays_drafts`.
         cache_bytes: memory for keys, values and states; None: what is free.
+        window: see `PagedStaticCache`.
         ranks: the processes that hold the model's shards; None: this one holds all of it.
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
         native: runs small forward passes as one call of the native library on a CPU; None: operators are called one by one.
@@ -100,6 +101,7 @@ class PackedModel:
         self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
         self.replays_drafts, self.chooses_states = False, False
+        self.window: int | None = None
         self.cache_bytes: int | None = None
         self.deterministic = False
         self.graphs: GraphRunner | None = None
@@ -179,8 +181,8 @@ class PackedModel:
         keyless = layers_without_keys(self.config)
         states = None if self.recurrent is None else StatePool(self.replays_drafts)
         return PagedStaticCache(
-            num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states
-        )
+            num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states, window=self.window,
+        )  # fmt: skip
 
     def free_bytes(self) -> int | None:
         """Free memory of the device, the least of all ranks; None if the system does not say."""

@@ -87,6 +87,12 @@ class Metrics:
         }
         by_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
         self._accepted_at = counter(by_position, "Accepted by position.", "position")
+        shares, text = (
+            [i / 10 for i in range(11)],
+            "Share of a request's drafts this deep whose token was accepted, by position.",
+        )
+        names = ["model_name", "position"]
+        self._share_at = Histogram("hf_specdec_acceptance_ratio", text, names, buckets=shares, registry=self.registry)
         by_drafter = {
             "num_steps": ("steps", "Steps of rows whose drafts came from this drafter."),
             "num_draft_tokens": ("draft_tokens", "Tokens drafted, by drafter."),
@@ -115,6 +121,8 @@ class Metrics:
                 counter.labels(self._model, drafter).inc(counts[key])
         for position, count in enumerate(statistics["num_accepted_per_position"]):
             self._accepted_at.labels(self._model, str(position)).inc(count)
+        for position, share in enumerate(statistics["acceptance_per_position"]):
+            self._share_at.labels(self._model, str(position)).observe(share)
 
     def collect(self) -> Iterable[Any]:
         """The engine's load, which is read when Prometheus asks. Called by prometheus-client."""
@@ -140,7 +148,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def snapshot(self) -> list[Metric]:
-        """All metrics but histograms, which measure requests over HTTP."""
+        """All metrics but histograms, which `LLM`'s outputs have request by request."""
         metrics: list[Metric] = []
         for family in self.registry.collect():
             samples = [sample for sample in family.samples if not sample.name.endswith("_created")]

@@ -361,6 +361,14 @@ def test_metrics_of_speculation_as_vllms_example_reads_them(tiny_model):
     assert accepted.value == sum(by_position.values) == sum(o.speculation["num_accepted_tokens"] for o in outputs)
     assert 0 < found["vllm:spec_decode_num_drafts"].value <= found["hf_specdec_verification_steps"].value
     assert found["hf_specdec_requests"].value == 3 and found["hf_specdec_generation_tokens"].value == 60
+    shares = [output.speculation["acceptance_per_position"] for output in outputs]
+    read = llm._metrics.registry.get_sample_value
+    for position in range(max(map(len, shares))):
+        at, name = [each[position] for each in shares if position < len(each)], "hf_specdec_acceptance_ratio"
+        labels = {"model_name": llm._metrics._model, "position": str(position)}
+        assert read(f"{name}_count", labels) == len(at) and read(f"{name}_sum", labels) == pytest.approx(sum(at))
+        for bound in ("0.0", "0.5", "1.0"):
+            assert read(f"{name}_bucket", labels | {"le": bound}) == sum(share <= float(bound) for share in at)
     llm.close()
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from ...config import nearest_hint
 from ...kernels import drafting
+from ...model.architectures import has_repository_code
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.sharding import whole
 from .config import HeadConfig
 from .files import BAD_VALUES, Checkpoint, Plan, load_module, versions_of
+
+logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
 Head = TypeVar("Head", bound=nn.Module)
@@ -151,6 +156,20 @@ def vocabulary_of(
             if not torch.equal(known, ids.sort().values):
                 raise checkpoint.error(f"t2d and d2t name different tokens: {len(known)} and {len(ids)} of them.")
     return vocabulary, shared
+
+
+def tokenizer_of(model: PreTrainedModel) -> Any:
+    """The tokenizer that a model was loaded with, or None."""
+    name = model.name_or_path
+    if not name:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, local_files_only=os.path.isdir(name), trust_remote_code=has_repository_code(model)
+        )
+    except (OSError, ValueError) as error:
+        logger.info("No tokenizer found for %s (%s).", name, error)
+        return None
 
 
 def target_embeddings(target: PackedModel) -> nn.Module:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ...config import config_key
 from ...core.output import PackedOutput, Taps
@@ -77,6 +79,14 @@ class DFlashGenerator(FeatureGenerator):
 
     def moved_caches(self) -> None:
         """None: moving the rows of its cache is not supported."""
+
+    def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
+        if self.sequential is not None:
+            raise self.config.fail(
+                "draft_vocabulary",
+                f"cannot be used: {type(self.sequential).__name__} corrects the logits of all tokens.",
+            )
+        super().score_only(rows)
 
     # ---- reading the text -------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,14 @@ from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
 from ..base import DrafterContext, MayMissSteps, RunsModel
+from ..checkpoints.draft_vocabulary import draft_ids, rows_of
 from ..checkpoints.files import Checkpoint, register_format, versions_of
 from ..checkpoints.target_parts import once_per
 from ..growing.own_cache import OwnsCache
 from ..growing.tree_growth import Draft, DraftLevel
 from ..growing.tree_shapes import TreeDraftingConfig
 from ..registry import register
-from .vocabulary import BRIDGES, make_bridge
+from .vocabulary import BRIDGES, SharedVocabulary, make_bridge
 
 
 @dataclass
@@ -96,6 +98,7 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
             "model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'."
         )
     name = resolve_model(config.model)
+    ids = draft_ids(config, target, context)
     shards = config.draft_tensor_parallel_size or 1
     sharding = {}
     if shards > 1 and target.ranks is not None:  # as the target is, over the same ranks
@@ -104,6 +107,7 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         sharding["distributed_config"] = DistributedConfig(tp_size=shards)
     quantization = config.quantization and (config.quantization, quantizes_natively(config))
     key = (name, versions_of(name), config.revision, quantization, target.model.dtype, target.device, len(sharding))
+    key = (*key, ids is not None and ids.numpy().tobytes())
 
     def load() -> Any:
         try:
@@ -114,6 +118,8 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
             )
         except (OSError, ValueError) as error:
             raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
+        if ids is not None:
+            model.set_output_embeddings(rows_of(config, model.get_output_embeddings(), ids))
         return (model if sharding else model.to(target.device)).eval()
 
     # transformers patches its own classes while it loads: two loads at once would leave them patched.
@@ -162,6 +168,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
             )
         borrowed = model is context.assistant_model
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
+        self.drafter.window = config.draft_window
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
         self.has_graphs = self.drafter.graphs is not None
         self.grow_as(config.shape(), has_loop=self.has_loop and self.has_graphs)
@@ -234,6 +241,15 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
 
     def modules(self) -> list[nn.Module]:
         return [self.drafter.model]
+
+    def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
+        """Check that the model was loaded with these rows, and that they are the target's tokens."""
+        if self.config.model is None:
+            raise self.config.fail(
+                "draft_vocabulary", "is for a drafter that is loaded for this target: name it in 'model'."
+            )
+        if type(self.bridge) is not SharedVocabulary:
+            raise self.config.fail("draft_vocabulary", "cannot be used: the drafter has another tokenizer.")
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read all new tokens of the texts, a chunk at a time; logits [R, V] of the token after each text."""

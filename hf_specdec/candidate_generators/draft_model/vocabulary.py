@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
 
 from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
-from ...model.architectures import has_repository_code
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, held_weakly
-from ..checkpoints.target_parts import DraftVocabulary
+from ..checkpoints.target_parts import DraftVocabulary, tokenizer_of
 from ..growing.tree_shapes import TreeDraftingConfig
 
 logger = logging.getLogger(__name__)
@@ -41,7 +38,7 @@ def make_bridge(
         return SharedVocabulary(target.vocab_size, target.vocab_size)
     given = context.tokenizer, context.assistant_tokenizer
     ours, theirs = (
-        tokenizer or _tokenizer_of(packed.model) for tokenizer, packed in zip(given, (target, drafter), strict=True)
+        tokenizer or tokenizer_of(packed.model) for tokenizer, packed in zip(given, (target, drafter), strict=True)
     )
     if ours is None or theirs is None:
         if target.vocab_size == drafter.vocab_size:
@@ -75,19 +72,6 @@ def make_bridge(
             "vocabulary_bridge", "cannot be 'intersection': the tokenizers have no token in common; use 'text'."
         )
     return IntersectionBridge(pairs, ours, theirs, target, given)
-
-
-def _tokenizer_of(model: PreTrainedModel) -> Any:
-    name = model.name_or_path
-    if not name:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(
-            name, local_files_only=os.path.isdir(name), trust_remote_code=has_repository_code(model)
-        )
-    except (OSError, ValueError) as error:
-        logger.info("No tokenizer found for %s (%s).", name, error)
-        return None
 
 
 def _common_tokens(ours, theirs, our_size: int, their_size: int) -> dict[int, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...core.output import PackedOutput, Taps
 from ...model.packed_model import PackedModel
@@ -85,10 +86,10 @@ class LoadedEagle3(head_layers.LoadedHead):
     options: Eagle3Options
     mask_features: torch.Tensor | None
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, Vd] from the module's outputs [n, H]."""
+    def logits(self, hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+        """Logits [n, Vd] from the module's outputs [n, H], by the head's `lm_head` or rows of it."""
         is_ready = self.options.norm_output or not self.options.norm_before_head
-        logits = self.lm_head(hidden if is_ready else self.module.norm(hidden))
+        logits = lm_head(hidden if is_ready else self.module.norm(hidden))
         return head_layers.capped(logits, self.options.logit_scale, self.options.softcap)
 
     def joined_states(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:

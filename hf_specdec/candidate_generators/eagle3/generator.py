@@ -12,7 +12,6 @@ from ...config import config_key
 from ...core.output import PackedOutput
 from ...core.sequence import Sequence
 from ...kernels.transfer import upload
-from ...model.native import natively
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, HasHead
 from ..checkpoints.config import HeadConfig, proposed_length
@@ -76,8 +75,8 @@ class Eagle3Generator(FeatureGenerator, HasHead):
         # graphs have one position per token, used for rotation and window
         has_loop = not drafts_at_once and not self.window_stays
         super().__init__(config.with_default_length(proposed_length(checkpoint)), target, context, has_loop=has_loop)
-        self.vocabulary, self.taps = loaded.vocabulary, loaded.options.taps
-        self.head = natively(loaded.head, config.native) if self.window_stays else self.captured(loaded.head)
+        self.vocabulary, self.taps, self.lm_head = loaded.vocabulary, loaded.options.taps, loaded.lm_head
+        self.head = self.captured(loaded.head, graphs=not self.window_stays)
         self.made: AllDepths | None = None  # P-EAGLE's logits of the current round
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
@@ -90,10 +89,10 @@ class Eagle3Generator(FeatureGenerator, HasHead):
             return self.loaded.module.fuse(states)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.loaded.logits(hidden)
+        return self.loaded.logits(hidden, self.lm_head)
 
     def scoring_modules(self) -> list[nn.Module]:
-        return [self.loaded.module.norm, self.loaded.lm_head]
+        return [self.loaded.module.norm, self.lm_head]
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """As in the base. P-EAGLE: read all unread rows of each text, then its mask rows; logits [R, Vd] of the token after each text."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,19 +79,25 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         native = self.head.native
         return self.logits(hidden) if native is None else native.apply(self.logits, self.scoring_modules(), hidden)
 
+    def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
+        self.lm_head = rows(self.lm_head)
+
     def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
         """The feature [n, F] used in place of the target's while drafting, from the head's hidden states [n, H]."""
         return hidden
 
-    def captured(self, head: Head, native: bool = True) -> Head:
-        """The head with CUDA graphs if the configuration asks for them, or if it leaves the choice and the head supports them; otherwise
-        the head in the native library, if it can run there. Rounds are captured only if the head is.
+    def captured(self, head: Head, native: bool = True, graphs: bool = True) -> Head:
+        """The head with `draft_window`, and with CUDA graphs if the configuration asks for them, or if it leaves the choice and the head
+        supports them; otherwise the head in the native library, if it can run there. Rounds are captured only if the head is.
 
         Args:
-            native: False: never use the native library.
+            native, graphs: False: never use the native library, or CUDA graphs.
         """
+        if self.config.draft_window is not None:
+            head = copy.copy(head)
+            head.window = self.config.draft_window
         rewritten = self.config.compile is not False and self.config.quantization is None
-        head = head.with_graphs(self.config.cuda_graphs, rewritten)
+        head = head.with_graphs(self.config.cuda_graphs if graphs else False, rewritten)
         self.has_graphs = head.graphs is not None
         if not self.has_graphs:
             self.rounds = None

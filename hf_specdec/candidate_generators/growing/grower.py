@@ -121,6 +121,16 @@ class GrowsDrafts(ABC):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
 
+    def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
+        """Replace the language-model heads of `begin` and `expand` by `rows` of them, which are those of `draft_vocabulary`.
+
+        Raises:
+            SpeculativeConfigError: this drafter cannot.
+        """
+        raise self.config.fail(
+            "draft_vocabulary", "cannot be used: its logits are not one product with a matrix of rows."
+        )
+
     def log_survival(self) -> torch.Tensor | None:
         """For each node of the last logits [R, F], the log-probability that its path and its next token are accepted: what
         `draft_confidence_threshold` is compared with. None: the drafted tokens' own probabilities are."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,9 +69,19 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
         self.grow_as(config.shape_within(num_heads), has_loop)
         self.config = config.bounded(self.shape.depth)
         self.hidden: dict[int, torch.Tensor] = {}  # per sequence, the state [H] that its newest token was chosen from
+        self._use(heads)
+
+    def _use(self, heads: nn.Module) -> None:
         self._heads = heads
-        graphs = target.graphs is not None
-        self._linears = few_row_linears(heads) if graphs else prepack(heads, config.prepack_weights)
+        graphs = self.target.graphs is not None
+        self._linears = few_row_linears(heads) if graphs else prepack(heads, self.config.prepack_weights)
+
+    def use_heads(self, name: str, lm_heads: Iterable[nn.Module]) -> Any:
+        """Draft with a copy of the drafter's weights whose list of this name holds these language-model heads. Returns the copy."""
+        own = copy.copy(self._heads)
+        own.__dict__["_modules"] = {**own._modules, name: nn.ModuleList(lm_heads)}
+        self._use(own)
+        return own
 
     def modules(self) -> list[nn.Module]:
         return self.and_shared(self._heads)

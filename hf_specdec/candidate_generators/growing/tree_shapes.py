@@ -328,6 +328,18 @@ class TreeDraftingConfig(SpeculativeConfig):
     total_tokens: int | None = config_key(
         None, "dynamic tree: tokens verified per step, the last accepted one included (default 60)", minimum=2
     )
+    draft_window: int | None = config_key(
+        None,
+        "the drafter's attention sees only so many of the last tokens, or fewer if its file says so: for texts longer than it was "
+        "trained for. Not for drafters without keys of their own",
+        minimum=1,
+    )
+    draft_vocabulary: int | str | None = config_key(
+        None,
+        "while drafting, score only these of the target's tokens: a file of ids (JSON list, .npy, or one a line), which "
+        "`hf-specdec calibrate --draft-vocabulary` makes, or a number: the ids most frequent in the bundled prompts, then the lowest. Not "
+        "for hydra, gemma4_assistant, and heads that have a draft vocabulary or correct their logits",
+    )
     draft_confidence_threshold: float | None = config_key(
         None,
         "stop a row's draft where the drafter gives its best path less than this probability (0 to 1)",

@@ -45,6 +45,7 @@ class HydraDrafting(GrowsDrafts):
     its path."""
 
     heads: HydraHeads
+    score_only = GrowsDrafts.score_only  # each head has a language-model head inside
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         hidden, tokens = roots

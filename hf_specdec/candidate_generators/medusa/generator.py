@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
@@ -43,6 +44,9 @@ class MedusaGenerator(LastHiddenGenerator):
         self.heads = load_once(config, target, lambda: load_medusa(checkpoint, target))
         super().__init__(config, target, self.heads, len(self.heads.blocks))
         self.vocabulary = DraftVocabulary(target.vocab_size, self.heads.target_ids)
+
+    def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
+        self.heads = self.use_heads("lm_heads", map(rows, self.heads.scoring()))
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         hidden, _ = roots

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -45,8 +47,12 @@ class MedusaHeads(nn.Module):
         self.target_ids: torch.Tensor | None = None
         self._target_head = [target_head]  # in a list, so that it is not a submodule
 
+    def scoring(self) -> Sequence[nn.Module]:
+        """The language-model heads: one per head, or one for all."""
+        return list(self.lm_heads) or self._target_head
+
     def forward(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [.., Vd] of head `index` from hidden states [.., H]."""
-        lm_heads = self.lm_heads if len(self.lm_heads) else self._target_head
+        lm_heads = self.scoring()
         logits = lm_heads[min(index, len(lm_heads) - 1)](self.blocks[index](hidden))
         return logits if self.scale == 1.0 else logits * self.scale

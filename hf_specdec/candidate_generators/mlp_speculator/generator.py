@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ...config import config_key
 from ...model.packed_model import PackedModel
@@ -97,6 +99,9 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
                 "as many integers; give 'top_k_tokens_per_head' instead."
             )
         return factors
+
+    def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
+        self.head_module = self.speculator = self.use_heads("head", map(rows, self.speculator.head))
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens, with padding ids that only the target has replaced by the last id."""

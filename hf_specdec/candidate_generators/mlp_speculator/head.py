@@ -38,6 +38,8 @@ class Speculator(nn.Module, ABC):
         scale_input: normalise the target's hidden state.
     """
 
+    head: nn.ModuleList  # a language-model head per step, or one for all
+
     def __init__(self, n_predict: int, width: int, scale_input: bool):
         super().__init__()
         self.n_predict, self.scale_input = n_predict, scale_input

@@ -6,6 +6,7 @@ Gloeckle et al. 2024; DeepSeek-V3 report, section 2.2; FastDeploy's continuation
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -175,6 +176,7 @@ class MtpGenerator(FeatureGenerator):
         super().__init__(config.with_default_length(length), target, context)
         used = min(len(loaded.modules), self.shape.depth)
         self.mtp_modules = loaded.modules[:used]
+        self.lm_heads = [module.shared["lm_head"] for module in self.mtp_modules]
         self.heads = [self.captured(head) for head in loaded.heads[:used]]
         self.head, self.num_heads = self.heads[0], len(self.heads)
         normed = config.recycle_normed
@@ -193,10 +195,17 @@ class MtpGenerator(FeatureGenerator):
                 head.graphs.captures.clear()
         self.boundaries = BlockEnds()
         weights = [weight for head in self.heads for weight in head.module.parameters()]
-        return PagedStaticCache(self.num_heads, num_blocks, block_size, weights=weights, ahead=self.num_heads)
+        return PagedStaticCache(
+            self.num_heads,
+            num_blocks,
+            block_size,
+            weights=weights,
+            ahead=self.num_heads,
+            window=self.config.draft_window,
+        )
 
     def modules(self) -> list[nn.Module]:
-        return [*(head.module for head in self.heads[1:]), *super().modules()]
+        return [*(head.module for head in self.heads[1:]), *self.lm_heads, *super().modules()]
 
     # ---- the modules' outputs ---------------------------------------------------------------------------------------
 
@@ -206,16 +215,17 @@ class MtpGenerator(FeatureGenerator):
 
     def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] from x [n, H]."""
-        head = self.mtp_modules[module]
-        return head.logits(state if self.hands_on_normed else head.norm(state))
+        return self.lm_heads[module](state if self.hands_on_normed else self.mtp_modules[module].norm(state))
 
     def score_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
         """`logits_of`, computed by the native library if the module runs there."""
         native, function = self.heads[module].native, partial(self.logits_of, module)
         if native is None:
             return function(state)
-        head = self.mtp_modules[module]
-        return native.apply(function, [head.shared["lm_head"], head.norm], state)
+        return native.apply(function, [self.lm_heads[module], self.mtp_modules[module].norm], state)
+
+    def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
+        self.lm_heads = list(map(rows, self.lm_heads))
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

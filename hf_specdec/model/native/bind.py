@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Head = TypeVar("Head", bound="PackedHead")
 
-# Each model's programs, by what is tapped and how many layers run.
+# Each model's programs, by what is tapped, how many layers run and how far they see.
 _made = weakref.WeakKeyDictionary[nn.Module, dict[Any, Made]]()
 
 
@@ -48,8 +48,8 @@ def _forward_of_model(packed: PackedModel) -> Traceable:
         return [output.logits, *more[0], *output.layers.values(), *more[1]]  # pyright: ignore[reportReturnType]
 
     return Traceable(
-        (taps, packed.num_layers), type(model).__name__, list(architectures.all_modules(model)), packed.device, model.dtype, compute,
-        lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), model.config,
+        (taps, packed.num_layers, packed.window), type(model).__name__, list(architectures.all_modules(model)), packed.device, model.dtype,
+        compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), model.config,
         vocab_size=packed.vocab_size, max_positions=packed.max_positions, ours=False,
     )  # fmt: skip
 

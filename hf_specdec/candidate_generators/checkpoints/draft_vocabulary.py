@@ -1,0 +1,101 @@
+"""`draft_vocabulary`: the tokens that a drafter scores, and the rows of a language-model head for them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...bundled import BUNDLED_PROMPTS
+from ...jsonl import read_rows
+from ...model.packed_model import PackedModel
+from ..base import DrafterContext
+from ..growing.tree_shapes import TreeDraftingConfig
+from .target_parts import tokenizer_of
+
+_KEY = "draft_vocabulary"
+
+
+def most_frequent(texts: Iterable[list[int]], count: int) -> list[int]:
+    """The `count` most frequent ids of some texts, or all if they are fewer; ties: the lowest."""
+    counted = Counter(token for text in texts for token in text)
+    return sorted(counted, key=lambda token: (-counted[token], token))[:count]
+
+
+def draft_ids(config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None) -> torch.Tensor | None:
+    """The target's ids int64 [Vd] that a drafter scores, on the host; None: all.
+
+    Raises:
+        SpeculativeConfigError: the file cannot be read, or holds anything but different ids of the target; or a number that no count fits.
+    """
+    given, size = config.draft_vocabulary, target.vocab_size
+    if given is None:
+        return None
+    if isinstance(given, str):
+        ids = _read(config, given)
+    elif type(given) is int and 1 <= given <= size:
+        ids = _of_prompts(config, target, context, given)
+    else:
+        raise config.fail(_KEY, f"must be a file, or a number of tokens from 1 to the target's {size}, not {given!r}.")
+    wrong = [token for token in ids if not 0 <= token < size]
+    if not ids or wrong or len(set(ids)) < len(ids):
+        what = "holds no id" if not ids else f"holds the id {wrong[0]}" if wrong else "holds an id twice"
+        raise config.fail(_KEY, f"{what}: {given!r} must list different ids of the target's {size} tokens.")
+    return torch.tensor(ids)
+
+
+def _read(config: TreeDraftingConfig, path: str) -> list[int]:
+    """The ids in a file: .npy, a JSON list, or text with an id a line."""
+    file = Path(path).expanduser()
+    try:
+        if file.suffix == ".npy":
+            found = np.load(file, allow_pickle=False).tolist()
+        else:
+            text = file.read_text(encoding="utf-8")
+            found = json.loads(text) if text.lstrip()[:1] in ("[", "{") else [int(line) for line in text.split()]
+    except (OSError, ValueError) as error:
+        raise config.fail(_KEY, f"cannot be read from {path!r}: {error}.") from None
+    if not isinstance(found, list) or not all(type(token) is int for token in found):
+        raise config.fail(_KEY, f"is {path!r}, which holds no list of token ids (JSON, .npy, or an id a line).")
+    return found
+
+
+def _of_prompts(
+    config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None, count: int
+) -> list[int]:
+    """The ids of the bundled prompts by frequency, then the lowest: tokenizers give frequent tokens low ids."""
+    tokenizer: Any = (context and context.tokenizer) or tokenizer_of(target.model)
+    if tokenizer is None:
+        raise config.fail(
+            _KEY, f"is {count}, but the target's tokenizer is not known: pass tokenizer=, or give a file of ids."
+        )
+    texts = [tokenizer.encode(row["prompt"]) for row in read_rows(BUNDLED_PROMPTS, "prompt")]
+    return most_frequent([*texts, list(range(target.vocab_size))], count)
+
+
+def rows_of(config: TreeDraftingConfig, head: Any, ids: torch.Tensor) -> nn.Linear:
+    """A linear layer with a copy of these rows of a language-model head.
+
+    Raises:
+        SpeculativeConfigError: the head is no linear layer with plain weights, or has no such rows.
+    """
+    weight = head.weight
+    plain = isinstance(head, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
+    if not plain or weight.is_meta:
+        raise config.fail(
+            _KEY, f"cannot be used: the language-model head, {type(head).__name__}, has no plain weights."
+        )
+    if int(ids.max()) >= len(weight):
+        raise config.fail(_KEY, f"has the id {int(ids.max())}, and the drafter scores {len(weight)} tokens.")
+    ids = ids.to(weight.device)
+    rows = nn.Linear(weight.shape[1], len(ids), bias=head.bias is not None, device="meta")
+    rows.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
+    if head.bias is not None:
+        rows.bias = nn.Parameter(head.bias.detach()[ids], requires_grad=False)
+    return rows
