@@ -330,15 +330,13 @@ class TreeDraftingConfig(SpeculativeConfig):
     )
     draft_window: int | None = config_key(
         None,
-        "the drafter's attention sees only so many of the last tokens, or fewer if its file says so: for texts longer than it was "
-        "trained for. Not for drafters without keys of their own",
+        "a drafter with keys of its own attends to so many of the last tokens only, or fewer if its file says so",
         minimum=1,
     )
     draft_vocabulary: int | str | None = config_key(
         None,
-        "while drafting, score only these of the target's tokens: a file of ids (JSON list, .npy, or one a line), which "
-        "`hf-specdec calibrate --draft-vocabulary` makes, or a number: the ids most frequent in the bundled prompts, then the lowest. Not "
-        "for hydra, gemma4_assistant, and heads that have a draft vocabulary or correct their logits",
+        "the drafter scores only these tokens: a file of ids (JSON list, .npy, or one a line; from `hf-specdec calibrate`), or how many "
+        "of those most frequent in the bundled prompts. Not for hydra, gemma4_assistant, and heads with a draft vocabulary",
     )
     draft_confidence_threshold: float | None = config_key(
         None,
