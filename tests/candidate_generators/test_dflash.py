@@ -229,6 +229,24 @@ def test_logits_are_those_of_transformers_own_drafter(target, tmp_path, window):
         done = len(text) - 1
 
 
+class NormedEmbedding(torch.nn.Embedding):
+    """As Muse Glimmer's."""
+
+    def __init__(self, weight):
+        super().__init__(*weight.shape, _weight=weight.detach())
+        self.embed_norm = torch.nn.RMSNorm(weight.shape[1], elementwise_affine=False)
+
+    def forward(self, ids):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.embed_norm(super().forward(ids))
+
+
+def test_rows_are_read_without_the_targets_norm(tmp_path):
+    target = tiny_llama()
+    target.set_input_embeddings(NormedEmbedding(target.get_input_embeddings().weight))
+    accepted = compare(target, make(tmp_path, target), {}, ragged([6, 12]), slots=6)
+    assert 0 in accepted and max(accepted) >= 4
+
+
 @pytest.mark.parametrize(("family", "shape"), covering(["Llama", "Qwen3", "Gemma2"], ["chain", "tree"]))
 def test_nothing_is_lost(tmp_path, family, shape):
     model = make_family(family)
