@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, MistralForCausalLM
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     args = parser.parse_args()
     folder = hf_specdec.bundled("tiny")
-    model = MistralForCausalLM.from_pretrained(
+    model: Any = MistralForCausalLM.from_pretrained(
         folder, sliding_window=512, max_position_embeddings=2**15
     )  # Llama's layers, and a window
     model.eval()
