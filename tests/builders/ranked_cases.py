@@ -323,8 +323,6 @@ def options():
     quantized = [run({**METHODS[name], "target_quantization": "wint8"}) for name in ("none", "eagle3")]
     found["quantized"] = quantized[0] == quantized[1]
     found["prepacked"] = run({**METHODS["eagle3"], "prepack_weights": True}) == plain()
-    packed = kept_decoders(target())[-1].target
-    found["products"] = sorted(len(linears) for linears in fed_together(packed))[-20:]
     prepacked._FLOAT32_WEIGHTS = 512 * 512
     found["early exit"] = run({"method": "draft_model", "early_exit": 3, "num_speculative_tokens": 3}) == plain()
     found["draft tp"] = [
@@ -332,11 +330,6 @@ def options():
         for name, size in (("draft_model", 1), ("draft_model", 2), ("eagle3", 1))
     ]
     return found
-
-
-def fed_together(packed):
-    (linears,) = packed.active_options
-    return list(linears._fed_together(packed.model))
 
 
 @case

@@ -138,7 +138,8 @@ def test_example_parses(path):
 
 
 def test_every_method_has_a_page_with_an_example_and_a_figure():
-    for method in available_methods():
+    own = [method for method, config in available_methods().items() if config.__module__.startswith("hf_specdec.")]
+    for method in own:  # other tests may have registered theirs
         page = DOCS / "methods" / ("mlp_speculator.md" if method == "arctic" else f"{method}.md")
         exists = page.is_file()
         text = page.read_text(encoding="utf-8") if exists else ""
