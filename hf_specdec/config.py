@@ -314,7 +314,7 @@ class SpeculativeConfig:
             raise self.fail(
                 "synthetic_acceptance_rates",
                 f"must be {deepest} numbers in [0, 1] (as many as num_speculative_tokens) that never increase: the share of "
-                f"rounds in which at least 1, 2, .. drafts are accepted; not {rates!r}.",
+                f"steps in which at least 1, 2, .. drafts are accepted; not {rates!r}.",
             )
 
     def fail(self, key: str, what: str) -> SpeculativeConfigError:

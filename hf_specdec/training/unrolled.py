@@ -26,9 +26,8 @@ _LOGITS_KEPT = 2**26  # a step with more logits than this recomputes them in the
 
 @dataclass
 class LayerSteps:
-    """One layer's keys and values so far: [B, Hkv, S, D] of step 0, `own_` those of each later step, `widened` in the form of
-    `attend_merged`.
-    """
+    """One layer's keys and values so far: [B, Hkv, S, D] of step 0; `own_keys` and `own_values` of the later steps; `widened`: in the form
+    of `attend_merged`."""
 
     keys: torch.Tensor
     values: torch.Tensor

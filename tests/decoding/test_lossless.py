@@ -1,4 +1,4 @@
-"""Greedy output equals plain `generate()` token for token: a trained model, every method, ragged batches of 1 to 32."""
+"""Greedy output equals plain `generate()` token for token: a trained model, methods without heads, ragged batches of 1 to 32."""
 
 import pytest
 import torch

@@ -631,7 +631,7 @@ class TapeRecorder(ExclusiveMode):
         self.tape.add(Operation.WRITE, Rows.TOKENS, (1, 1, 1), None, *places, fields=self._attention(layer))
 
     def attend(self, query, key_pool, value_pool, batch, scaling, *, window, softcap, sinks) -> torch.Tensor:
-        """Attend, and record it. Arguments as `kernels.attention.Attend`."""
+        """Attend, and record it. Arguments as those of what `attention_for` returns."""
         with self.paused():
             attend = attention_for(query.device, with_native=False)
             out = attend(query, key_pool, value_pool, batch, scaling, window=window, softcap=softcap, sinks=sinks)
