@@ -186,9 +186,10 @@ def _quantize(generator: CandidateGenerator) -> None:
     config = generator.config
     if not isinstance(config, HeadConfig) or config.quantization is None or not isinstance(generator, GrowsDrafts):
         return
-    shared = set(generator.target.model.modules())
-    for module in generator.modules():
-        if module not in shared:
+    shared, modules = set(generator.target.model.modules()), generator.modules()
+    inner = {part for module in modules for part in module.modules() if part is not module}
+    for module in modules:
+        if module not in shared | inner:
             quantize_for_good(module, config.quantization, shared, quantizes_natively(config))
 
 
