@@ -141,7 +141,7 @@ class SpeculativeConfig:
     )
     compile: bool | None = config_key(
         None,
-        "compile target and draft model by torch.compile; by default layers are only traced and rewritten, where CUDA graphs run",
+        "compile target and draft model by torch.compile; by default layers are only traced and rewritten for CUDA graphs",
     )
     cuda_graphs: bool | None = config_key(
         None,

@@ -39,7 +39,7 @@ class LookupCacheConfig(SpeculativeConfig):
 
     lookup_cache: str | None = config_key(
         None,
-        "keep what look-ups learn from texts from process to process, under this name: "
+        "save what look-ups learn under this name, for later processes: "
         "a folder of $HF_SPECDEC_CACHE (else of the Hub's cache), or a path with a slash. The files hold users' text",
     )
     lookup_cache_mb: float = config_key(
