@@ -187,10 +187,11 @@ def test_a_weight_is_what_its_formula_says(tmp_path, form):
     torch.testing.assert_close(checkpoint.tensor("fc.weight"), expected, rtol=1e-6, atol=1e-6)
 
 
+QWEIGHT = {"fc.qweight": torch.ones(1, 1, dtype=torch.int32)}
 REFUSED = {
     "unknown": ({"quant_method": "quark"}, {"fc.weight_scale": torch.ones(1)}, "quantized by 'quark'; compressed-tensors, fp8, awq"),
-    "AWQ gemv": ({"quant_method": "awq", "version": "gemv"}, {}, r"only \(4, 'gemm'\) is supported"),
-    "GPTQ of 3 bits": ({"quant_method": "gptq", "bits": 3}, {}, "2, 4 and 8 are supported"),
+    "AWQ gemv": ({"quant_method": "awq", "version": "gemv"}, QWEIGHT, r"only \(4, 'gemm'\) is supported"),
+    "GPTQ of 3 bits": ({"quant_method": "gptq", "bits": 3}, QWEIGHT, "2, 4 and 8 are supported"),
     "float4": (
         compressed({"num_bits": 4, "type": "float"}), {"fc.weight_scale": torch.ones(1), "fc.weight_packed": torch.ones(1)}, "float4",
     ),
@@ -208,9 +209,13 @@ def test_other_forms_are_refused_by_name(tmp_path, case):
         Checkpoint(tmp_path).names()
 
 
-def test_plain_numbers_may_have_any_configuration(tmp_path):
+@pytest.mark.parametrize(
+    "config",
+    [{"quant_method": "mxfp4"}, {"quant_method": "gptq", "bits": 3}, {"quant_method": "awq", "version": "gemv"}],
+)
+def test_plain_numbers_may_have_any_configuration(tmp_path, config):
     save_file({"norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     assert Checkpoint(tmp_path).names() == ["norm.weight"]
 
 

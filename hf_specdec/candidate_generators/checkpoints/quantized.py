@@ -160,10 +160,13 @@ def _form(checkpoint: Stored, config: dict[str, Any], module: str) -> dict[str, 
 
 def _awq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
     """AWQ of version "gemm": 4 bits, packed along the outputs in an order of its own."""
-    form = config.get("bits", 4), str(config.get("version", "gemm")).lower()
-    if form != (4, "gemm"):
+    form, modules = (
+        (config.get("bits", 4), str(config.get("version", "gemm")).lower()),
+        _modules(checkpoint, ".qweight"),
+    )
+    if modules and form != (4, "gemm"):
         raise checkpoint.error(f"is quantized by AWQ with bits, version = {form}; only {(4, 'gemm')} is supported.")
-    for module in _modules(checkpoint, ".qweight"):
+    for module in modules:
         inputs, outputs = checkpoint.stored_shape(f"{module}.qweight")
 
         def read(stored: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -179,11 +182,12 @@ def _awq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
 def _gptq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
     """GPTQ: packed along the inputs; in the first version of the format, zero points are stored less one."""
     bits, less = config.get("bits"), int(config.get("checkpoint_format", "gptq") != "gptq_v2")
-    if bits not in (2, 4, 8):
+    modules = _modules(checkpoint, ".qweight")
+    if modules and bits not in (2, 4, 8):
         raise checkpoint.error(
             f"is quantized by GPTQ with bits = {bits!r}; 2, 4 and 8 are supported: use the original weights."
         )
-    for module in _modules(checkpoint, ".qweight"):
+    for module in modules:
         rows, outputs = checkpoint.stored_shape(f"{module}.qweight")
 
         def read(stored: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -62,9 +62,9 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
         self.suppressed = torch.tensor(settings.suppress_tokens or [], dtype=torch.long, device=self.device)
         self.keys: PagedStaticCache | None = None
         self._texts: list[Sequence] = []  # of the current round
-        read = layers_with_keys(target)
+        self._read = layers_with_keys(target)
         for layer in self.assistant.model.layers:
-            layer.self_attn.layer_idx = read[layer.self_attn.layer_type]  # by it, attention finds the pages
+            layer.self_attn.layer_idx = self._read[layer.self_attn.layer_type]  # by it, attention finds the pages
 
     def observe(self, outcome: StepOutcome) -> None:
         """As in the base. The keys are where the step has written them."""
@@ -129,7 +129,7 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
             rows.append(row)
         batch = PackedBatch.pack(rows, keys, self.device, gather=False)
         shared = {}
-        for kind, index in layers_with_keys(self.target).items():
+        for kind, index in self._read.items():
             pools = keys.layers[index]
             shared[kind] = tuple(
                 pool.new_empty(1, pool.shape[1], 0, pool.shape[2]) for pool in (pools.keys, pools.values)
