@@ -181,7 +181,7 @@ def _awq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
 
 def _gptq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
     """GPTQ: packed along the inputs; in the first version of the format, zero points are stored less one."""
-    bits, less = config.get("bits"), int(config.get("checkpoint_format", "gptq") != "gptq_v2")
+    bits, less = config.get("bits") or 0, int(config.get("checkpoint_format", "gptq") != "gptq_v2")
     modules = _modules(checkpoint, ".qweight")
     if modules and bits not in (2, 4, 8):
         raise checkpoint.error(
