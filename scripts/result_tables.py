@@ -1,7 +1,7 @@
-"""Fills the tables of docs/performance.md from the files in benchmarks/results.
+"""Fills the tables of docs/performance.md and docs/formats.md from the files in benchmarks/results.
 
-    python scripts/result_tables.py            # writes the page
-    python scripts/result_tables.py --check    # exit status 1 if the page shows other figures
+    python scripts/result_tables.py            # writes the pages
+    python scripts/result_tables.py --check    # exit status 1 if a page shows other figures
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of TABLES.
 """
@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+PAGES, RESULTS = (
+    [ROOT / "docs" / name for name in ("performance.md", "formats.md")],
+    ROOT / "benchmarks" / "results",
+)
 
 
 def read(name: str) -> dict[str, Any]:
@@ -119,6 +122,14 @@ def hybrid_acceptance() -> str:
 
 OURS = {"ours plain": "plain", "ours ngram": "n-gram", "ours ngram, auto length": "n-gram, auto"}
 EAGLE = {"ours EAGLE-3": "EAGLE-3"}
+
+
+def formats() -> str:
+    """The largest difference of draft logits from a reference, by format."""
+    rows = [[row["format"], row["reference"], f"{row['difference']:.0e}"] for row in read("formats")["rows"]]
+    return table(["format", "reference", "difference"], rows)
+
+
 TABLES = {
     "h100": h100,
     "engines-amd": lambda: engines(
@@ -134,6 +145,7 @@ TABLES = {
     "acceptance": acceptance,
     "acceptance-hybrid": hybrid_acceptance,
     "quantized": quantized,
+    "formats": formats,
 }
 
 
@@ -144,11 +156,12 @@ def filled(text: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or compare it."""
-    text = PAGE.read_text(encoding="utf-8")
+    """Write the pages, or compare them."""
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
     if sys.argv[1:] == ["--check"]:
-        return int(filled(text) != text)
-    PAGE.write_text(filled(text), encoding="utf-8")
+        return int(any(filled(text) != text for text in texts.values()))
+    for page, text in texts.items():
+        page.write_text(filled(text), encoding="utf-8")
     return 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from differences import largest_difference
 from safetensors.torch import save_file
 
 from hf_specdec import integration
@@ -222,7 +223,9 @@ class DraftRecorder:
                 for r in range(len(texts))
             ]
             for text, row, own in zip(texts, paths, logits, strict=True):
-                self.seen += [(text, path, logit.clone()) for path, logit in zip(row, own, strict=True)]
+                self.seen += [
+                    (text, path, logit.clone()) for path, logit in zip(row, own.expand(len(row), -1), strict=True)
+                ]
             self.texts, self.paths = texts, paths
             return logits
 
@@ -254,7 +257,6 @@ class TrueHidden:
 def largest_error(recorder: DraftRecorder, stored: Stored, model) -> float:
     """Largest difference of recorded logits from the formula."""
     true = TrueHidden(model)
-    return max(
-        float((logits.double() - reference(stored, true(text[:-1]), [text[-1], *path])).abs().max())
-        for text, path, logits in recorder.seen
+    return largest_difference(
+        (logits, reference(stored, true(text[:-1]), [text[-1], *path])) for text, path, logits in recorder.seen
     )

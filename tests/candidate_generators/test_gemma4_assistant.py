@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from differences import largest_difference
 from families import VOCAB, WINDOW, build
 from helpers_drafters import (
     assert_forced,
@@ -91,12 +92,8 @@ def recorded(model, config) -> DraftRecorder:
 @torch.no_grad()
 def largest_error(recorder, assistant, target) -> float:
     """Of all recorded logits; those of tokens outside the scored clusters are minus infinity."""
-    worst = 0.0
-    for text, path, logits in recorder.seen:
-        known = logits > float("-inf")
-        true = reference(assistant, target, text, path)
-        worst = max(worst, float((logits - true)[known].abs().max()))
-    return worst
+    pairs = ((logits, reference(assistant, target, text, path)) for text, path, logits in recorder.seen)
+    return largest_difference((logits[known], true[known]) for logits, true in pairs for known in [logits > -torch.inf])
 
 
 @pytest.mark.parametrize("kind", TARGETS)

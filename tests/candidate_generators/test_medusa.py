@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from combinations import covering
+from differences import largest_difference
 from families import make
 from helpers_drafters import (
     RAGGED,
@@ -89,9 +90,8 @@ def recorded(model, config) -> DraftRecorder:
 
 def largest_error(recorder, tensors, config, model) -> float:
     true = TrueHidden(model)
-    return max(
-        float((logits - reference(tensors, config, model, true(text[:-1]), len(path))).abs().max())
-        for text, path, logits in recorder.seen
+    return largest_difference(
+        (logits, reference(tensors, config, model, true(text[:-1]), len(path))) for text, path, logits in recorder.seen
     )
 
 

@@ -325,10 +325,10 @@ def test_the_plots_of_benchmarks_show_the_kept_results(tmp_path, monkeypatch):
             assert all(a == pytest.approx(b, abs=0.2) for a, b in zip(paths, now_paths, strict=True)), name
 
 
-def test_the_tables_of_performance_show_the_kept_results():
-    """docs/performance.md has every table that scripts/result_tables.py makes, as the results have it now."""
+def test_tables_show_the_kept_results():
+    """The pages have every table that scripts/result_tables.py makes, as the results have it now."""
     tables = load_script(ROOT / "scripts" / "result_tables.py")
-    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    text = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
     assert re.findall(r"<!-- table: ([\w-]+) -->", text) == list(tables.TABLES)
     assert tables.filled(text) == text, "write it anew: python scripts/result_tables.py"
     for file in ("acceptance", "acceptance-hybrid"):
