@@ -9,6 +9,7 @@ used as they are. The tests named here then run; of all logits that a test compa
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -42,7 +43,11 @@ PACKAGES = [
     "pyarrow",
     "pandas",
 ]
-SPECULATORS, FORMULA, TRANSFORMERS = "speculators 0.9.0", "formula in the test", f"transformers {transformers.__version__}"
+SPECULATORS, FORMULA, TRANSFORMERS = (
+    "speculators 0.9.0",
+    "formula in the test",
+    f"transformers {transformers.__version__}",
+)
 # Format, reference, tests (a file, and words that select among its tests).
 ROWS = [
     ("EAGLE-1, EAGLE-2", "EAGLE", "test_authors_code.py", "eagle_of_safeailab"),
@@ -100,8 +105,7 @@ class Differences:
 
 def run(file: str, words: str) -> tuple[int, float]:
     """How many tests passed, and the largest difference they measured."""
-    from differences import measured
-
+    measured: list[float] = importlib.import_module("differences").measured
     measured.clear()
     plugin = Differences(measured)
     torch.testing.assert_close = plugin.compare
