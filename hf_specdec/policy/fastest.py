@@ -111,8 +111,7 @@ class Fastest(DraftLengthPolicy):
     WORTH = 0.9  # decay per ask of what a look-up is worth, and of the times of look-ups, heads and choosing
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less may always follow
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
-    QUIET_SHARE = 0.003  # share of the time that choices may take while nothing is chosen
-    FRESH = 4  # quiet times after which a text that begins is looked at again
+    QUIET_SHARE = 0.002  # share of the time that choices may take while nothing is chosen
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
     ENDS = 0.98  # decay per row of how rows ended
     SPEEDS = 256  # how many speeds of a static batch are compared; and prefixes of the order of draft tokens
@@ -135,7 +134,7 @@ class Fastest(DraftLengthPolicy):
         self._knows_price = False  # whether a step with drafts has been timed
         self._static, self._asked = False, None
         self._written, self._ended = 512.0, 1.0  # tokens, and rows that ended before they had to; at first a guess
-        self._quiet_until, self._quiet_rows, self._quiet_left, self._fresh_until = 0, frozenset[int](), 0, 0
+        self._quiet_until, self._quiet_rows, self._quiet_left = 0, frozenset[int](), 0
         self._num_rows = 1  # of the last step
         self._of_fresh = 1.0  # tokens a step that heads may gain on a text that begins
         self._plain_pauses: dict[int, int] = {}  # by octave of the texts' length; see `_schedule_plain`
@@ -166,8 +165,7 @@ class Fastest(DraftLengthPolicy):
         for seq in sequences:
             if seq.id not in self._quiet_rows:
                 begins = seq not in self.acceptance and seq.drafter is None
-                left = self._quiet_left if self.num_steps < self._fresh_until else 0
-                if not begins or seq.max_length - len(seq.tokens) > left:
+                if not begins or seq.max_length - len(seq.tokens) > self._quiet_left:
                     return False
         return len(sequences) <= len(self._quiet_rows)
 
@@ -189,7 +187,7 @@ class Fastest(DraftLengthPolicy):
         Args:
             limits: how deep each row may draft.
             offers: what each look-up proposes; nothing if it is not awake.
-            seconds: how long each of them took.
+            seconds: how long each of them took; 0: it was not asked.
             scores: per look-up, how many tokens of each row's offer it expects to be accepted; None: it makes no estimate.
             able: bool [D, B], which drafters follow which rows; None: all follow all.
         """
@@ -438,7 +436,6 @@ class Fastest(DraftLengthPolicy):
         self._quiet_until, self._quiet_rows = self.num_steps + length, frozenset(seq.id for seq in sequences)
         if any(begins):
             self._quiet_left = int(tokens_left(sequences)[begins].max()) if fresh else 0
-            self._fresh_until = self.num_steps + self.FRESH * length
 
     # ---- look-ups and heads: what is paid in every step -------------------------------------------------------------
 
@@ -518,6 +515,9 @@ class Fastest(DraftLengthPolicy):
         if asked is None or not step.sequences:
             return self.observe_plain(step.sequences, None)
         began = self.clock()
+        if not (asked.choice.depth.any() or any(asked.seconds)):  # nobody was asked
+            self.observe_plain(step.sequences, step.seconds and step.seconds - step.drafting_seconds)
+            return self._charge(began)
         self._look_at(step.sequences)
         at = np.array([asked.order[seq.id] for seq in step.sequences])
         drafter, depth = asked.choice.drafter[at], np.where(np.asarray(step.limits) > 0, asked.choice.depth[at], 0)
@@ -548,9 +548,12 @@ class Fastest(DraftLengthPolicy):
         self._settle(asked.seconds, slots, drafter, drafted, np.asarray(step.num_new) - 1, packed, drafting)
         self._drafted_at[drafter[drafted]] = self.num_steps
         self.num_steps += 1
+        return self._charge(began)
+
+    def _charge(self, began: float) -> None:
+        """Note what choosing, and learning since `began`, took in this step."""
         spent, self._spent = self._spent + self.clock() - began, 0.0
         self._overhead += (1.0 - self.WORTH if self._overhead else 1.0) * (spent - self._overhead)
-        return None
 
     def _settle(self, seconds: list[float], slots, drafter, drafted, gained, packed: int, drafting: float) -> None:
         """Note what the look-ups took, and what drafts saved on each row."""

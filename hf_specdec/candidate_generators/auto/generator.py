@@ -185,7 +185,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             limited = np.minimum(limits, longest).tolist()
             offers.append(part.propose(sequences, limited) if self.asked[index] else nothing)
             scores.append(part.draft_scores(offers[-1]) if isinstance(part, ScoresDrafts) else None)
-            seconds.append(self.clock() - began + self.observing[index])
+            seconds.append(self.clock() - began + self.observing[index] if self.asked[index] else 0.0)
         choice = self.chooser.choose(sequences, limits, offers, seconds, scores, self.able(sequences))
         for i, seq in enumerate(sequences):
             if seq.drafter is not None:
