@@ -45,12 +45,6 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} caches keys of images for which a prompt has no ids. Call generate() without speculative_config."
         )
-    if any(".quantized.dynamic." in f"{type(module).__module__}." for module in all_modules(model)):
-        raise UnsupportedModel(
-            f"torch.ao's dynamic quantization of {name} rounds activations by the largest of all tokens in a forward, so a token's logits "
-            "change with the drafts beside it. Quantize weights only ('target_quantization': 'wint8'), or call generate() without "
-            "speculative_config."
-        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head.")
     kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYER_TYPES

@@ -21,6 +21,7 @@ from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME, CACHE
 from ..core.rows import RowInput
 from . import architectures
+from .rounded_inputs import rounding_layers
 from .structure import forwards_of, interventions
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, tor
 _NOISE_FACTOR = 10
 _MOST_NOISE = {torch.float64: 1e-4, torch.float32: 1e-2}
 _MOST_NOISE_LOW_PRECISION = 0.25
+_NUDGE = 1e-4  # relative change of embeddings that makes layers which round their inputs round some of them otherwise
 
 _verdicts: dict[tuple, str] = {}  # "paged" or "gather"; refusals are not kept, because what was in the way may go
 _MOST_VERDICTS = 256  # the oldest goes first
@@ -173,6 +175,7 @@ def _judge(packed: PackedModel) -> str:
     name = type(packed.model).__name__
     what = name if packed.num_layers is None else f"{name} with its first {packed.num_layers} layers"
     expected = _Expected(packed)
+    expected.check_rounding()
     ways = ["gather"] if packed.gather else ["paged", "gather"]
     problems = []
     for way in ways:
@@ -204,7 +207,11 @@ def problem_of(packed: PackedModel, expected: _Expected | None = None) -> str | 
     tolerance = TOLERANCES.get(packed.model.dtype, 5e-2)
     if error > tolerance:
         # Low precision and sparse experts can be noisier: measure how much the model itself varies from batch to batch.
-        limit = _MOST_NOISE.get(packed.model.dtype, _MOST_NOISE_LOW_PRECISION)
+        limit = (
+            _MOST_NOISE_LOW_PRECISION
+            if expected.rounds
+            else _MOST_NOISE.get(packed.model.dtype, _MOST_NOISE_LOW_PRECISION)
+        )
         tolerance = max(tolerance, min(_NOISE_FACTOR * expected.noise(), limit))
     if error <= tolerance:
         return None
@@ -225,7 +232,7 @@ class _Expected:
     """
 
     def __init__(self, packed: PackedModel):
-        self.packed = packed
+        self.packed, self.rounds = packed, False
         self._by_token = packed.recurrent is not None or is_intervened(packed)
         self.paths = [torch.from_numpy(line).to(packed.device) for line in _TRIAL.lines(packed.vocab_size)]
         # Padding is on the right, where causal attention does not see it.
@@ -290,10 +297,44 @@ class _Expected:
             handle.remove()
         return any(bool(gradient[:, seen:].any()) for gradient in gradients)
 
+    def check_rounding(self) -> None:
+        """Find layers that round what they read, and set `rounds`: then the smallest difference of two computations may become one of
+        a rounding step. One warning says where texts may differ for it.
+
+        Raises:
+            UnsupportedModel: in float32, a layer rounds by what else is in a forward, so a token's logits change with the drafts.
+        """
+        name = type(self.packed.model).__name__
+        others, alone = rounding_layers(self.packed.model) if self.packed.ranks is None else ([], [])
+        self.rounds = bool(others or alone)
+        what = "{} of {} rounds its inputs by all tokens of a forward, so a token's logits change with the drafts beside it"
+        if others and self.packed.model.dtype in _MOST_NOISE:
+            what = what.format(", ".join(others), name)
+            raise UnsupportedModel(f"{what}. Quantize weights only, or call generate() without speculative_config.")
+        if others:
+            logger.warning("%s: greedy texts may depend on drafts.", what.format(", ".join(others), name))
+        if alone:
+            text = "%s of %s rounds its inputs, so near ties of logits are more frequent: greedy texts may differ from generate()'s."
+            logger.warning(text, ", ".join(alone), name)
+
     def noise(self) -> float:
-        """Relative difference between the logits of the lines run as one batch and one by one."""
+        """Relative difference between the logits of the lines run as one batch and one by one; where layers round their inputs, also if
+        these are changed a little."""
         lines = [self._plain_forward(path[None])[0] for path in self.paths]
-        return relative_error(_TRIAL.in_packed_order(lines), self.logits)
+        noise = relative_error(_TRIAL.in_packed_order(lines), self.logits)
+        if not self.rounds:
+            return noise
+
+        def nudge(module, args, output):
+            signs = torch.tensor([1.0, -1.0], device=output.device, dtype=output.dtype).repeat(output.shape[-1])
+            return output * (1 + _NUDGE * signs[: output.shape[-1]])
+
+        handle = self.packed.model.get_input_embeddings().register_forward_hook(nudge)
+        try:
+            lines = [self._plain_forward(path[None])[0] for path in self.paths]
+        finally:
+            handle.remove()
+        return max(noise, relative_error(_TRIAL.in_packed_order(lines), self.logits))
 
     def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
         with architectures.first_layers(self.packed.model, self.packed.num_layers):

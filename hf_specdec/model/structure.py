@@ -28,7 +28,12 @@ _NO_MATTER = ("transformers.utils.output_capturing", "hf_specdec.model.architect
 _next_number = itertools.count().__next__
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
 _LIBRARIES = ("torch.nn.", "transformers.", "transformers_modules.", "peft.", "hf_specdec.")
-_WRAPPERS = (*_LIBRARIES, "torch.", "accelerate.")  # their forwards in place of a module's compute the same
+_WRAPPERS = (
+    *_LIBRARIES,
+    "torch.",
+    "accelerate.",
+    "compressed_tensors.",
+)  # their forwards in place of a module's serve each token alone
 _SCALARS = {int, float, bool, str, type(None)}
 _FUNCTIONS = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial}
 _NONE = object()

@@ -629,5 +629,51 @@ def test_code_that_the_user_trusted_is_not_asked_about_again(tmp_path, monkeypat
 @pytest.mark.parametrize("config", [NGRAM, {"method": "eagle3", "model": "tiny-eagle3"}])
 def test_activations_that_are_quantized_together_are_named(tiny_model, config):
     quantized = torch.ao.quantization.quantize_dynamic(tiny_model, {nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(UnsupportedModel, match=r"dynamic quantization .* rounds activations"):
+    with pytest.raises(UnsupportedModel, match=r"Linear \(torch\) of LlamaForCausalLM rounds its inputs by all"):
         quantized.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=config)
+
+
+class Rounded(nn.Linear):
+    """A linear layer that reads 8-bit numbers, in steps of each token's largest number."""
+
+    def forward(self, x):
+        step = x.abs().amax(-1, keepdim=True) / 127
+        return super().forward((x / step).round() * step)
+
+
+class RoundedTogether(nn.Linear):
+    """The same, in steps of the largest number of all tokens."""
+
+    def forward(self, x):
+        step = x.abs().max() / 127
+        return super().forward((x / step).round() * step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Rounded, RoundedTogether])
+def test_layers_that_round_what_they_read(kind, dtype, caplog):
+    """Alone: a warning in float32. By what else is in a forward: no text of its own in float32, and a warning in low precision."""
+    model = tiny_llama(0).to(dtype)
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj"):
+            setattr(layer.mlp, name, adopted(kind, getattr(layer.mlp, name)))
+    call = dict(max_new_tokens=6, speculative_config=NGRAM)
+    if kind is RoundedTogether and dtype == torch.float32:
+        with pytest.raises(
+            UnsupportedModel,
+            match=r"RoundedTogether \(test_interventions\) of LlamaForCausalLM rounds its inputs by all",
+        ):
+            model.generate(**ragged([6, 3]), **call)
+        return
+    assert model.generate(**ragged([6, 3]), **call).shape == (2, 12)
+    model.generate(**ragged([6, 3]), **call)
+    told = [record.message for record in caplog.records if "rounds its inputs" in record.message]
+    assert len(told) == (kind is RoundedTogether or dtype == torch.float32)
+    assert all(("may depend on drafts" in message) == (kind is RoundedTogether) for message in told)
+
+
+def adopted(kind, linear):
+    """A layer of this kind with the weights of another."""
+    layer = kind(linear.in_features, linear.out_features, bias=linear.bias is not None, dtype=linear.weight.dtype)
+    layer.load_state_dict(linear.state_dict())
+    return layer
