@@ -339,7 +339,7 @@ def medusa_file(layout: str):
     def make(folder, model):
         tensors, config, file, _ = test_medusa.LAYOUTS[layout]
         test_medusa.write(folder, tensors, config, file)
-        true = helpers_speculators.TrueHidden(model)
+        true = helpers_speculators.TrueHidden(model, normed="speculators" not in layout)
         return lambda effect: (
             lambda text, path: test_medusa.reference(tensors, config | effect, model, true(text[:-1]), len(path))
         )
@@ -409,7 +409,9 @@ DFLASH_KEYS = ALIKE | {
     **{f"dspark_bonus_anchor={value}": {"from_anchor": not value} for value in (True, False)},
     **{f"{key}={value}": {"causal": value} for value in (True, False) for key in ("is_causal", "causal")},
     "sliding_window_non_causal": {}, "shift_label=True": {"from_anchor": True}, "shift_label=False": {},
-    **alike("markov_head_type=vanilla", "enable_confidence_head=False", "confidence_head_with_markov=False"),
+    **alike(
+        "markov_head_type=vanilla", "enable_confidence_head=False", "confidence_head_with_markov=False", "use_heterogeneous_kv=False",
+    ),
 }  # fmt: skip
 DSPARK_KEYS = DFLASH_KEYS | alike(
     "shift_label=True", "projector_type=dspark", "confidence_head_alpha", "enable_confidence_head=True", "confidence_head_with_markov=True"
@@ -456,6 +458,9 @@ GOOD = {
         dflash_file("dspark", gemma=True, own_embeddings=True, own_head=True, softcap=3.0, heads=(4, 1, 16), embedding_scale=32**0.5),
         DSPARK_KEYS | GEMMA4_KEYS | {"final_logit_softcapping": {"softcap": 4.0}},
     ),
+    "DFlare": Good(
+        "dflash", dflash._TABLE, dflash_file(style="speculators", kind="dflare"), DFLASH_KEYS | alike("use_heterogeneous_kv=True"),
+    ),
     "DFlash2": Good("dflash", dflash._TABLE, dflash_file("dflash2"), DFLASH2_KEYS),
     "DFlash2, speculators": Good("dflash", dflash._TABLE, dflash_file("dflash2", style="speculators"), DFLASH2_KEYS),
     "MLP": Good(
@@ -474,6 +479,10 @@ GOOD = {
     "Medusa, converted": Good(
         "medusa", medusa._TABLE, medusa_file("converted"),
         {"logit_scale": {"logit_scale": 0.5}, "num_heads": {}, "medusa_num_heads": {}, "original_lm_head=False": {}},
+    ),
+    "Medusa, speculators": Good(
+        "medusa", medusa._TABLE, medusa_file("speculators"),
+        {"logit_scale": {"logit_scale": 0.5}, **alike("num_heads", "medusa_num_heads", "model_type")},
     ),
     "Hydra": Good("hydra", hydra._TABLE, hydra_file, {}),
     "MTP, speculators": Good(

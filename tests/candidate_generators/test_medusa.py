@@ -18,7 +18,7 @@ from helpers_drafters import (
     forced,
     kept_proposals,
 )
-from helpers_medusa import CONVERTED, HIDDEN, ORIGINAL, converted, original, renamed, write
+from helpers_medusa import CONVERTED, HIDDEN, ORIGINAL, SPECULATORS, converted, original, renamed, write
 from helpers_speculators import DraftRecorder, TrueHidden
 from oracle import VOCAB, assert_clean, ragged, tiny_llama
 from safetensors.torch import save_file
@@ -40,6 +40,8 @@ pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 
 TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:40]
+DRAFTED = TOKEN_MAP.sort().values
+D2T = {"d2t": DRAFTED - torch.arange(40), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, DRAFTED, True)}
 # layout → (tensors, config.json, file, number of heads)
 LAYOUTS = {
     "v0.1": (original(), ORIGINAL, "medusa_lm_head.pt", 4),
@@ -63,6 +65,9 @@ LAYOUTS = {
         converted(vocab=40) | {"token_map": TOKEN_MAP}, CONVERTED | {"truncated_vocab_size": 40}, "model.safetensors", 3,
     ),
     "logit_scale": (converted(), CONVERTED | {"logit_scale": 0.25}, "model.safetensors", 3),
+    "speculators": (converted(one=" "), SPECULATORS, "model.safetensors", 3),
+    "speculators, own heads": (converted(), SPECULATORS | {"original_lm_head": False}, "model.safetensors", 3),
+    "speculators, d2t": (converted(one=" ") | D2T, SPECULATORS | {"truncated_vocab_size": 40}, "model.safetensors", 3),
 }  # fmt: skip
 
 
@@ -76,7 +81,8 @@ def reference(tensors, config, model, hidden, index):
         x, j = x + y / (1 + torch.exp(-y)), j + 1
     names = (f"{index}.{j}.weight", f"lm_heads.{index}.weight", "lm_head.weight", "lm_heads.0.weight")
     head = next((w[name] for name in names if name in w), None)
-    head = model.get_output_embeddings().weight.detach().double() if head is None else head
+    rows = DRAFTED if "d2t" in w else slice(None)
+    head = model.get_output_embeddings().weight.detach().double()[rows] if head is None else head
     return head @ x * config.get("logit_scale", 1.0)
 
 
@@ -88,11 +94,13 @@ def recorded(model, config) -> DraftRecorder:
 
 
 def largest_error(recorder, tensors, config, model) -> float:
-    true = TrueHidden(model)
-    return max(
-        float((logits - reference(tensors, config, model, true(text[:-1]), len(path))).abs().max())
-        for text, path, logits in recorder.seen
-    )
+    """The largest difference from the formula's logits, as a part of the largest of these if that is more than 1."""
+    true = TrueHidden(model, normed="speculators_model_type" not in config)
+    errors = []
+    for text, path, logits in recorder.seen:
+        expected = reference(tensors, config, model, true(text[:-1]), len(path))
+        errors.append(float((logits - expected).abs().max() / expected.abs().max().clamp(min=1)))
+    return max(errors)
 
 
 # ---- numerics -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`draft_vocabulary`: the tokens that a drafter scores, and the rows of a language-model head for them."""
+"""`draft_vocabulary`: the tokens that a drafter scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ...bundled import BUNDLED_PROMPTS
 from ...jsonl import read_rows
@@ -77,25 +76,3 @@ def _of_prompts(
         )
     texts = [tokenizer.encode(row["prompt"]) for row in read_rows(BUNDLED_PROMPTS, "prompt")]
     return most_frequent([*texts, list(range(target.vocab_size))], count)
-
-
-def rows_of(config: TreeDraftingConfig, head: Any, ids: torch.Tensor) -> nn.Linear:
-    """A linear layer with a copy of these rows of a language-model head.
-
-    Raises:
-        SpeculativeConfigError: the head is no linear layer with plain weights, or has no such rows.
-    """
-    weight = head.weight
-    plain = isinstance(head, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
-    if not plain or weight.is_meta:
-        raise config.fail(
-            _KEY, f"cannot be used: the language-model head, {type(head).__name__}, has no plain weights."
-        )
-    if int(ids.max()) >= len(weight):
-        raise config.fail(_KEY, f"has the id {int(ids.max())}, and the drafter scores {len(weight)} tokens.")
-    ids = ids.to(weight.device)
-    rows = nn.Linear(weight.shape[1], len(ids), bias=head.bias is not None, device="meta")
-    rows.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
-    if head.bias is not None:
-        rows.bias = nn.Parameter(head.bias.detach()[ids], requires_grad=False)
-    return rows

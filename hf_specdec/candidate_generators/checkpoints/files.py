@@ -332,6 +332,8 @@ def infer_format(checkpoint: Checkpoint) -> Format:
     tried = "; ".join(form.name for form in _FORMATS)
     if fitting:
         raise checkpoint.error(f"fits several formats ({'; '.join(f.name for f in fitting)}): name the 'method'.")
+    if kind := checkpoint.config.get("speculators_model_type"):
+        raise checkpoint.error(f"is of speculators type {kind!r}, whose drafts no method here can make.")
     some = ", ".join(sorted(checkpoint.names())[:6])
     raise checkpoint.error(f"is in no known format. Tried: {tried}. Its tensors are {some}, ..")
 
