@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,18 +51,20 @@ def draft_ids(config: TreeDraftingConfig, target: PackedModel, context: DrafterC
 
 
 def _read(config: TreeDraftingConfig, path: str) -> list[int]:
-    """The ids in a file: .npy, a JSON list, or text with an id a line."""
+    """The ids in a file: .npy, .pt (SGLang's token maps), a JSON list, or text with an id a line."""
     file = Path(path).expanduser()
     try:
         if file.suffix == ".npy":
             found = np.load(file, allow_pickle=False).tolist()
+        elif file.suffix == ".pt":
+            found = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True)).tolist()
         else:
             text = file.read_text(encoding="utf-8")
             found = json.loads(text) if text.lstrip()[:1] in ("[", "{") else [int(line) for line in text.split()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise config.fail(_KEY, f"cannot be read from {path!r}: {error}.") from None
     if not isinstance(found, list) or not all(type(token) is int for token in found):
-        raise config.fail(_KEY, f"is {path!r}, which holds no list of token ids (JSON, .npy, or an id a line).")
+        raise config.fail(_KEY, f"is {path!r}, which holds no list of token ids (JSON, .npy, .pt, or an id a line).")
     return found
 
 

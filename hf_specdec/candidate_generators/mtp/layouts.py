@@ -199,12 +199,18 @@ LAYER_NAMES = (
 )
 
 
+def vocabulary_table(name: str) -> str | None:
+    """`d2t` or `t2d` for a table of a reduced draft vocabulary, wherever the file has it: no family has a place for these."""
+    last = name.rpartition(".")[2]
+    return last if last in ("d2t", "t2d") else None
+
+
 def is_mtp_tensor(num_layers: int) -> Callable[[str], bool]:
     """A test for tensor names that may belong to MTP modules of a target with that many layers, in any layout."""
 
     def wanted(name: str) -> bool:
         # include it even if no layout knows it, so that it is reported
-        by_name = re.match(r"(model\.)?mtp[._]", name) is not None
+        by_name = re.match(r"(model\.)?mtp[._]", name) is not None or vocabulary_table(name) is not None
         return by_name or any(layout.canonical(name, num_layers) is not None for layout in LAYOUTS)
 
     return wanted
