@@ -303,6 +303,15 @@ def test_bad_checkpoints(tmp_path, glm, case):
     assert integration.kept_decoders(glm.model) == []
 
 
+def test_blocks_that_a_module_cannot_have(tmp_path):
+    stored = store(tmp_path, "Nemotron-H")
+    stored.model.config.mtp_layers_block_type = ["full_attention", "linear_attention"]
+    with pytest.raises(
+        hf_specdec.SpeculativeConfigError, match=r"MTP layer of the blocks \['full_attention', 'linear_attention'\]"
+    ):
+        drafted(stored.model)
+
+
 def test_a_damaged_file_and_a_target_from_nowhere(tmp_path, glm):
     folder = tmp_path / "copy"
     shutil.copytree(glm.folder, folder)

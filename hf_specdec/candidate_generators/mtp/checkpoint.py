@@ -79,12 +79,12 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     family = _family(source, target)
     with torch.device("meta"):
         layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
-    stacks = any(name.endswith("experts.gate_up_proj") for name in layer.state_dict())
+    stacked = {name.rpartition(".")[2] for name in layer.state_dict() if re.search(r"\.experts\.\w+$", name)}
     nothing = (
         "holds no MTP tensors. transformers drops them when it saves a model: name the folder or Hub id of the original "
         "weights as 'model'."
     )
-    checkpoint = TargetTensors(source, dtype, stacks, nothing)
+    checkpoint = TargetTensors(source, dtype, stacked, nothing)
     num_layers = target.config.num_hidden_layers
     layout = find_layout(checkpoint.names(), num_layers)
     if layout is None:
