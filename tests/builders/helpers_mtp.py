@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 from families import FAMILIES, build
+from multimodal import build_multimodal
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -146,6 +148,13 @@ KINDS = {
                           "expert_ffn_hidden_size": 32, "zero_expert_num": 0},
         _longcat, own_tables=("embed_tokens",),
     ),
+    "Mellum": Kind(
+        "mellum", {**_MOE, "layer_types": _KINDS, "sliding_window": WINDOW, "head_dim": 12, "num_mtp_layers": 1}, _qwen, layer=0,
+        window=WINDOW,
+    ),
+    # with a vision tower: the names of GLM-4.5V and GLM-OCR; those of Qwen3.5
+    "GLM-4V": Kind("glm4v", {}, lambda *part: _deepseek(*part).replace("model.layers", "model.language_model.layers")),
+    "Qwen3.5 with images": Kind("qwen3_5", {}, _qwen, layer=1),
     "Nemotron-H": Kind(
         "nemotron_h", {"layer_types": ["full_attention", "moe", "mlp"], "head_dim": 12, "n_routed_experts": 4, "moe_intermediate_size": 32,
                        "moe_shared_expert_intermediate_size": 24, "moe_latent_size": 16, "routed_scaling_factor": 2.5,
@@ -226,16 +235,22 @@ def store(folder: Path, name: str, num_modules: int = 1, own_tables: bool = Fals
         own_tables: stored copies of embeddings and head differ from the target's; otherwise they are copies.
     """
     kind = KINDS[name]
-    model = build(kind.model_type, 0, **{**kind.options, **options})
+    is_multimodal = kind.model_type in ("glm4v", "qwen3_5")
+    model = (
+        build_multimodal(kind.model_type) if is_multimodal else build(kind.model_type, 0, **{**kind.options, **options})
+    )
     model._is_stateful = False  # Qwen3-Next and Qwen3.5 with attention layers alone have no recurrent state
     generator = torch.Generator().manual_seed(7)
-    decoder = model.model
+    decoder = model.get_decoder()
     like = decoder.layers[kind.layer]
     if hasattr(like, "mixer"):
         like = TwoBlocks(decoder.layers)
     elif isinstance(like.self_attn, nn.ModuleList):
         like = TwoPartLayer(like)
-    hidden, last_norm = model.config.hidden_size, getattr(decoder, "norm", getattr(decoder, "norm_f", None))
+    hidden, last_norm = (
+        model.config.get_text_config().hidden_size,
+        getattr(decoder, "norm", getattr(decoder, "norm_f", None)),
+    )
     parts, tensors = [], {}
     for i in range(num_modules):
         part: dict[str, nn.Module] = {"layer": randomized(like, generator)}
@@ -257,7 +272,7 @@ def store(folder: Path, name: str, num_modules: int = 1, own_tables: bool = Fals
         for key, module in stored.items():
             for tensor, value in module.state_dict().items():
                 for split, each in split_experts(f"{key}.{tensor}", value).items():
-                    renamed = kind.rename(split, i, model.config.num_hidden_layers)
+                    renamed = kind.rename(split, i, model.config.get_text_config().num_hidden_layers)
                     if renamed is not None:
                         tensors[renamed] = each.detach().contiguous().clone()
         parts.append(part)
@@ -275,17 +290,20 @@ class PlainMtp:
 
     def __init__(self, stored: Stored, normed: bool | None = None, layers: list[Callable] | None = None):
         self.kind = stored.kind
+        self.rotary = copy.deepcopy(getattr(stored.model.get_decoder(), "rotary_emb", lambda *_, **__: ()))
         self.normed = stored.kind.normed if normed is None else normed
         self.parts = [{key: copy.deepcopy(module).double() for key, module in part.items()} for part in stored.parts]
+        self.layer_types = getattr(stored.model.config.get_text_config(), "layer_types", None)
         self.layers = layers or [self._transformers_layer(part["layer"]) for part in self.parts]
-        self.rotary = copy.deepcopy(getattr(stored.model.model, "rotary_emb", lambda *_, **__: ()))
 
     def _transformers_layer(self, layer):
         for module in layer.modules():
             if hasattr(module, "config"):
                 module.config = copy.deepcopy(module.config)
                 module.config._attn_implementation = module.config._experts_implementation = "eager"
-        kinds = {"layer_type": _KINDS[0]} if self.kind.model_type == "mimo_v2_flash" else {}
+        kinds = {}
+        if "layer_type" in inspect.signature(getattr(self.rotary, "forward", self.rotary)).parameters:
+            kinds["layer_type"] = self.layer_types[self.kind.layer]
 
         def run(x):
             positions = torch.arange(x.shape[0])[None]

@@ -1,6 +1,7 @@
 """What MTP modules are stored as: FP8 blocks, experts, own tables, shards, speculators' format; and checkpoints that do not fit."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -301,6 +302,32 @@ def test_bad_checkpoints(tmp_path, glm, case):
     with pytest.raises(hf_specdec.SpeculativeConfigError, match=message):
         drafted(glm.model, model=str(folder))
     assert integration.kept_decoders(glm.model) == []
+
+
+# owner → tensors of its MTP layers that have no layout here
+UNKNOWN = {
+    "DeepSeek-V4": ("mtp.0.main_proj.weight", "mtp.2.markov_head.markov_w1.weight", "mtp.2.confidence_head.proj.weight"),
+    "DeepSeek-V4 (DSpark or not)": ("mtp.0.attn.wq_a.weight", "mtp.0.e_proj.weight", "mtp.0.hc_head_fn"),
+    "Mistral Large 4": ("mtp_dspark.layers.0.attn.wq.weight",),
+    "MiniMax-M3": (
+        "language_model.model.mtp.layers.0.eh_proj.weight",
+        "language_model.model.mtp.layers.0.transformer_layer.self_attn.q_proj.weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("owner", UNKNOWN)
+def test_layers_of_others_are_refused_by_name(tmp_path, glm, owner):
+    """Alone or in a target's checkpoint, with every method that could be meant."""
+    save_file({name: torch.zeros(2, 2) for name in UNKNOWN[owner]}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"dspark_block_size": 5, "dspark_noise_token_id": 7}))
+    for method in ({"method": "mtp"}, {"method": "dflash"}, {}):
+        with pytest.raises(
+            hf_specdec.SpeculativeConfigError, match=f"holds MTP layers of {re.escape(owner)}.*, wh(ich|ose)"
+        ):
+            glm.model.generate(
+                **ragged([5], vocab_size=128), max_new_tokens=2, speculative_config={**method, "model": str(tmp_path)}
+            )
 
 
 def test_blocks_that_a_module_cannot_have(tmp_path):

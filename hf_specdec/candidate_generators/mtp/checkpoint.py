@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints.config import proposed_length
-from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
+from ..checkpoints.files import Checkpoint, Plan, counted, load_module, refused_kind, register_format
 from ..checkpoints.keys import LAYERS, Key, Table, integer, one_of
 from ..checkpoints.target_parts import (
     check_target,
@@ -88,6 +88,8 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     num_layers = target.config.num_hidden_layers
     layout = find_layout(checkpoint.names(), num_layers)
     if layout is None:
+        if what := refused_kind(checkpoint):
+            raise checkpoint.error(f"{what}, which this method does not run.")
         tried = "; ".join(known.name for known in LAYOUTS)
         some = ", ".join(sorted(checkpoint.names())[:4])
         raise checkpoint.error(f"holds MTP tensors in no known layout ({some}, ..). Tried: {tried}.")

@@ -186,7 +186,7 @@ _ERNIE = MtpLayout(
     has_norm=False,
     normed_output=False,
 )
-_BLOCKS = r"(?:model\.|language_model\.)?mtp\.layers\."
+_BLOCKS = r"(?:(?:language_)?model\.)?mtp\.layers\."
 _NEMOTRON = MtpLayout(
     name="Nemotron-H (mtp.layers.0.eh_proj, .mixer; mtp.layers.1.final_layernorm)",
     marker=_BLOCKS + r"\d+\.mixer\..+",
@@ -221,9 +221,7 @@ def is_mtp_tensor(num_layers: int) -> Callable[[str], bool]:
 
     def wanted(name: str) -> bool:
         # include it even if no layout knows it, so that it is reported
-        by_name = (
-            re.match(r"(model\.|language_model\.)?mtp[._]", name) is not None or vocabulary_table(name) is not None
-        )
+        by_name = re.match(r"((language_)?model\.)*mtp[._]", name) is not None or vocabulary_table(name) is not None
         return by_name or any(layout.canonical(name, num_layers) is not None for layout in LAYOUTS)
 
     return wanted
