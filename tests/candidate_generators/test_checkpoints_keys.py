@@ -97,6 +97,16 @@ DFLASH = {
     ),
     "DSpark in mask slots": ({}, "dspark", {"dflash_config.sample_from_anchor": False}, {"from_anchor": False}),
     "DSpark, bonus anchor": ({}, "dspark", {"dspark_bonus_anchor": True}, {"from_anchor": False}),
+    "DSpark's aliases": (
+        {}, "dspark",
+        {"dflash_config.mask_token_id": None, "dspark_noise_token_id": MASK, "dflash_config.target_layer_ids": None, "block_size": None,
+         "dspark_target_layer_ids": [1, 0], "dspark_block_size": 6, "dflash_config.markov_rank": None, "dspark_markov_rank": 6},
+        {"taps": (2, 1)},
+    ),
+    **{
+        f"the mask as {name}": ({}, None, {"dflash_config.mask_token_id": None, name: MASK}, {})
+        for name in ("pard_token", "ptd_token_id")
+    },
     "sliding, not causal": (SLIDING, None, {"is_causal": False}, {"non_causal_window": True}),
     "sliding, not causal, inside": (SLIDING, None, {"dflash_config.causal": False}, {"non_causal_window": True}),
     "full, causal": ({}, None, {"is_causal": True}, {"causal": True}),
@@ -163,6 +173,8 @@ REFUSED = {
     "a Markov head of another file": ({}, None, {"markov_rank": 4}, "markov_rank = 4, but it is no drafter with"),
     "speculators' Domino": ({"style": "speculators"}, None, {"projector_type": "domino"}, "emb_dim = None, but"),
     "another layer at the top": ({"style": "speculators"}, None, {"hidden_size": 16}, "hidden_size = 16, but transformer_layer_config"),
+    "experts of DeepSeek-V4.1's": ({}, "dspark", {"dspark_n_routed_experts": 128}, "dspark_n_routed_experts = 128, which this"),
+    "SGLang's section": ({}, "dspark", {"dspark_config": {"block_size": 3}}, "dspark_config = .*, which this format does not have"),
     "an unknown key": ({}, None, {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256, which this format does not have"),
 }  # fmt: skip
 

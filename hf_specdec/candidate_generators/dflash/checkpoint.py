@@ -44,7 +44,7 @@ _PROJECTORS = {
 }  # fmt: skip
 _HEAD_KEYS = {
     "dspark": {
-        **keys(integer(0), "markov_rank"),
+        "markov_rank": Key(integer(0), places=("markov_rank", "dspark_markov_rank")),
         "markov_head_type": Key(one_of(*MARKOV_TYPES), default="vanilla"),
         **keys(FLAG, "enable_confidence_head", "confidence_head_with_markov"),
         "confidence_head_alpha": Key(NUMBER, default=0.0),
