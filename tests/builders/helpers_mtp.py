@@ -107,6 +107,7 @@ class Kind:
     normed: bool = True
     has_norm: bool = True
     window: int | None = None
+    sinks: int = 0  # of the first keys, which are seen beside the window
     own_tables: tuple[str, ...] = ()
     config: dict = field(default_factory=dict)  # added to the checkpoint's config.json
 
@@ -308,7 +309,8 @@ class PlainMtp:
         def run(x):
             positions = torch.arange(x.shape[0])[None]
             distance = positions[0][:, None] - positions[0][None, :]
-            seen = (distance >= 0) & (distance < (self.kind.window or 10**6))
+            near = (distance < (self.kind.window or 10**6)) | (positions < self.kind.sinks)
+            seen = (distance >= 0) & near
             mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))[None, None]
             sections = positions[None].expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else positions
             rotary = tuple(each.double() for each in self.rotary(x[None], sections, **kinds))

@@ -170,7 +170,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
             )
         borrowed = model is context.assistant_model
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
-        self.drafter.window = config.draft_window
+        self.drafter.window = config.window
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
         self.has_graphs = self.drafter.graphs is not None
         self.grow_as(config.shape(), has_loop=self.has_loop and self.has_graphs)

@@ -201,7 +201,7 @@ class MtpGenerator(FeatureGenerator):
             block_size,
             weights=weights,
             ahead=self.num_heads,
-            window=self.config.draft_window,
+            window=self.config.window,
         )
 
     def modules(self) -> list[nn.Module]:
