@@ -237,12 +237,10 @@ def recorded(model, config) -> DraftRecorder:
 
 
 class TrueHidden:
-    """The target's last hidden state behind a text, after its last norm or before, by a plain float64 forward of its copy."""
+    """The target's last hidden state behind a text, by a plain float64 forward of its copy."""
 
-    def __init__(self, model, normed: bool = True):
+    def __init__(self, model):
         self.model, self.known = copy.deepcopy(model).double(), {}
-        if not normed:
-            self.model.model.norm = torch.nn.Identity()
 
     def __call__(self, text: list[int]) -> torch.Tensor:
         key = tuple(text)

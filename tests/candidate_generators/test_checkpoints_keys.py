@@ -351,7 +351,7 @@ def medusa_file(layout: str):
     def make(folder, model):
         tensors, config, file, _ = test_medusa.LAYOUTS[layout]
         test_medusa.write(folder, tensors, config, file)
-        true = helpers_speculators.TrueHidden(model, normed="speculators" not in layout)
+        true = helpers_speculators.TrueHidden(test_medusa.as_read(model, config))
         return lambda effect: (
             lambda text, path: test_medusa.reference(tensors, config | effect, model, true(text[:-1]), len(path))
         )

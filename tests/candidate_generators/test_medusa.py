@@ -86,6 +86,14 @@ def reference(tensors, config, model, hidden, index):
     return head @ x * config.get("logit_scale", 1.0)
 
 
+def as_read(model, config):
+    """The target as heads read it: those of speculators read what goes into its last norm."""
+    if "speculators_model_type" in config:
+        model = copy.deepcopy(model)
+        model.model.norm = torch.nn.Identity()
+    return model
+
+
 def recorded(model, config) -> DraftRecorder:
     generator = integration.get_decoder(model, parse_config(config)).generator
     expand = generator.expand
@@ -94,13 +102,11 @@ def recorded(model, config) -> DraftRecorder:
 
 
 def largest_error(recorder, tensors, config, model) -> float:
-    """The largest difference from the formula's logits, as a part of the largest of these if that is more than 1."""
-    true = TrueHidden(model, normed="speculators_model_type" not in config)
-    errors = []
-    for text, path, logits in recorder.seen:
-        expected = reference(tensors, config, model, true(text[:-1]), len(path))
-        errors.append(float((logits - expected).abs().max() / expected.abs().max().clamp(min=1)))
-    return max(errors)
+    true = TrueHidden(model)
+    return max(
+        float((logits - reference(tensors, config, model, true(text[:-1]), len(path))).abs().max())
+        for text, path, logits in recorder.seen
+    )
 
 
 # ---- numerics -------------------------------------------------------------------------------------------------------
@@ -115,7 +121,9 @@ def test_logits_are_the_formula_s(tmp_path, model, layout):
     recorder = recorded(model, config)
     output = model.generate(**RAGGED, max_new_tokens=16, speculative_config=config, return_dict_in_generate=True)
     assert_forced(output, recorder, depth)
-    assert largest_error(recorder, tensors, stated, model) < 1e-4
+    # without a norm, states and logits are some hundred times as large
+    bound = 1e-3 if "speculators" in layout else 1e-4
+    assert largest_error(recorder, tensors, stated, as_read(model, stated)) < bound
     if depth > 1:
         heads = integration.kept_decoders(model)[-1].generator.heads
         assert len(heads.blocks) == depth
