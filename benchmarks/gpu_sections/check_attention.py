@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_specdec.kernels.attention.inputs import AttentionInputs, RowDescription, attention_inputs, sizes_of
+from hf_specdec.kernels.attention.inputs import (
+    AttentionInputs,
+    RowDescription,
+    Window,
+    attention_inputs,
+    sizes_of,
+    window_parts,
+)
 
 from .context import TOLERANCE, Context, relative_error, worst
 from .report import Row, at_most
@@ -33,7 +40,7 @@ class AttentionCase:
     kv_heads: int = 8
     width: int = 128
     value_width: int | None = None
-    window: int | None = None
+    window: int | Window | None = None
     softcap: float | None = None
     sinks: bool = False
     invariant: bool = False
@@ -51,6 +58,7 @@ CASES = (
     AttentionCase("graph bucket with padding", (*_MIXED[:3], ("empty", 0, 0), ("empty", 0, 0)), padding=31),
     AttentionCase("batch-invariant", _MIXED, invariant=True),
     AttentionCase("window 256 (Mistral)", _MIXED, window=256),
+    AttentionCase("window 256 and the first 40 (drafters)", _MIXED, window=Window(256, 40)),
     AttentionCase("softcap, 256 wide, window (Gemma 2)", _MIXED, 16, 8, 256, window=700, softcap=50.0),
     AttentionCase("sinks, 64 wide (gpt-oss)", _MIXED, 64, 8, 64, window=128, sinks=True),
     AttentionCase("80 wide, no groups (BLOOM)", _MIXED, 16, 16, 80),
@@ -69,7 +77,9 @@ def shrunk(case: AttentionCase) -> AttentionCase:
     kv_heads = min(case.kv_heads, 2)
     width = min(case.width, 48) - case.width % 16
     value_width = None if case.value_width is None else min(case.value_width, 32)
-    window = None if case.window is None else 1 + case.window % 29
+    size, kept = window_parts(case.window)
+    window = 1 + size % 29 if size else None
+    window = Window(window, 1 + kept % 29) if window and kept else window
     sizes = dict(heads=kv_heads * group, kv_heads=kv_heads, width=max(width, 16), value_width=value_width)
     return dataclasses.replace(case, rows=tuple(rows), window=window, padding=min(case.padding, 3), **sizes)
 
@@ -158,7 +168,7 @@ def random_row(rng: np.random.Generator, kind: str, keys: int, queries: int) -> 
     )
 
 
-def visible(row: RowDescription, window: int | None) -> np.ndarray:
+def visible(row: RowDescription, window: int | Window | None) -> np.ndarray:
     """bool [t, S], which keys each query sees."""
     first = row.key_length - row.query_length
     seen = np.tril(np.ones((row.query_length, row.key_length), dtype=bool), first)
@@ -169,7 +179,8 @@ def visible(row: RowDescription, window: int | None) -> np.ndarray:
         seen = np.ones_like(seen)
         seen[:, row.key_length - region :] = row.visibility
         keys[row.key_length - region :] = row.region_positions
-    return seen if window is None else seen & (queries[:, None] - keys[None, :] < window)
+    size, kept = window_parts(window)
+    return seen & ((queries[:, None] - keys[None, :] < size) | (keys < kept)) if size else seen
 
 
 def error_of(problem: Problem) -> float:

@@ -22,6 +22,7 @@ def compile_cases() -> list[CompileCase]:
         ("prompt chunk llama-8b", "bf16", 2, 1024, 8192, 8, 4, 128, 128, {}),
         ("verify gemma-2 (256, softcap, window)", "bf16", 1, 8, 8192, 8, 2, 256, 256, {**windowed, "softcap": True}),
         ("verify gpt-oss (64, sinks, window)", "bf16", 8, 8, 8192, 8, 8, 64, 64, {**windowed, "sinks": True}),
+        ("draft llama-8b (window, first keys)", "bf16", 8, 8, 8192, 8, 4, 128, 128, {**windowed, "kept": True}),
         ("decode phi-3 (96)", "fp16", 1, 1, 4096, 32, 1, 96, 96, {}),
         ("verify bloom (80)", "fp16", 4, 8, 2048, 16, 1, 80, 80, trees),
         ("verify mla absorbed (576/512)", "bf16", 8, 4, 8192, 1, 128, 576, 512, trees),
@@ -67,7 +68,7 @@ def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, val
     signature = {key: kind for key, (kind, there) in optional.items() if there}
     signature |= dict.fromkeys(("out", "query", "keys", "values"), f"*{dtype}")
     signature |= dict.fromkeys(("block_tables", "query_starts", "key_lengths"), "*i32")
-    unaligned = ("num_rows", "tiles_per_row", "num_splits", "keys_per_split", "window", "table_row")
+    unaligned = ("num_rows", "tiles_per_row", "num_splits", "keys_per_split", "window", "kept", "table_row")
     strides = ("out_token", "out_head", "query_token", "query_head", "key_slot", "key_head", "value_slot", "value_head")
     signature |= dict.fromkeys((*unaligned, *strides), "i32")
     signature |= {"score_factor": "fp32", "softcap_factor": "fp32"}
@@ -76,7 +77,7 @@ def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, val
     constants |= {
         "GROUP": group, "WIDTH": width, "WIDTH1": width1, "WIDTH2": width2, "VALUE_WIDTH": value_width,
         "VALUE_BLOCK": next_power_of_two(value_width), "BLOCK_SIZE": 16, "WORDS": max(tokens // 32, 1) if trees else 0,
-        "HAS_WINDOW": windowed, "HAS_SOFTCAP": options.get("softcap", False),
+        "HAS_WINDOW": windowed, "HAS_KEPT": options.get("kept", False), "HAS_SOFTCAP": options.get("softcap", False),
         "SPLIT": split, "FIXED_SPLITS": launch.fixed_splits,
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.num_stages, "UPCAST": False,
         "PEEL": launch.peel, "EARLY_MERGE": split and launch.early_merge,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from ..kernels.attention.inputs import AttentionRow
+from ..kernels.attention.inputs import AttentionRow, Window
 from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
@@ -63,7 +63,8 @@ class PagedStaticCache(Cache):
         ahead: keys and values of a token also depend on this many tokens after it: 1 for heads that read each token with the
             feature before it. Blocks are shared only if these tokens are equal, too.
         keyless: layers that have no keys and values.
-        window: tokens see at most so many of the last tokens, themselves included, whatever the model's layers say; None: as they say.
+        window: tokens see at most so many of the last tokens, themselves included, and the first ones, whatever the model's layers say;
+            None: as they say.
         states: the pool of recurrent and convolutional states; None: no layer has a state. With states, a prefix is shared only if
             `prefix_states` has the states after it, because blocks hold no states.
     """
@@ -80,7 +81,7 @@ class PagedStaticCache(Cache):
         ahead: int = 0,
         keyless: frozenset[int] = frozenset(),
         states: StatePool | None = None,
-        window: int | None = None,
+        window: int | Window | None = None,
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         weights = list(weights)

@@ -22,8 +22,8 @@ from ..model.options.quantized import quantize_for_good, quantizes_natively
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
 from .checkpoints.config import HeadConfig
-from .checkpoints.draft_vocabulary import draft_ids, rows_of
-from .checkpoints.target_parts import DraftVocabulary, device_and_dtype
+from .checkpoints.draft_vocabulary import draft_ids
+from .checkpoints.target_parts import DraftVocabulary, device_and_dtype, rows_of
 from .growing.grower import GrowsDrafts
 from .growing.own_cache import OwnsCache
 from .growing.tree_shapes import TreeDraftingConfig
@@ -176,7 +176,8 @@ def _score_only(generator: Any, ids: torch.Tensor) -> None:
         raise config.fail(
             "draft_vocabulary", "is for drafters that score the target's tokens, which this one does not."
         )
-    generator.score_only(functools.cache(lambda head: rows_of(config, head, ids)))
+    fail = functools.partial(config.fail, "draft_vocabulary")
+    generator.score_only(functools.cache(lambda head: rows_of(head, ids, fail)))
     generator.vocabulary = DraftVocabulary(generator.target.vocab_size, ids.to(device_and_dtype(generator.target)[0]))
 
 

@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..cache.paged_layer import tokens_first
 from ..core.names import ATTENTION_NAME
+from ..kernels.attention.inputs import window_parts
 from .architectures import layer_window
 from .options.compiled import TRACED, traced_attention
 from .packed_batch import PackedBatch
@@ -47,7 +48,7 @@ def paged_attention_forward(
             known[module.layer_idx] = layer_window(module)
         window = known[module.layer_idx]
     if batch.cache.window is not None:
-        window = min(window or batch.cache.window, batch.cache.window)
+        window = min(window, window_parts(batch.cache.window)[0]) if window else batch.cache.window
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend, packed = batch.on(query.device).attend, tokens_first(query)
     options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}

@@ -14,7 +14,7 @@ import torch
 from ..cache import PagedStaticCache
 from ..core.rows import Chunks, RowInput
 from ..kernels.attention import attention_for
-from ..kernels.attention.inputs import AttentionInputs, AttentionRow, NativeRows, attention_inputs
+from ..kernels.attention.inputs import AttentionInputs, AttentionRow, NativeRows, Window, attention_inputs, window_parts
 from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
 from .options.invariant_ops import InvariantOps
@@ -142,7 +142,7 @@ class PackedBatch:
         return self._lines[device]
 
     def plan(
-        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor
+        self, window: int | Window | None, query: torch.Tensor, key_pool: torch.Tensor
     ) -> tuple[list[AttentionRow], list[torch.Tensor | None]]:
         """Rows and masks as `reference.paged_attention` reads them; made once per step and kind of layer, not per layer."""
         device, dtype, group = query.device, query.dtype, query.shape[1] // key_pool.shape[1]
@@ -159,7 +159,8 @@ class PackedBatch:
         """The additive mask [1, 1, T, S_total] of models that attend to gathered keys."""
         key = (window, dtype, device)
         if key not in self._masks:
-            windows = {window} if self.cache.window is None else {window, self.cache.window}
+            own = self.cache.window
+            windows = {window} if own is None else {window, window_parts(own)[0] if window else own}
             masks = (block_diagonal_mask(self.inputs, each, dtype) for each in windows)
             self._masks[key] = functools.reduce(torch.minimum, masks)[None, None].to(device)
         return self._masks[key]

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from ..cache import PagedStaticCache
 from ..core.names import ATTENTION_NAME, CACHE
 from ..core.rows import RowInput
+from ..kernels.attention.inputs import Window
 from . import architectures
 from .attention import paged_attention_forward
 from .captures import uses_graphs
@@ -60,7 +61,7 @@ class PackedHead:
     graphs: GraphRunner | None = None
     reading_graphs: GraphRunner | None = None
     native: SmallHeadForwards | None = None
-    window: int | None = None
+    window: int | Window | None = None
     _layers: RewrittenLayers | None = None
 
     def __init__(

@@ -23,6 +23,7 @@ from ..core.errors import UnsupportedModel
 from ..core.names import cache_argument
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
+from ..kernels.attention.inputs import Window
 from . import alibi, architectures, attention
 from .captures import Captures
 from .graphs import CapturedBatch, GraphRunner
@@ -101,7 +102,7 @@ class PackedModel:
         self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
         self.replays_drafts, self.chooses_states = False, False
-        self.window: int | None = None
+        self.window: int | Window | None = None
         self.cache_bytes: int | None = None
         self.deterministic = False
         self.graphs: GraphRunner | None = None

@@ -13,7 +13,7 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import Chunks, RowInput
-from ..kernels.attention.inputs import RowDescription
+from ..kernels.attention.inputs import RowDescription, Window
 
 
 def describe(rows: list[RowInput], cache: PagedStaticCache, by_slots: bool = False) -> list[RowDescription]:
@@ -66,9 +66,9 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
 # ---- masks ----
 
 
-def visible(row: RowInput, window: int | Chunks | None) -> np.ndarray | None:
+def visible(row: RowInput, window: int | Window | Chunks | None) -> np.ndarray | None:
     """bool [t, S]: which of the row's S keys each of its t new tokens sees; None if all see all keys."""
-    size = window.size if isinstance(window, Chunks) else window
+    size = window if isinstance(window, int) else window and window.size
     count = row.num_tokens
     length = row.start + count
     keys = np.arange(length)
@@ -86,13 +86,14 @@ def visible(row: RowInput, window: int | Chunks | None) -> np.ndarray | None:
             keys[length - region :] = row.region_positions
     if isinstance(window, Chunks):
         allowed = allowed & (queries[:, None] // window.size == keys[None, :] // window.size)
-    elif window is not None:
-        allowed = allowed & (queries[:, None] - keys[None, :] < window)
+    elif size is not None:
+        near = queries[:, None] - keys[None, :] < size
+        allowed = allowed & (near | (keys < window.kept) if isinstance(window, Window) else near)
     return allowed
 
 
 def additive_masks(
-    rows: Sequence[RowInput], window: int | None, group: int, dtype: torch.dtype, device: torch.device
+    rows: Sequence[RowInput], window: int | Window | None, group: int, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor | None]:
     """Per row, the additive mask [group * t, S] of `reference.paged_attention`; None: all tokens see all keys.
 
@@ -116,7 +117,9 @@ def _additive(allowed: np.ndarray | None, group: int, dtype: torch.dtype, device
     return mask.repeat(group, 1).to(device)
 
 
-def block_diagonal_mask(rows: Sequence[RowInput], window: int | Chunks | None, dtype: torch.dtype) -> torch.Tensor:
+def block_diagonal_mask(
+    rows: Sequence[RowInput], window: int | Window | Chunks | None, dtype: torch.dtype
+) -> torch.Tensor:
     """One additive mask [T, S_total] over the gathered keys of all rows: a token sees keys of its own row only."""
     num_tokens, num_keys = sum(row.num_tokens for row in rows), sum(row.start + row.num_tokens for row in rows)
     mask = torch.full((num_tokens, num_keys), torch.finfo(dtype).min, dtype=dtype)

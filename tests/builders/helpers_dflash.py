@@ -34,6 +34,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         "conv_group": 8, "taps_of_conv": 2, "top_k": 5,
         "embedding_scale": 1.0, "multiplier": 1.0, "softcap": None, "eps": EPS, "theta": THETA, "stretch": 1.0, "mask": MASK,
         "gemma": False, "shared_values": True, "rotated": 1.0, "sinks": False, "value_scale": 1.0, "mask_row": None,
+        "kind": None, "target_keys": True, "head_rows": False,
     } | options  # fmt: skip
     assert not set(options) - set(o), options
     h, v = target.config.hidden_size, target.config.vocab_size
@@ -44,13 +45,26 @@ def make(folder, target, style="own", head=None, seed=0, **options):
     def rand(*shape, scale=0.3):
         return scale * torch.randn(*shape, generator=generator)
 
-    w = {"fc.weight": rand(h, len(o["taps"]) * h), "hidden_norm.weight": 1 + rand(h), "norm.weight": 1 + rand(h)}
+    is_flare = o["kind"] == "dflare"
+    w = {"norm.weight": 1 + rand(h)}
+    if is_flare:
+        w["fusion_weights"] = rand(o["layers"], len(o["taps"]), scale=2)
+        w |= {f"fusion_norms.{i}.weight": 1 + rand(h) for i in range(o["layers"])}
+    else:
+        w |= {"fc.weight": rand(h, len(o["taps"]) * h), "hidden_norm.weight": 1 + rand(h)}
     for i in range(o["layers"]):
-        sizes = {"q": (heads * d, h), "k": (kv_heads * d, h), "v": (kv_heads * d, h), "o": (h, heads * d)}
+        sizes = {
+            "q_proj": (heads * d, h),
+            "k_proj": (kv_heads * d, h),
+            "v_proj": (kv_heads * d, h),
+            "o_proj": (h, heads * d),
+        }
+        if is_flare and o["target_keys"]:
+            sizes |= {"k_proj_target": (kv_heads * d, h), "v_proj_target": (kv_heads * d, h)}
         for name, shape in sizes.items():
-            w[f"layers.{i}.self_attn.{name}_proj.weight"] = rand(*shape)
+            w[f"layers.{i}.self_attn.{name}.weight"] = rand(*shape)
             if o["bias"]:
-                w[f"layers.{i}.self_attn.{name}_proj.bias"] = rand(shape[0])
+                w[f"layers.{i}.self_attn.{name}.bias"] = rand(shape[0])
         for name in ("q", "k"):
             w[f"layers.{i}.self_attn.{name}_norm.weight"] = 1 + rand(d)
         for name, shape in {"gate": (48, h), "up": (48, h), "down": (h, 48)}.items():
@@ -67,7 +81,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
             w[f"layers.{i}.{name}.weight"] = 1 + rand(h)
     if o["own_embeddings"]:
         w["embed_tokens.weight"] = rand(v, h)
-    if o["own_head"] or o["draft_ids"] is not None:
+    if o["own_head"] or (o["draft_ids"] is not None and not o["head_rows"]):
         w["lm_head.weight"] = rand(vd, h)
     if o["draft_ids"] is not None:
         ids = torch.tensor(o["draft_ids"])
@@ -115,6 +129,7 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         "rms_norm_eps": EPS, "rope_theta": THETA, "attention_bias": o["bias"], "max_position_embeddings": 512,
         "layer_types": o["layer_types"] or ["full_attention"] * o["layers"],
         "use_sliding_window": o["window"] is not None, "sliding_window": o["window"],
+        **({"partial_rotary_factor": o["rotated"]} if o["rotated"] < 1 else {}),
     }  # fmt: skip
     spark = {
         "markov_rank": o["rank"], "markov_head_type": o["markov"], "enable_confidence_head": o["confidence"],
@@ -146,10 +161,14 @@ def make(folder, target, style="own", head=None, seed=0, **options):
         }  # fmt: skip
         (own if o["block_inside"] else config)["block_size"] = o["block"]
     else:
-        kind = "dflash" if head in (None, "domino") else head
+        kind = o["kind"] or ("dflash" if head in (None, "domino") else head)
+        names = {
+            "dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel", "dflare": "DFlareSpeculator",
+            "pard2": "Pard2DraftModel",
+        }  # fmt: skip
         config = {
             "speculators_model_type": kind, "speculators_version": "0.9.0", "draft_vocab_size": vd, "block_size": o["block"],
-            "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}[kind]],
+            "architectures": [names[kind]],
             "aux_hidden_state_layer_ids": list(o["taps"]), "mask_token_id": MASK, "tie_word_embeddings": False,
             "sample_from_anchor": o["from_anchor"], "sliding_window_non_causal": o["non_causal_window"],
             "transformer_layer_config": layer_keys, "dtype": "float32",
@@ -164,6 +183,15 @@ def make(folder, target, style="own", head=None, seed=0, **options):
             "lambda_base_decay_ratio": 1.0, "auf": False, "shift_label": None,
         }  # fmt: skip
         config |= {"dspark": spark, "dflash2": second, "domino": domino}.get(head, {})
+        flare = {
+            "use_heterogeneous_kv": o["target_keys"],
+            "progressive_gamma": True,
+            "gamma_start": 4.5,
+            "gamma_max": 10.5,
+        }
+        config |= {
+            "dflare": flare, "pard2": {"ce_alpha": 0.1, "kd_alpha": 1.0, "kd_temperature": 1.0, "target_feat_dropout": 0.1},
+        }.get(o["kind"], {})  # fmt: skip
     os.makedirs(folder, exist_ok=True)
     save_file({k: t.contiguous() for k, t in w.items()}, os.path.join(folder, "model.safetensors"))
     with open(os.path.join(folder, "config.json"), "w") as f:
@@ -202,7 +230,8 @@ class Reference:
         self.w, self.o, self.known = made.weights, made.options, {}
         self.target = copy.deepcopy(target).double()
         self.embeddings = self.w.get("embed_tokens.weight", self.target.get_input_embeddings().weight.detach())
-        self.head = self.w.get("lm_head.weight", self.target.get_output_embeddings().weight.detach())
+        head = self.target.get_output_embeddings().weight.detach()
+        self.head = self.w.get("lm_head.weight", head[made.options["draft_ids"]] if made.options["head_rows"] else head)
 
     def norm(self, x, name):
         return x / (x.pow(2).mean(-1, keepdim=True) + self.o["eps"]).sqrt() * self.w[name + ".weight"]
@@ -244,18 +273,28 @@ class Reference:
 
     @torch.no_grad()
     def context(self, text):
-        """[n - 1, H]: what the drafter reads of all tokens but the last."""
+        """[n - 1, H]: what the drafter reads of all tokens but the last; [layers, n - 1, H] if a layer has its weighted sum."""
         states = self.known.get(tuple(text))
         if states is None:
             states = self.target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
             self.known[tuple(text)] = states
-        features = torch.cat([states[i][0] for i in self.o["taps"]], dim=-1)
+        read = [states[i][0] for i in self.o["taps"]]
+        if self.o["kind"] == "dflare":
+            sums = []
+            for i in range(self.o["layers"]):
+                exp = self.w["fusion_weights"][i].exp()
+                total = sum(a * x for a, x in zip(exp / exp.sum(), read, strict=True))
+                sums.append(self.norm(total, f"fusion_norms.{i}"))
+            return torch.stack(sums)
+        features = torch.cat(read, dim=-1)
         return self.norm(self.linear(features, "fc"), "hidden_norm")
 
-    def keys_values(self, x, layer, positions):
+    def keys_values(self, x, layer, positions, of_context=True):
         d, p = self.o["heads"][2], f"layers.{layer}.self_attn."
-        keys = self.linear(x, p + "k_proj").view(len(x), -1, d)
-        values = self.linear(x, p + "v_proj").view(len(x), -1, d) if p + "v_proj.weight" in self.w else keys
+        x = x[layer] if x.dim() == 3 else x
+        end = "_proj_target" if of_context and p + "k_proj_target.weight" in self.w else "_proj"
+        keys = self.linear(x, f"{p}k{end}").view(len(x), -1, d)
+        values = self.linear(x, f"{p}v{end}").view(len(x), -1, d) if p + "v_proj.weight" in self.w else keys
         if self.o["gemma"]:
             values = values / (values.pow(2).mean(-1, keepdim=True) + self.o["eps"]).sqrt()
         return self.rotate(self.norm(keys, p + "k_norm"), positions), values
@@ -286,7 +325,7 @@ class Reference:
             mixed = self.kernels(y, f"layers.{i}.attention_conv")
             y = self.convolved(y, mixed, 0)
             old_k, old_v = self.keys_values(context, i, torch.arange(anchor))
-            new_k, new_v = self.keys_values(y, i, positions)
+            new_k, new_v = self.keys_values(y, i, positions, of_context=False)
             k, v = torch.cat([old_k, new_k]), torch.cat([old_v, new_v])
             q = self.rotate(self.norm(self.linear(y, p + "q_proj").view(slots, heads, d), p + "q_norm"), positions)
             out = torch.zeros(slots, heads, d).double()
@@ -483,7 +522,7 @@ def compare(target, made, config, inputs, slots, tolerance=1e-4, max_new_tokens=
             context = contexts.setdefault(tuple(seq.tokens), reference.context(seq.tokens))
             for layer in range(made.options["layers"]):
                 got = generator.cache.read(seq.id, layer)
-                expected = reference.keys_values(context, layer, torch.arange(len(context)))
+                expected = reference.keys_values(context, layer, torch.arange(context.shape[-2]))
                 for a, b in zip(got, expected, strict=True):
                     if made.options["rotated"] < 1:  # keys are kept in another order of dimensions
                         a, b = a.sort().values, b.sort().values

@@ -82,6 +82,7 @@ class PlainLayers:
         self.w = {name: tensor.to(torch.float64) for name, tensor in tensors.items()}
         self.is_gemma = "layers.0.layer_scalar" in self.w  # Gemma 4's layers
         self.num_layers, self.heads, self.kv_heads, self.window = num_layers, heads, kv_heads, window
+        self.sinks = 0  # how many of the first keys are seen besides those in the window
         self.besides = 0  # how many of the newest keys are seen besides those in the window
         self.width = self.w["layers.0.self_attn.o_proj.weight"].shape[1] // heads
         steps = torch.arange(self.width // 2, dtype=torch.float64)
@@ -121,15 +122,16 @@ class PlainLayers:
         keys.append(self.rotate(k, position))
         values.append(v)
         out = []
-        seen = slice(-self.window - self.besides if self.window else None, None)
+        oldest = len(keys) - self.window - self.besides if self.window else 0
+        seen = [i for i in range(len(keys)) if i >= oldest or i < self.sinks]
         for head in range(self.heads):
             group = head // (self.heads // self.kv_heads)
             scores = (
-                torch.stack([k[group] for k in keys[seen]])
+                torch.stack([keys[i][group] for i in seen])
                 @ self.rotate(q, position)[head]
                 / (1 if self.is_gemma else math.sqrt(self.width))
             )
-            out.append(torch.softmax(scores, 0) @ torch.stack([v[group] for v in values[seen]]))
+            out.append(torch.softmax(scores, 0) @ torch.stack([values[i][group] for i in seen]))
         out = self.linear(torch.cat(out), prefix + "o_proj")
         return rms(out, self.w[f"layers.{i}.post_attention_layernorm.weight"]) if self.is_gemma else out
 

@@ -58,3 +58,13 @@ CONVERTED = {
     "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "vocab_size": VOCAB, "num_heads": 3,
     "num_hidden_layers": 2, "max_paths": 64, "topk": 10, "truncated_vocab_size": VOCAB, "medusa_fc_bias": False,
 }  # fmt: skip
+SPECULATORS = {
+    "model_type": "speculator_model", "speculators_model_type": "medusa", "speculators_version": "0.6.0",
+    "architectures": ["MedusaModel"], "num_heads": 3,
+    "num_hidden_layers": 2, "medusa_hidden_size": HIDDEN, "medusa_vocab_size": VOCAB, "truncated_vocab_size": 0,
+    "original_lm_head": True, "medusa_fc_bias": False, "head_weight_decay": 0.8,
+    "speculators_config": {
+        "algorithm": "medusa", "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "default_proposal_method": "greedy", "verifier": {"name_or_path": "some/target", "architectures": []},
+    },
+}  # fmt: skip

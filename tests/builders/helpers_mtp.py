@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 from families import FAMILIES, build
+from multimodal import build_multimodal
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -85,6 +87,13 @@ def _longcat(part: str, i: int, num_layers: int) -> str:
     return f"model.mtp.layers.{i}.{names[first]}{rest.replace('mlp.', 'transformer_layer.mlp.', 1)}"
 
 
+def _nemotron(part: str, i: int, num_layers: int) -> str:
+    first, _, rest = part.partition(".")
+    if first == "layer":
+        return rest.replace("blocks.", "mtp.layers.")
+    return f"mtp.layers.1.final_layernorm.{rest}" if first == "norm" else f"mtp.layers.0.{part}"
+
+
 @dataclass
 class Kind:
     """A family: its target, where it stores modules, and what it does around their layer."""
@@ -98,6 +107,7 @@ class Kind:
     normed: bool = True
     has_norm: bool = True
     window: int | None = None
+    sinks: int = 0  # of the first keys, which are seen beside the window
     own_tables: tuple[str, ...] = ()
     config: dict = field(default_factory=dict)  # added to the checkpoint's config.json
 
@@ -139,7 +149,33 @@ KINDS = {
                           "expert_ffn_hidden_size": 32, "zero_expert_num": 0},
         _longcat, own_tables=("embed_tokens",),
     ),
+    "Mellum": Kind(
+        "mellum", {**_MOE, "layer_types": _KINDS, "sliding_window": WINDOW, "head_dim": 12, "num_mtp_layers": 1}, _qwen, layer=0,
+        window=WINDOW,
+    ),
+    # with a vision tower: the names of GLM-4.5V and GLM-OCR; those of Qwen3.5
+    "GLM-4V": Kind("glm4v", {}, lambda *part: _deepseek(*part).replace("model.layers", "model.language_model.layers")),
+    "Qwen3.5 with images": Kind("qwen3_5", {}, _qwen, layer=1),
+    "Nemotron-H": Kind(
+        "nemotron_h", {"layer_types": ["full_attention", "moe", "mlp"], "head_dim": 12, "n_routed_experts": 4, "moe_intermediate_size": 32,
+                       "moe_shared_expert_intermediate_size": 24, "moe_latent_size": 16, "routed_scaling_factor": 2.5,
+                       "mtp_layers_block_type": ["full_attention", "moe"], "num_nextn_predict_layers": 1},
+        _nemotron,
+    ),
 }  # fmt: skip
+
+
+class TwoBlocks(nn.Module):
+    """Nemotron-H's MTP layer, from two of a target's: attention, then experts."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.blocks = nn.ModuleList(layers[:2])
+
+    def forward(self, hidden_states, attention_mask, **_):
+        for block in self.blocks:
+            hidden_states = block(hidden_states, attention_mask=attention_mask)
+        return hidden_states
 
 
 class TwoPartLayer(nn.Module):
@@ -187,9 +223,9 @@ def split_experts(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         for i, both in enumerate(value):
             for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
                 out[name.replace("gate_up_proj", f"{i}.{part}.weight")] = half
-    elif name.endswith("experts.down_proj"):
-        for i, one in enumerate(value):
-            out[name.replace("down_proj", f"{i}.down_proj.weight")] = one
+    elif name.endswith((".experts.up_proj", ".experts.down_proj")):
+        experts, _, part = name.rpartition(".")
+        out = {f"{experts}.{i}.{part}.weight": one for i, one in enumerate(value)}
     return out or {name: value}
 
 
@@ -200,25 +236,34 @@ def store(folder: Path, name: str, num_modules: int = 1, own_tables: bool = Fals
         own_tables: stored copies of embeddings and head differ from the target's; otherwise they are copies.
     """
     kind = KINDS[name]
-    model = build(kind.model_type, 0, **{**kind.options, **options})
+    is_multimodal = kind.model_type in ("glm4v", "qwen3_5")
+    model = (
+        build_multimodal(kind.model_type) if is_multimodal else build(kind.model_type, 0, **{**kind.options, **options})
+    )
     model._is_stateful = False  # Qwen3-Next and Qwen3.5 with attention layers alone have no recurrent state
     generator = torch.Generator().manual_seed(7)
-    decoder = model.model
+    decoder = model.get_decoder()
     like = decoder.layers[kind.layer]
-    like = TwoPartLayer(like) if isinstance(like.self_attn, nn.ModuleList) else like
-    hidden = model.config.hidden_size
+    if hasattr(like, "mixer"):
+        like = TwoBlocks(decoder.layers)
+    elif isinstance(like.self_attn, nn.ModuleList):
+        like = TwoPartLayer(like)
+    hidden, last_norm = (
+        model.config.get_text_config().hidden_size,
+        getattr(decoder, "norm", getattr(decoder, "norm_f", None)),
+    )
     parts, tensors = [], {}
     for i in range(num_modules):
         part: dict[str, nn.Module] = {"layer": randomized(like, generator)}
         first = parts[0] if kind.rename is _qwen and i else None  # what all modules share
         for norm in ("enorm", "hnorm", "norm"):
-            part[norm] = first[norm] if first else randomized(decoder.norm, generator)
+            part[norm] = first[norm] if first else randomized(last_norm, generator)
         part["eh_proj"] = (
             first["eh_proj"] if first else randomized(nn.Linear(2 * hidden, hidden, bias=False), generator)
         )
         if not kind.has_norm:
             part["norm"] = nn.Identity()
-        for table, module in (("embed_tokens", decoder.embed_tokens), ("lm_head", model.lm_head)):
+        for table, module in (("embed_tokens", model.get_input_embeddings()), ("lm_head", model.lm_head)):
             part[table] = randomized(module, generator) if own_tables and table in kind.own_tables else module
         stored = {
             key: value
@@ -228,7 +273,7 @@ def store(folder: Path, name: str, num_modules: int = 1, own_tables: bool = Fals
         for key, module in stored.items():
             for tensor, value in module.state_dict().items():
                 for split, each in split_experts(f"{key}.{tensor}", value).items():
-                    renamed = kind.rename(split, i, model.config.num_hidden_layers)
+                    renamed = kind.rename(split, i, model.config.get_text_config().num_hidden_layers)
                     if renamed is not None:
                         tensors[renamed] = each.detach().contiguous().clone()
         parts.append(part)
@@ -246,22 +291,26 @@ class PlainMtp:
 
     def __init__(self, stored: Stored, normed: bool | None = None, layers: list[Callable] | None = None):
         self.kind = stored.kind
+        self.rotary = copy.deepcopy(getattr(stored.model.get_decoder(), "rotary_emb", lambda *_, **__: ()))
         self.normed = stored.kind.normed if normed is None else normed
         self.parts = [{key: copy.deepcopy(module).double() for key, module in part.items()} for part in stored.parts]
+        self.layer_types = getattr(stored.model.config.get_text_config(), "layer_types", None)
         self.layers = layers or [self._transformers_layer(part["layer"]) for part in self.parts]
-        self.rotary = copy.deepcopy(stored.model.model.rotary_emb)
 
     def _transformers_layer(self, layer):
         for module in layer.modules():
             if hasattr(module, "config"):
                 module.config = copy.deepcopy(module.config)
                 module.config._attn_implementation = module.config._experts_implementation = "eager"
-        kinds = {"layer_type": _KINDS[0]} if self.kind.model_type == "mimo_v2_flash" else {}
+        kinds = {}
+        if "layer_type" in inspect.signature(getattr(self.rotary, "forward", self.rotary)).parameters:
+            kinds["layer_type"] = self.layer_types[self.kind.layer]
 
         def run(x):
             positions = torch.arange(x.shape[0])[None]
             distance = positions[0][:, None] - positions[0][None, :]
-            seen = (distance >= 0) & (distance < (self.kind.window or 10**6))
+            near = (distance < (self.kind.window or 10**6)) | (positions < self.kind.sinks)
+            seen = (distance >= 0) & near
             mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))[None, None]
             sections = positions[None].expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else positions
             rotary = tuple(each.double() for each in self.rotary(x[None], sections, **kinds))
@@ -408,5 +457,32 @@ def gated_block(layer, config, mlp=None):
         x = x + (_attend(q, k, v) * torch.sigmoid(gate.flatten(1))) @ w["self_attn.o_proj.weight"].T
         y = _rms(x, w["post_attention_layernorm.weight"], eps)
         return x + (_swiglu(y, w) if mlp is None else mlp(y, w, config))
+
+    return run
+
+
+def nemotron_blocks(layer, config):
+    """Nemotron-H's attention, which has no rotation, then its experts: sigmoid scores, of which a bias chooses, squared ReLUs in a smaller
+    space, and a shared one beside them."""
+    w = {name: value.double() for name, value in layer.state_dict().items()}
+    eps, width, scale = config.layer_norm_epsilon, config.head_dim, config.routed_scaling_factor
+
+    def run(x):
+        y = _rms(x, w["blocks.0.norm.weight"], eps)
+        q, k, v = ((y @ w[f"blocks.0.mixer.{part}_proj.weight"].T).view(len(x), -1, width) for part in "qkv")
+        x = x + _attend(q, k, v) @ w["blocks.0.mixer.o_proj.weight"].T
+        y, p = _rms(x, w["blocks.1.norm.weight"], eps), "blocks.1.mixer."
+        small = y @ w[p + "fc1_latent_proj.weight"].T
+        scores = torch.sigmoid(y @ w[p + "gate.weight"].T)
+        chosen = (scores + w[p + "gate.e_score_correction_bias"]).topk(config.num_experts_per_tok).indices
+        out = torch.zeros_like(small)
+        for t in range(len(x)):
+            for expert in chosen[t]:
+                up = (w[p + "experts.up_proj"][expert] @ small[t]).relu() ** 2
+                out[t] += (
+                    scale * scores[t, expert] / scores[t, chosen[t]].sum() * (w[p + "experts.down_proj"][expert] @ up)
+                )
+        shared = (y @ w[p + "shared_experts.up_proj.weight"].T).relu() ** 2 @ w[p + "shared_experts.down_proj.weight"].T
+        return x + out @ w[p + "fc2_latent_proj.weight"].T + shared
 
     return run

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_specdec.kernels import attention
 from hf_specdec.kernels.attention import reference
 from hf_specdec.kernels.attention import triton as attention_kernels
+from hf_specdec.kernels.attention.inputs import Window
 from hf_specdec.kernels.cache import reference as cache_reference
 from hf_specdec.kernels.random_bits import reference as random_bits
 from hf_specdec.model import captures
@@ -183,7 +184,8 @@ def attention_by_definition(query, key_pool, value_pool, inputs, scaling, *, win
             allowed = torch.cat([torch.ones(end - start, length - region, dtype=torch.bool), bits > 0], dim=1)
             key_positions[length - region :] = inputs.region_positions[row, :region]
         if window is not None:
-            allowed &= inputs.positions[start:end, None] - key_positions < window
+            size, kept = window if isinstance(window, Window) else (window, 0)
+            allowed &= (inputs.positions[start:end, None] - key_positions < size) | (key_positions < kept)
         assert allowed.any(1).all()
         masks.append(
             torch.zeros(allowed.shape, dtype=query.dtype).masked_fill_(~allowed, float("-inf")).repeat(group, 1)

@@ -276,3 +276,23 @@ def test_a_token_is_never_saved():
     config = parse_config({"method": "eagle", "model": "x", "token": "hf_secret"})
     assert config.token == "hf_secret"
     assert "hf_secret" not in config.to_json() + repr(config)
+
+
+HYDRA = {"hydra_mlp.0.0.linear.weight": torch.zeros(H, 2 * H), "hydra_lm_heads.0.0.weight": torch.zeros(V, H)}
+DFLASH = {name: torch.zeros(2, 2) for name in ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")}
+# type → (tensors, method, message)
+SPECULATORS = {
+    "hydra": (HYDRA, "hydra", "'hydra', whose trainer shows a head the token that it predicts: it cannot draft"),
+    "jetspec": (DFLASH, "dflash", "of speculators type 'jetspec', whose drafts no method here can make"),
+    "dsv4_dspark": ({"mtp.0.main_proj.weight": torch.zeros(2, 2)}, "dflash", "of speculators type 'dsv4_dspark', whose drafts no"),
+    "independent": ({"lm_head.weight": torch.zeros(2, 2)}, "eagle3", "of speculators type 'independent', whose drafts no"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SPECULATORS)
+def test_types_of_speculators_that_no_method_reads(model, tmp_path, kind):
+    tensors, method, message = SPECULATORS[kind]
+    folder = str(write(tmp_path / "head", tensors, {"speculators_model_type": kind, "num_hydra_heads": 1}))
+    for config in ({"model": folder}, {"model": folder, "method": method}):
+        with pytest.raises(SpeculativeConfigError, match=message):
+            model.generate(**ragged([5]), max_new_tokens=2, speculative_config=config)

@@ -97,6 +97,16 @@ DFLASH = {
     ),
     "DSpark in mask slots": ({}, "dspark", {"dflash_config.sample_from_anchor": False}, {"from_anchor": False}),
     "DSpark, bonus anchor": ({}, "dspark", {"dspark_bonus_anchor": True}, {"from_anchor": False}),
+    "DSpark's aliases": (
+        {}, "dspark",
+        {"dflash_config.mask_token_id": None, "dspark_noise_token_id": MASK, "dflash_config.target_layer_ids": None, "block_size": None,
+         "dspark_target_layer_ids": [1, 0], "dspark_block_size": 6, "dflash_config.markov_rank": None, "dspark_markov_rank": 6},
+        {"taps": (2, 1)},
+    ),
+    **{
+        f"the mask as {name}": ({}, None, {"dflash_config.mask_token_id": None, name: MASK}, {})
+        for name in ("pard_token", "ptd_token_id")
+    },
     "sliding, not causal": (SLIDING, None, {"is_causal": False}, {"non_causal_window": True}),
     "sliding, not causal, inside": (SLIDING, None, {"dflash_config.causal": False}, {"non_causal_window": True}),
     "full, causal": ({}, None, {"is_causal": True}, {"causal": True}),
@@ -163,6 +173,8 @@ REFUSED = {
     "a Markov head of another file": ({}, None, {"markov_rank": 4}, "markov_rank = 4, but it is no drafter with"),
     "speculators' Domino": ({"style": "speculators"}, None, {"projector_type": "domino"}, "emb_dim = None, but"),
     "another layer at the top": ({"style": "speculators"}, None, {"hidden_size": 16}, "hidden_size = 16, but transformer_layer_config"),
+    "experts of DeepSeek-V4.1's": ({}, "dspark", {"dspark_n_routed_experts": 128}, "dspark_n_routed_experts = 128, which this"),
+    "SGLang's section": ({}, "dspark", {"dspark_config": {"block_size": 3}}, "dspark_config = .*, which this format does not have"),
     "an unknown key": ({}, None, {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256, which this format does not have"),
 }  # fmt: skip
 
@@ -339,7 +351,7 @@ def medusa_file(layout: str):
     def make(folder, model):
         tensors, config, file, _ = test_medusa.LAYOUTS[layout]
         test_medusa.write(folder, tensors, config, file)
-        true = helpers_speculators.TrueHidden(model)
+        true = helpers_speculators.TrueHidden(test_medusa.as_read(model, config))
         return lambda effect: (
             lambda text, path: test_medusa.reference(tensors, config | effect, model, true(text[:-1]), len(path))
         )
@@ -409,7 +421,9 @@ DFLASH_KEYS = ALIKE | {
     **{f"dspark_bonus_anchor={value}": {"from_anchor": not value} for value in (True, False)},
     **{f"{key}={value}": {"causal": value} for value in (True, False) for key in ("is_causal", "causal")},
     "sliding_window_non_causal": {}, "shift_label=True": {"from_anchor": True}, "shift_label=False": {},
-    **alike("markov_head_type=vanilla", "enable_confidence_head=False", "confidence_head_with_markov=False"),
+    **alike(
+        "markov_head_type=vanilla", "enable_confidence_head=False", "confidence_head_with_markov=False", "use_heterogeneous_kv=False",
+    ),
 }  # fmt: skip
 DSPARK_KEYS = DFLASH_KEYS | alike(
     "shift_label=True", "projector_type=dspark", "confidence_head_alpha", "enable_confidence_head=True", "confidence_head_with_markov=True"
@@ -456,6 +470,9 @@ GOOD = {
         dflash_file("dspark", gemma=True, own_embeddings=True, own_head=True, softcap=3.0, heads=(4, 1, 16), embedding_scale=32**0.5),
         DSPARK_KEYS | GEMMA4_KEYS | {"final_logit_softcapping": {"softcap": 4.0}},
     ),
+    "DFlare": Good(
+        "dflash", dflash._TABLE, dflash_file(style="speculators", kind="dflare"), DFLASH_KEYS | alike("use_heterogeneous_kv=True"),
+    ),
     "DFlash2": Good("dflash", dflash._TABLE, dflash_file("dflash2"), DFLASH2_KEYS),
     "DFlash2, speculators": Good("dflash", dflash._TABLE, dflash_file("dflash2", style="speculators"), DFLASH2_KEYS),
     "MLP": Good(
@@ -474,6 +491,10 @@ GOOD = {
     "Medusa, converted": Good(
         "medusa", medusa._TABLE, medusa_file("converted"),
         {"logit_scale": {"logit_scale": 0.5}, "num_heads": {}, "medusa_num_heads": {}, "original_lm_head=False": {}},
+    ),
+    "Medusa, speculators": Good(
+        "medusa", medusa._TABLE, medusa_file("speculators"),
+        {"logit_scale": {"logit_scale": 0.5}, **alike("num_heads", "medusa_num_heads", "model_type")},
     ),
     "Hydra": Good("hydra", hydra._TABLE, hydra_file, {}),
     "MTP, speculators": Good(

@@ -117,6 +117,7 @@ COMPANIONS = {
     "synthetic_acceptance_rates": {"rejection_sample_method": "synthetic", "num_speculative_tokens": 2},
     "synthetic_acceptance_length": {"rejection_sample_method": "synthetic"},
     "prompt_lookup_max": {"prompt_lookup_min": 1},
+    "draft_sinks": {"draft_window": 9},
     "n_candidates": {"top_k_tokens_per_head": [2, 1]},
 }
 NEEDED = {"hybrid": {"first": NGRAM, "second": {"method": "suffix"}}, "per_request": {"methods": {"it": NGRAM}}}

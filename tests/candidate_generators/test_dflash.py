@@ -54,10 +54,10 @@ LAYOUTS = {
     "speculators, sliding": {"style": "speculators", **SLIDING},
     "speculators, sliding both ways": {"style": "speculators", "non_causal_window": True, **SLIDING},
     "speculators, from anchor": {"style": "speculators", "from_anchor": True},
-    "a part of each head rotated, bias": {"rotated": 0.5, "bias": True, "extra": {"partial_rotary_factor": 0.5}},
+    "a part of each head rotated, bias": {"rotated": 0.5, "bias": True},
     "MiMo's": {
         **SLIDING, "sinks": True, "value_scale": 0.7, "rotated": 0.334, "heads": (4, 2, 12),
-        "extra": {"attention_value_scale": 0.7, "attention_sink_bias": True, "partial_rotary_factor": 0.334},
+        "extra": {"attention_value_scale": 0.7, "attention_sink_bias": True},
     },
     "DFlash2": {"head": "dflash2"},
     "DFlash2, three taps of a convolution, capped": {
@@ -67,6 +67,15 @@ LAYOUTS = {
     "DFlash2, sliding both ways": {
         "head": "dflash2", "layer_types": ["sliding_attention"] * 2, "window": 7, "non_causal_window": True, "extra": {"is_causal": False},
     },
+    "DFlare": {"style": "speculators", "kind": "dflare", "taps": (0, 1, 2)},
+    "DFlare, sliding, bias, shared keys, own tables": {
+        "style": "speculators", "kind": "dflare", "target_keys": False, "bias": True, "own_embeddings": True, "own_head": True, **SLIDING,
+    },
+    "DFlare, a part of each head rotated, draft vocabulary": {
+        "style": "speculators", "kind": "dflare", "rotated": 0.5, "draft_ids": [*range(0, 60, 2), 59],
+    },
+    "draft vocabulary, rows of the target's head": {"head": "dspark", "draft_ids": [*range(0, 60, 2), 59], "head_rows": True},
+    "PARD-2 of speculators": {"style": "speculators", "kind": "pard2"},
     "DFlash2, speculators": {"head": "dflash2", "style": "speculators", "non_causal_window": True, **SLIDING},
 }  # fmt: skip
 
@@ -105,7 +114,7 @@ def test_deepspec_drafters_of_gemma4(tmp_path, case):
 
 
 @pytest.mark.parametrize(
-    "layout", ["plain", "causal block", "sliding", "speculators, sliding both ways", "DFlash2", "MiMo's"]
+    "layout", ["plain", "causal block", "sliding", "speculators, sliding both ways", "DFlash2", "MiMo's", "DFlare"]
 )
 def test_captured_blocks_are_those_of_the_formula(target, tmp_path, graphs_in_python, defined_attention, layout):  # noqa: F811
     """Reading context and running the block over static buffers, a graph each for every bucket."""
@@ -427,7 +436,6 @@ BAD = {
     "latent attention": (
         {}, None, lambda w: w.update({"layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 32)}), "unused .*kv_a_proj_with_mqa",
     ),
-    "table without head": ({}, None, lambda w: w.update(d2t=torch.zeros(4)), "d2t.* but no lm_head"),
 }  # fmt: skip
 
 

@@ -96,6 +96,8 @@ def test_forms_of_files_and_numbers(tiny_model, tiny_tokenizer, tmp_path):
     for name, content in (("ids.json", "[7, 300,\n 2, 41]"), ("ids.txt", "7\n300\n2\n41\n"), ("ids", " [7,300,2,41]")):
         (tmp_path / name).write_text(content)
     np.save(tmp_path / "ids.npy", np.array(ids, dtype=np.int32))
+    torch.save(ids, tmp_path / "list.pt")
+    torch.save(torch.tensor(ids), tmp_path / "tensor.pt")
     for path in tmp_path.iterdir():
         decoder = integration.get_decoder(tiny_model, parse_config(config | {"draft_vocabulary": str(path)}))
         assert decoder.generator.vocabulary.target_ids.tolist() == ids
@@ -115,15 +117,17 @@ BAD = {
     "not numbers": ("[1, 2.5]", "holds no list of token ids"),
     "words": ("the\nof", "cannot be read from .*'the'"),
     "broken": ("[1, 2", "cannot be read from"),
+    "broken.pt": ("[1, 2", "cannot be read from"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files(tiny_model, tmp_path, name):
     content, says = BAD[name]
+    path = tmp_path / name
     if content is not None:
-        (tmp_path / "ids").write_text(content)
-    assert_refused(tiny_model, DRAFTERS["mtp"] | {"draft_vocabulary": str(tmp_path / "ids")}, says)
+        path.write_text(content)
+    assert_refused(tiny_model, DRAFTERS["mtp"] | {"draft_vocabulary": str(path)}, says)
 
 
 def test_what_cannot_be_reduced(tiny_model, tmp_path):

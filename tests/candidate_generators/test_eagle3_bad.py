@@ -32,7 +32,6 @@ BAD = {
     "d2t out of range": ("yuhuili", lambda t, c: t.update(d2t=t["d2t"] + 60), r"d2t names tokens 60 to"),
     "d2t twice": ("yuhuili", lambda t, c: t.update(d2t=t["d2t"] * 0 - torch.arange(40)), "names a token of the target twice"),
     "d2t length": ("yuhuili", lambda t, c: t.update(d2t=t["d2t"][:-1]), r"d2t has shape \[39\] for a draft vocabulary of 40"),
-    "d2t without head": ("yuhuili", lambda t, c: t.pop("lm_head.weight"), r"draft vocabulary \(d2t\), but no lm_head"),
     "head without d2t": ("yuhuili", lambda t, c: t.pop("d2t"), "draft_vocab_size 40 and no table d2t"),
     "another vocabulary": ("yuhuili", lambda t, c: t.update(t2d=torch.zeros(8, dtype=torch.bool)), "vocabulary of 8 tokens"),
     "both norms": ("yuhuili", lambda t, c: c.update(fc_norm=True, norm_before_fc=True), "fc_norm = true, but the file has no fc_norm"),

@@ -1,6 +1,7 @@
 """What MTP modules are stored as: FP8 blocks, experts, own tables, shards, speculators' format; and checkpoints that do not fit."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,53 @@ def drafted(model, /, **config):
             speculative_config={**CONFIG, **config},
         )
     return recording
+
+
+class PlainReducedMtp(PlainMtp):
+    """The recursion, with logits of the draft vocabulary's tokens only."""
+
+    def __init__(self, stored, ids, rows: dict[int, torch.Tensor]):
+        super().__init__(stored)
+        for i, part in enumerate(self.parts):
+            weight = rows.get(i, stored.model.lm_head.weight.detach()[ids]).double()
+            part["lm_head"] = lambda state, weight=weight: weight @ state
+
+
+IDS = torch.tensor([*range(3, 90, 3), 127])
+D2T = IDS - torch.arange(len(IDS))
+# case → (family, number of modules, tables' names, names of stored rows by module)
+REDUCED = {
+    "a head per module": (
+        "DeepSeek-V3", 2, ("model.layers.3.d2t",), {i: f"model.layers.{3 + i}.shared_head.head.weight" for i in range(2)},
+    ),
+    "one head for all": ("Qwen3.5", 2, ("mtp.d2t", "mtp.t2d"), dict.fromkeys(range(2), "mtp.lm_head.weight")),
+    "rows of the target's head": ("GLM-4.5", 1, ("d2t", "t2d"), {}),
+    "speculators": ("speculators", 1, ("d2t", "t2d"), {0: "lm_head.weight"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_a_reduced_vocabulary(tmp_path, case):
+    """Logits are those of listed tokens, and the text is plain `generate()`'s."""
+    family, count, tables, names = REDUCED[case]
+    if family == "speculators":
+        stored = in_speculators(tmp_path, "qwen3")[2].stored
+    else:
+        stored = store(tmp_path, family, count)
+    rows = {name: torch.randn(len(IDS), 48, generator=torch.Generator().manual_seed(i)) for i, name in names.items()}
+    known = torch.zeros(128, dtype=torch.bool).index_fill_(0, IDS, True)
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update(rows | {name: D2T if name.endswith("d2t") else known for name in tables}),
+    )
+    recording = drafted(stored.model, model=stored.folder)
+    check_logits(PlainReducedMtp(stored, IDS, {i: rows[name] for i, name in names.items()}), recording, stored.model)
+    (decoder,) = integration.kept_decoders(stored.model)
+    assert torch.equal(decoder.generator.vocabulary.target_ids, IDS)
+    inputs = ragged([7, 4], vocab_size=128)
+    plain = stored.model.generate(**inputs, max_new_tokens=12)
+    config = {**CONFIG, "model": stored.folder}
+    assert torch.equal(stored.model.generate(**inputs, max_new_tokens=12, speculative_config=config), plain)
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------
@@ -168,7 +216,7 @@ def in_speculators(folder, layer_type: str, **changes):
     part |= {"embed_tokens": target.get_input_embeddings(), "lm_head": target.lm_head}
     stored = Stored(target, str(folder), kind, [part], tensors)
     plain = PlainMtp(stored)
-    plain.rotary = donor.model.rotary_emb
+    plain.rotary, plain.stored = donor.model.rotary_emb, stored
     return target, tensors, plain
 
 
@@ -186,7 +234,9 @@ def test_speculators_format(tmp_path, layer_type):
     extra = {**tensors, "lm_head.weight": torch.zeros(3, 3)}
     save_file(extra, tmp_path / "model.safetensors")
     hf_specdec.release(target)
-    with pytest.raises(hf_specdec.SpeculativeConfigError, match=r"unused lm_head\.weight"):
+    with pytest.raises(
+        hf_specdec.SpeculativeConfigError, match=r"lm_head\.weight has 3 tokens; the target has 128, and there is no"
+    ):
         drafted(target, model=str(tmp_path))
 
 
@@ -194,6 +244,12 @@ def test_speculators_format(tmp_path, layer_type):
 
 L = "model.layers.3."
 BAD = {
+    "a table without its head": (
+        lambda t: t.update({"d2t": D2T, L + "shared_head.head.weight": torch.zeros(9, 48)}), {}, r"d2t has shape \[30\] .* of 9 tokens",
+    ),
+    "a head without its table": (
+        lambda t: t.update({L + "shared_head.head.weight": torch.zeros(9, 48)}), {}, r"has 9 tokens; the target has 128, and there is no",
+    ),
     "missing tensor": (lambda t: t.pop(L + "eh_proj.weight"), {}, r"missing 0\.eh_proj\.weight"),
     "extra tensor": (lambda t: t.update({L + "mlp.gate.other": torch.zeros(2)}), {}, r"unused model\.layers\.3\.mlp\.gate\.other"),
     "other layout's tensor": (lambda t: t.update({"mtp.foo": torch.zeros(2)}), {}, r"unused mtp\.foo"),
@@ -246,6 +302,41 @@ def test_bad_checkpoints(tmp_path, glm, case):
     with pytest.raises(hf_specdec.SpeculativeConfigError, match=message):
         drafted(glm.model, model=str(folder))
     assert integration.kept_decoders(glm.model) == []
+
+
+# owner → tensors of its MTP layers that have no layout here
+UNKNOWN = {
+    "DeepSeek-V4": ("mtp.0.main_proj.weight", "mtp.2.markov_head.markov_w1.weight", "mtp.2.confidence_head.proj.weight"),
+    "DeepSeek-V4 (DSpark or not)": ("mtp.0.attn.wq_a.weight", "mtp.0.e_proj.weight", "mtp.0.hc_head_fn"),
+    "Mistral Large 4": ("mtp_dspark.layers.0.attn.wq.weight",),
+    "MiniMax-M3": (
+        "language_model.model.mtp.layers.0.eh_proj.weight",
+        "language_model.model.mtp.layers.0.transformer_layer.self_attn.q_proj.weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("owner", UNKNOWN)
+def test_layers_of_others_are_refused_by_name(tmp_path, glm, owner):
+    """Alone or in a target's checkpoint, with every method that could be meant."""
+    save_file({name: torch.zeros(2, 2) for name in UNKNOWN[owner]}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"dspark_block_size": 5, "dspark_noise_token_id": 7}))
+    for method in ({"method": "mtp"}, {"method": "dflash"}, {}):
+        with pytest.raises(
+            hf_specdec.SpeculativeConfigError, match=f"holds MTP layers of {re.escape(owner)}.*, wh(ich|ose)"
+        ):
+            glm.model.generate(
+                **ragged([5], vocab_size=128), max_new_tokens=2, speculative_config={**method, "model": str(tmp_path)}
+            )
+
+
+def test_blocks_that_a_module_cannot_have(tmp_path):
+    stored = store(tmp_path, "Nemotron-H")
+    stored.model.config.mtp_layers_block_type = ["full_attention", "linear_attention"]
+    with pytest.raises(
+        hf_specdec.SpeculativeConfigError, match=r"MTP layer of the blocks \['full_attention', 'linear_attention'\]"
+    ):
+        drafted(stored.model)
 
 
 def test_a_damaged_file_and_a_target_from_nowhere(tmp_path, glm):

@@ -5,7 +5,7 @@ from cache_checks import check_cache
 from families import build
 from helpers_drafters import assert_lossless, assert_nothing_left, run_limited_and_preempted
 from helpers_eagle import HIDDEN, recorded
-from helpers_mtp import PlainMtp, check_logits, gated_block, sparse, store
+from helpers_mtp import PlainMtp, check_logits, gated_block, nemotron_blocks, sparse, store
 from oracle import VOCAB, assert_clean, ragged
 from scheduling import make_decoder
 from test_eagle3 import SHAPES as EAGLE_SHAPES
@@ -44,6 +44,20 @@ def test_draft_logits_of_mtp_layers(tmp_path, name, shape):
     depth = parse_config({"method": "mtp", **SHAPES[shape]}).num_speculative_tokens
     emitted = set(recording.emitted())
     assert {1, 1 + depth} < emitted, emitted
+    assert_lossless(stored.model, {"method": "mtp", **SHAPES[shape]}, max_new_tokens=10, temperature=0.8)
+
+
+@pytest.mark.parametrize("shape", ["static", pytest.param("chain", marks=pytest.mark.slow)])
+def test_draft_logits_of_nemotrons_mtp_blocks(tmp_path, shape):
+    """The layer is one block with attention and one with experts; the target's own blocks have states too."""
+    # transformers bounds the states' time steps from below in prompts, and not in single tokens
+    states = {"layer_types": ["full_attention", "moe", "linear_attention", "mlp", "linear_attention"], "ssm_state_size": 8,
+              "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16, "time_step_min": 1e-6}  # fmt: skip
+    stored = store(tmp_path, "Nemotron-H", **states)
+    recording = drafted(stored.model, SHAPES[shape])
+    block = nemotron_blocks(stored.parts[0]["layer"], stored.model.config)
+    check_logits(PlainMtp(stored, layers=[block]), recording, stored.model)
+    assert {1, 3} <= set(recording.emitted())
     assert_lossless(stored.model, {"method": "mtp", **SHAPES[shape]}, max_new_tokens=10, temperature=0.8)
 
 

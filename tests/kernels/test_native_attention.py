@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.kernels.attention import native, reference
-from hf_specdec.kernels.attention.inputs import NativeRows, RowDescription
+from hf_specdec.kernels.attention.inputs import NativeRows, RowDescription, Window
 from hf_specdec.kernels.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
@@ -38,7 +38,7 @@ def problems(draw):
     return {
         "heads": group * kv_heads, "kv_heads": kv_heads, "rows": rows,
         "width": draw(st.sampled_from([8, 20, 32, 64, 80, 128])), "value_width": draw(st.sampled_from([4, 16, 33, 64, 96])),
-        "window": draw(st.sampled_from([None, 1, 4, 30])), "softcap": draw(st.sampled_from([None, 2.0])),
+        "window": draw(st.sampled_from([None, 1, 4, 30, Window(4, 3), Window(9, 20)])), "softcap": draw(st.sampled_from([None, 2.0])),
         "sinks": draw(st.booleans()), "seed": draw(st.integers(0, 2**20)),
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
     }  # fmt: skip
@@ -70,19 +70,25 @@ def batch(problem):
             seen[:, length - region :] = visibility
             keys = np.concatenate([keys[: length - region], places])
         if problem["window"] is not None:
-            seen = seen & (queries[:, None] - keys[None] < problem["window"])
+            seen = seen & near(queries, keys, problem["window"])
             seen[np.arange(count), np.arange(before, length)] |= not is_tree
         if not seen.any(axis=1).all():
             positions = queries = keys[length - count :]  # a token always sees itself
             seen = np.ones((count, length), dtype=bool)
             seen[:, length - visibility.shape[1] :] = visibility
-            seen &= queries[:, None] - keys[None] < problem["window"]
+            seen &= near(queries, keys, problem["window"])
         rows.append(RowDescription(slots, count, length, visibility, positions, places))
         allowed.append(seen)
         own.append(torch.from_numpy(slots))
         start, used = start + count, used + length
     query = torch.randn(problem["heads"], start, problem["width"], generator=draw).to(problem["dtype"]).transpose(0, 1)
     return query, *pools, NativeRows.of(rows), rows, allowed, own
+
+
+def near(queries, keys, window):
+    """bool [t, S]: keys in a window, or among the first."""
+    size, kept = window if isinstance(window, Window) else (window, 0)
+    return (queries[:, None] - keys[None] < size) | (keys[None] < kept)
 
 
 def starts_of(rows):
@@ -134,7 +140,7 @@ def test_a_query_does_not_depend_on_its_batch(instruction_set):
         assert torch.equal(found, together[own])
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [None, 9, Window(9, 5)])
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_a_query_does_not_depend_on_its_neighbours(instruction_set, dtype, is_tree, window):

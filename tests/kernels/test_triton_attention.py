@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 from hf_specdec.kernels.attention import reference
-from hf_specdec.kernels.attention.inputs import RowDescription, attention_inputs, pack_visibility, sizes_of
+from hf_specdec.kernels.attention.inputs import RowDescription, Window, attention_inputs, pack_visibility, sizes_of
 from hf_specdec.kernels.attention.launch import (
     H200,
     AttentionLaunch,
@@ -100,7 +100,8 @@ class Batch:
             if row.region_positions is not None:
                 keys[row.key_length - region :] = row.region_positions
         if window is not None:
-            seen = seen & (queries[:, None] - keys[None, :] < window)
+            size, kept = window if isinstance(window, Window) else (window, 0)
+            seen = seen & ((queries[:, None] - keys[None, :] < size) | (keys[None, :] < kept))
         return torch.from_numpy(seen), torch.from_numpy(queries), torch.from_numpy(keys)
 
     def run(self, scaling=0.2, **options):
@@ -202,7 +203,7 @@ RANDOM_BATCHES = dict(
     widths=st.sampled_from([(16, 16), (32, 32), (24, 40), (48, 16)]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     block_size=st.sampled_from([1, 4, 16, 24]),
-    window=st.sampled_from([None, None, 1, 7, 40]),
+    window=st.sampled_from([None, None, 1, 7, 40, Window(7, 3), Window(1, 20)]),
     softcap=st.sampled_from([None, 3.0]),
     sinks=st.booleans(),
     launch=st.sampled_from(LAUNCHES),
@@ -269,7 +270,24 @@ def test_wide_trees(words):
     batch = Batch(rows, 2, 1, 16, 16, torch.float32, 16, num_words=words)
     check(batch.run(launch=LAUNCHES[1]), batch.plain())
     # Two levels of the tree: positions of keys count, not their indices.
-    check(batch.run(launch=LAUNCHES[2], window=2), batch.plain(window=2))
+    for window in (2, Window(2, 5)):
+        check(batch.run(launch=LAUNCHES[2], window=window), batch.plain(window=window))
+
+
+@needs_triton
+@pytest.mark.parametrize("launch", LAUNCHES, ids=range(len(LAUNCHES)))
+def test_the_first_keys_stay_visible_beside_a_window(launch):
+    """Windows far behind the first keys, next to these, and before these end; a tile's queries may leave out different keys."""
+    rng = np.random.default_rng(4)
+    rows = [
+        RowDescription([], 1, 150),
+        RowDescription([], 20, 117),
+        random_row(rng, "tree", 140, 6),
+        RowDescription([], 3, 5),
+    ]
+    batch = Batch(rows, 4, 2, 16, 16, torch.float32, 16)
+    for window in (Window(1, 1), Window(20, 17), Window(60, 70)):
+        check(batch.run(launch=launch, window=window), batch.plain(window=window))
 
 
 @needs_triton
@@ -300,7 +318,7 @@ def test_rows_with_fewer_tiles_than_splits(launch):
     batch = Batch(rows, 2, 1, 16, 16, torch.float32, 16, max_blocks=64)
     torch.use_deterministic_algorithms(True)  # new tensors are full of NaN
     try:
-        for options in ({}, {"window": 9, "sinks": torch.tensor([0.5, -1.0])}):
+        for options in ({}, {"window": Window(5, 4)}, {"window": 9, "sinks": torch.tensor([0.5, -1.0])}):
             check(batch.run(launch=launch, **options), batch.plain(**options))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -318,7 +336,10 @@ def test_a_trash_row_full_of_poison_harms_no_other_row():
 
 
 @needs_triton
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 30), (torch.float16, None), (torch.bfloat16, None)])
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    [(torch.float32, 30), (torch.float32, Window(20, 6)), (torch.float16, None), (torch.bfloat16, None)],
+)
 def test_invariant_attention_is_the_same_bit_for_bit(dtype, window):
     """Verifying a chain of tokens at once, in a batch, as a chunk or as a tree, gives what one token at a time gives."""
     length, drafts = 75, 4

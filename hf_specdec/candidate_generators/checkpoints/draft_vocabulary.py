@@ -1,8 +1,9 @@
-"""`draft_vocabulary`: the tokens that a drafter scores, and the rows of a language-model head for them."""
+"""`draft_vocabulary`: the tokens that a drafter scores."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ...bundled import BUNDLED_PROMPTS
 from ...jsonl import read_rows
@@ -51,18 +51,20 @@ def draft_ids(config: TreeDraftingConfig, target: PackedModel, context: DrafterC
 
 
 def _read(config: TreeDraftingConfig, path: str) -> list[int]:
-    """The ids in a file: .npy, a JSON list, or text with an id a line."""
+    """The ids in a file: .npy, .pt (SGLang's token maps), a JSON list, or text with an id a line."""
     file = Path(path).expanduser()
     try:
         if file.suffix == ".npy":
             found = np.load(file, allow_pickle=False).tolist()
+        elif file.suffix == ".pt":
+            found = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True)).tolist()
         else:
             text = file.read_text(encoding="utf-8")
             found = json.loads(text) if text.lstrip()[:1] in ("[", "{") else [int(line) for line in text.split()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise config.fail(_KEY, f"cannot be read from {path!r}: {error}.") from None
     if not isinstance(found, list) or not all(type(token) is int for token in found):
-        raise config.fail(_KEY, f"is {path!r}, which holds no list of token ids (JSON, .npy, or an id a line).")
+        raise config.fail(_KEY, f"is {path!r}, which holds no list of token ids (JSON, .npy, .pt, or an id a line).")
     return found
 
 
@@ -77,25 +79,3 @@ def _of_prompts(
         )
     texts = [tokenizer.encode(row["prompt"]) for row in read_rows(BUNDLED_PROMPTS, "prompt")]
     return most_frequent([*texts, list(range(target.vocab_size))], count)
-
-
-def rows_of(config: TreeDraftingConfig, head: Any, ids: torch.Tensor) -> nn.Linear:
-    """A linear layer with a copy of these rows of a language-model head.
-
-    Raises:
-        SpeculativeConfigError: the head is no linear layer with plain weights, or has no such rows.
-    """
-    weight = head.weight
-    plain = isinstance(head, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
-    if not plain or weight.is_meta:
-        raise config.fail(
-            _KEY, f"cannot be used: the language-model head, {type(head).__name__}, has no plain weights."
-        )
-    if int(ids.max()) >= len(weight):
-        raise config.fail(_KEY, f"has the id {int(ids.max())}, and the drafter scores {len(weight)} tokens.")
-    ids = ids.to(weight.device)
-    rows = nn.Linear(weight.shape[1], len(ids), bias=head.bias is not None, device="meta")
-    rows.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
-    if head.bias is not None:
-        rows.bias = nn.Parameter(head.bias.detach()[ids], requires_grad=False)
-    return rows

@@ -36,6 +36,12 @@ _NEWLINE = re.compile(r"\s*\n\s*")  # in messages of other libraries
 # Left in files by trainers; drafting does not use them.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
 
+# Layers that are made of more than a method here runs: sparse attention, streams that are mixed.
+_REFUSED = {
+    r"mtp\.\d+\.(main_proj|attn)\.": "DeepSeek-V4 (DSpark or not)",
+    r"mtp_dspark\.": "Mistral Large 4 (DSpark)",
+    r"((language_)?model\.)+mtp\.layers\.\d+\.transformer_layer\.(self_attn|block_sparse_moe)\.": "MiniMax-M3",
+}
 # What torch and transformers raise for values that do not describe a model.
 BAD_VALUES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, StrictDataclassError)
 
@@ -319,6 +325,16 @@ def counted(checkpoint: Checkpoint, numbers: Iterable[int], what: str) -> int:
     return len(present)
 
 
+def refused_kind(checkpoint: Checkpoint) -> str | None:
+    """What a checkpoint in no format is, if that is known."""
+    if kind := checkpoint.config.get("speculators_model_type"):
+        return f"is of speculators type {kind!r}"
+    for pattern, owner in _REFUSED.items():
+        if checkpoint.any(pattern):
+            return f"holds MTP layers of {owner}"
+    return None
+
+
 def infer_format(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint.
 
@@ -332,6 +348,8 @@ def infer_format(checkpoint: Checkpoint) -> Format:
     tried = "; ".join(form.name for form in _FORMATS)
     if fitting:
         raise checkpoint.error(f"fits several formats ({'; '.join(f.name for f in fitting)}): name the 'method'.")
+    if what := refused_kind(checkpoint):
+        raise checkpoint.error(f"{what}, whose drafts no method here can make.")
     some = ", ".join(sorted(checkpoint.names())[:6])
     raise checkpoint.error(f"is in no known format. Tried: {tried}. Its tensors are {some}, ..")
 

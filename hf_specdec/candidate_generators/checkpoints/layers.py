@@ -149,7 +149,7 @@ def pair_rotated(layers: nn.ModuleList, config: Any) -> None:
         attention: Any = layer.self_attn
         for weight in [
             weight
-            for name in ("q_proj", "k_proj", "q_norm", "k_norm")
+            for name in ("q_proj", "k_proj", "k_proj_target", "q_norm", "k_norm")
             for weight in getattr(attention, name, nn.Identity()).parameters()
         ]:
             weight.data = weight.unflatten(0, (-1, width))[:, order.to(weight.device)].flatten(0, 1)

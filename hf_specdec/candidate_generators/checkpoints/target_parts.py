@@ -114,11 +114,54 @@ def checked_ids(checkpoint: Checkpoint, target: PackedModel, name: str, ids: tor
     return ids.to(device_and_dtype(target)[0])
 
 
+def mapped_ids(checkpoint: Checkpoint, plan: Plan, target: PackedModel, size: int | None = None) -> torch.Tensor | None:
+    """The target's ids int64 [Vd] of a reduced draft vocabulary; None: it is the whole one. The table `d2t`, offsets from the draft
+    vocabulary's ids to the target's, and `t2d`, are removed from the plan.
+
+    Args:
+        size: rows of the file's language-model head; None: it has none.
+
+    Raises:
+        CheckpointError: the table does not fit the head or the target, or `t2d`, bool [V], names other tokens.
+    """
+    source, other = plan.sources.pop("d2t", None), plan.sources.pop("t2d", None)
+    if source is None:
+        return None
+    offsets = checkpoint.tensor(source).to(torch.long)
+    ids = offsets + (torch.arange(len(offsets)) if offsets.dim() == 1 else 0)
+    ids = checked_ids(checkpoint, target, "d2t", ids, offsets.numel() if size is None else size)
+    if other is not None:
+        known = checkpoint.tensor(other).to(torch.bool).nonzero().flatten()
+        if not torch.equal(known, ids.sort().values.cpu()):
+            raise checkpoint.error(f"t2d and d2t name different tokens: {len(known)} and {len(ids)} of them.")
+    return ids
+
+
+def shared_head(checkpoint: Checkpoint, target: PackedModel, ids: torch.Tensor | None) -> nn.Module:
+    """The target's language-model head for a file without one; its rows of the draft vocabulary, if that is reduced."""
+    return target_head(target) if ids is None else rows_of(target_head(target), ids, checkpoint.error)
+
+
+def rows_of(head: Any, ids: torch.Tensor, fail: Callable[[str], Exception]) -> nn.Linear:
+    """A linear layer with a copy of these rows of a language-model head; where that is impossible, `fail` makes the error."""
+    weight = head.weight
+    plain = isinstance(head, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
+    if not plain or weight.is_meta:
+        raise fail(f"cannot be used: the language-model head, {type(head).__name__}, has no plain weights.")
+    if int(ids.max()) >= len(weight):
+        raise fail(f"has the id {int(ids.max())}, and the drafter scores {len(weight)} tokens.")
+    ids = ids.to(weight.device)
+    rows = nn.Linear(weight.shape[1], len(ids), bias=head.bias is not None, device="meta")
+    rows.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
+    if head.bias is not None:
+        rows.bias = nn.Parameter(head.bias.detach()[ids], requires_grad=False)
+    return rows
+
+
 def vocabulary_of(
     checkpoint: Checkpoint, plan: Plan, target: PackedModel, width: int, stated: int | None = None, whole: int | None = None
 ) -> tuple[DraftVocabulary, nn.Module | None]:  # fmt: skip
-    """The draft vocabulary of a head of that width, and the target's language-model head if the file has none. The table `d2t` of a
-    reduced vocabulary, offsets from its ids to the target's, is removed from the plan.
+    """The draft vocabulary of a head of that width (see `mapped_ids`), and the `shared_head` if the file has none.
 
     Args:
         stated, whole: number of tokens of the draft vocabulary and of the whole one, as config.json says.
@@ -126,36 +169,21 @@ def vocabulary_of(
     Raises:
         CheckpointError: the file contradicts itself or the target.
     """
-    source = plan.sources.pop("d2t", None)
-    offsets = None if source is None else checkpoint.tensor(source).to(torch.long)
-    shared: Any = None
-    if "lm_head.weight" in plan:
-        size = plan.matrix("lm_head.weight")[0]
-    elif offsets is not None:
-        raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight for it.")
-    elif width != target.config.hidden_size:
+    size = plan.matrix("lm_head.weight")[0] if "lm_head.weight" in plan else None
+    if size is None and width != target.config.hidden_size:
         raise checkpoint.error(
             f"has no lm_head.weight, and the target's reads hidden states of width {target.config.hidden_size}, not {width}."
         )
-    else:
-        shared = target_head(target)
-        size = shared.weight.shape[0]
-    whole = whole or target.vocab_size
-    if stated is not None and offsets is None and (stated < whole or stated not in (size, whole)):
+    ids = mapped_ids(checkpoint, plan, target, size)
+    shared: Any = shared_head(checkpoint, target, ids) if size is None else None
+    size, whole = size or len(shared.weight), whole or target.vocab_size
+    if stated is not None and ids is None and (stated < whole or stated not in (size, whole)):
         raise checkpoint.error(f"has draft_vocab_size {stated} and no table d2t of these tokens.")
-    if stated not in (None, size) and offsets is not None:
+    if stated not in (None, size) and ids is not None:
         raise checkpoint.error(f"has draft_vocab_size {stated}, but logits for {size} tokens.")
-    if offsets is None:
+    if ids is None:
         check_vocabulary(checkpoint, target, size)
-        return DraftVocabulary(target.vocab_size), shared
-    ids = offsets + (torch.arange(len(offsets)) if offsets.dim() == 1 else 0)
-    vocabulary = DraftVocabulary(target.vocab_size, checked_ids(checkpoint, target, "d2t", ids, size))
-    for name in ("t2d", "model.t2d"):  # bool [V], true for the tokens of the draft vocabulary
-        if name in checkpoint:
-            known = checkpoint.tensor(name).to(torch.bool).nonzero().flatten()
-            if not torch.equal(known, ids.sort().values):
-                raise checkpoint.error(f"t2d and d2t name different tokens: {len(known)} and {len(ids)} of them.")
-    return vocabulary, shared
+    return DraftVocabulary(target.vocab_size, ids), shared
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:

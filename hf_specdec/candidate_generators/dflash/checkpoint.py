@@ -30,17 +30,21 @@ logger = logging.getLogger(__name__)
 
 _MUSE = "muse_glimmer_assistant"  # transformers' own DFlash, with names of its own
 _RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-# `vocabulary_of` reads t2d; some trainers leave the verifier's norm and head in the file.
-_NOT_IN_MODULE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+# Some trainers leave the verifier's norm and head in the file.
+_NOT_IN_MODULE = ("verifier_norm.weight", "verifier_lm_head.weight")
+_KINDS = ("dflash", "dflash2", "dspark", "dflare", "pard2")  # of speculators
 _PROJECTORS = {
-    **dict.fromkeys(("DFlashDraftModel", "DFlashSpeculator", "MuseGlimmerAssistantModel")),
+    **dict.fromkeys(
+        ("DFlashDraftModel", "DFlashSpeculator", "MuseGlimmerAssistantModel", "DFlareDraftModel", "DFlareSpeculator",
+         "Pard2DraftModel", "Pard2Speculator")
+    ),
     **dict.fromkeys(("DSparkDraftModel", "DSparkSpeculator", "Qwen3DSparkModel", "Gemma4DSparkModel"), "dspark"),
     **dict.fromkeys(("DFlash2DraftModel", "DFlash2Speculator"), "dflash2"),
     "DominoDraftModel": "domino",
-}
+}  # fmt: skip
 _HEAD_KEYS = {
     "dspark": {
-        **keys(integer(0), "markov_rank"),
+        "markov_rank": Key(integer(0), places=("markov_rank", "dspark_markov_rank")),
         "markov_head_type": Key(one_of(*MARKOV_TYPES), default="vanilla"),
         **keys(FLAG, "enable_confidence_head", "confidence_head_with_markov"),
         "confidence_head_alpha": Key(NUMBER, default=0.0),
@@ -56,7 +60,7 @@ _DFLASH2 = {
 }  # its writers' defaults
 _TABLE = Table(
     {
-        "kind": Key(one_of("dflash", "dflash2", "dspark"), places=(".speculators_model_type", "speculators_config.algorithm")),
+        "kind": Key(one_of(*_KINDS), places=(".speculators_model_type", "speculators_config.algorithm")),
         "architectures": Key(NAMES, default=[], places=(".architectures",)),
         "projector": Key(one_of("dflash", "dspark", "domino", "dflash2"), places=("projector_type",)),
         "block_size": Key(integer(0), places=("block_size", "dspark_block_size")),
@@ -76,6 +80,7 @@ _TABLE = Table(
         **keys(NUMBER, "input_embedding_scale", "final_logit_softcapping"),
         "output_multiplier": Key(NUMBER, default=1.0),
         "attention_value_scale": Key(NUMBER, default=1.0),
+        "use_heterogeneous_kv": Key(FLAG, tensor="layers.0.self_attn.k_proj_target.weight"),
         "sinks": Key(
             FLAG, places=("attention_sink_bias", "add_swa_attention_sink_bias"), tensor="layers.0.self_attn.attention_sink_bias"
         ),
@@ -89,14 +94,17 @@ _TABLE = Table(
     section="dflash_config",
     only={"use_aux_hidden_state": True},
     # the number of heads says the first; the others are for training
-    nothing=frozenset({"attention_mode", "lambda_base_start", "lambda_base_decay_ratio", "auf"}),
+    nothing=frozenset({
+        "attention_mode", "lambda_base_start", "lambda_base_decay_ratio", "auf", "progressive_gamma", "gamma_start", "gamma_max",
+        "ce_alpha", "kd_alpha", "kd_temperature", "target_feat_dropout",
+    }),
 )  # fmt: skip
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
     kind = checkpoint.config.get("speculators_model_type")
     if kind is not None:
-        return kind in ("dflash", "dflash2", "dspark")
+        return kind in _KINDS
     if checkpoint.config.get("model_type") == _MUSE:
         return True
     has_norms = "hidden_norm.weight" in checkpoint and "layers.0.self_attn.q_norm.weight" in checkpoint
@@ -104,7 +112,8 @@ def is_dflash(checkpoint: Checkpoint) -> bool:
 
 
 register_format(
-    "DFlash, DFlash2, DSpark, Domino (z-lab/*-DFlash*, DeepSpec, SpecForge, speculators: hidden_norm, fc; Muse Glimmer's assistant)",
+    "DFlash, DFlash2, DSpark, Domino, DFlare, PARD-2 (z-lab/*-DFlash*, DeepSpec, SpecForge, speculators: hidden_norm, fc; Muse Glimmer's "
+    "assistant)",
     "dflash",
     is_dflash,
 )
@@ -184,6 +193,8 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
             i for i in range(config.num_hidden_layers) if f"layers.{i}.self_attn.attention_sink_bias" in plan
         ),
         softcap=given.final_logit_softcapping or cap,
+        fused_by_layer="fusion_weights" in plan,
+        target_keys="layers.0.self_attn.k_proj_target.weight" in plan,
     )
     _check(checkpoint, given, layout, target)
     return layout
@@ -199,7 +210,7 @@ def _block_size(given: Any, is_dflash2: bool) -> int:
 def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
     """The keys of the DSpark, Domino or DFlash2 parts, `projector_type` tells which; {} if the file has none of these."""
     named = {_PROJECTORS.get(name, name) for name in given.architectures} | {given.projector, given.kind}
-    named -= {None, "dflash"}
+    named -= {None, "dflash", "dflare", "pard2"}
     if len(named) > 1 or not named <= set(_HEAD_KEYS) or (named and given.projector == "dflash"):
         raise checkpoint.error(
             f"config.json has architectures = {given.architectures}, with projector_type {given.projector!r}; known are "
@@ -340,6 +351,8 @@ def load_dflash(
             f"fc.weight reads {reads} numbers, but {len(layout.tapped)} of the target's layers have "
             f"{len(layout.tapped) * feature_size}. It is for another target." + trained_for(checkpoint)
         )
+    if layout.fused_by_layer and feature_size != config.hidden_size:
+        raise checkpoint.error(f"has width {config.hidden_size}, but sums hidden states of width {feature_size}.")
     mask = _mask_embedding(checkpoint, plan, layout)
     stated = layout.draft_vocab_size, config.vocab_size
     vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
@@ -361,5 +374,5 @@ def load_dflash(
         embeddings=embeddings,
         lm_head=drafter.lm_head or shared,
         vocabulary=vocabulary,
-        mask=None if mask is None else mask.to(drafter.fc.weight) * (layout.embedding_scale or 1.0),
+        mask=None if mask is None else mask.to(drafter.norm.weight) * (layout.embedding_scale or 1.0),
     )

@@ -91,7 +91,7 @@ class DFlashGenerator(FeatureGenerator):
     # ---- reading the text -------------------------------------------------------------------------------------------
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The drafter's context [n, H], which is smaller than the tapped layers it is made of."""
+        """The drafter's context (see `BlockHead.context`), which is smaller than the tapped layers it is made of."""
         layers = [output.layers[i] for i in self.layout.tapped]
         return self.block.context(gather_features(layers, index, self.head.device, self.head.dtype))
 
@@ -174,7 +174,7 @@ class DFlashGenerator(FeatureGenerator):
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device
-        return self.loaded.embeddings(ids[None].to(device), self.block.module.fc.weight)[0]
+        return self.loaded.embeddings(ids[None].to(device), self.block.module.norm.weight)[0]
 
     def log_survival(self) -> torch.Tensor | None:
         """The confidence head's estimates, if the checkpoint has one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable
@@ -53,6 +54,8 @@ class DFlashLayout:
         logit_scale, softcap: of `layers.capped`.
         value_scale: factor of attention's values.
         sinks: layers whose attention has a sink, a logit per head that no key has.
+        fused_by_layer: a layer reads a weighted sum of the tapped states (DFlare), not a projection that all layers share.
+        target_keys: context has projections of its own to keys and values (DFlare).
     """
 
     layers: PretrainedConfig
@@ -69,6 +72,8 @@ class DFlashLayout:
     softcap: float | None = None
     value_scale: float = 1.0
     sinks: frozenset[int] = frozenset()
+    fused_by_layer: bool = False
+    target_keys: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -225,8 +230,14 @@ class DFlashDrafter(nn.Module):
         config: Any = layout.layers
         heads = layout.heads
         size, kind = config.hidden_size, heads.get("projector_type")
-        self.fc = nn.Linear(len(layout.tapped) * feature_size, size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
+        if layout.fused_by_layer:
+            self.fusion_weights = nn.Parameter(torch.empty(config.num_hidden_layers, len(layout.tapped)))
+            self.fusion_norms = nn.ModuleList(
+                Qwen3RMSNorm(size, eps=config.rms_norm_eps) for _ in range(config.num_hidden_layers)
+            )
+        else:
+            self.fc = nn.Linear(len(layout.tapped) * feature_size, size, bias=False)
+            self.hidden_norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
         self.is_convolved = kind == "dflash2"
         self.layers = nn.ModuleList(
             ConvolvedLayer(config, i, heads["conv_kernel_size"], heads["conv_group_size"])
@@ -260,6 +271,10 @@ class DFlashDrafter(nn.Module):
             vars(attention)["sliding_window"] = None  # windows are in the masks of `BlockHead`
             if i in layout.sinks:
                 attention.attention_sink_bias = nn.Parameter(torch.empty(config.num_attention_heads))
+            if layout.target_keys:
+                attention.k_proj_target, attention.v_proj_target = map(
+                    copy.deepcopy, (attention.k_proj, attention.v_proj)
+                )
 
     @property
     def sequential(self) -> SequentialHead | None:
@@ -285,8 +300,14 @@ class BlockHead(PackedHead):
 
     @torch.no_grad()
     def context(self, features: torch.Tensor) -> torch.Tensor:
-        """The context features [n, H] that all layers read, from the target's concatenated hidden states [n, layers * Ht]."""
-        return self.module.hidden_norm(self.module.fc(features))
+        """The context features [n, H] that all layers read, or [n, layers * H] if a layer has its part, from the target's concatenated
+        hidden states [n, tapped * Ht]."""
+        module = self.module
+        if not self.layout.fused_by_layer:
+            return module.hidden_norm(module.fc(features))
+        states = features.unflatten(1, (-1, self.config.hidden_size))
+        sums = module.fusion_weights.softmax(dim=-1) @ states  # [n, layers, H]
+        return torch.cat([norm(sums[:, i]) for i, norm in enumerate(module.fusion_norms)], dim=-1)
 
     def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
         """As in the base; reading context and running a block are captured separately."""
@@ -297,19 +318,22 @@ class BlockHead(PackedHead):
 
     @torch.no_grad()
     def read(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> Any:
-        """Write the keys and values of context tokens [T, H], in the rows' order, to their slots. Returns None."""
+        """Write the keys and values of context tokens (`context`), in the rows' order, to their slots. Returns None."""
         if self.reading_graphs is None or self.reading_graphs.run([rows], cache, features) is None:
             self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), features)
 
     def write_context(self, batch: PackedBatch | CapturedBatch, features: torch.Tensor) -> torch.Tensor:
         """`read` for a packed batch; returns `features`."""
         cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
+        parts = features.split(self.config.hidden_size, dim=1)
         with batch.cache.running(batch):
             for index, layer in enumerate(self.module.layers):
                 attention: Any = layer.self_attn
-                shape = (1, len(features), -1, attention.head_dim)
-                keys = attention.k_proj(features).view(shape)
-                values = keys if attention.v_proj is None else attention.v_proj(features).view(shape)
+                part, shape = parts[index % len(parts)], (1, len(features), -1, attention.head_dim)
+                to_keys = getattr(attention, "k_proj_target", attention.k_proj)
+                to_values = getattr(attention, "v_proj_target", attention.v_proj)
+                keys = to_keys(part).view(shape)
+                values = keys if to_values is None else to_values(part).view(shape)
                 if isinstance(self.config, Gemma4TextConfig):
                     values = attention.v_norm(values)
                 keys, values = attention.k_norm(keys).transpose(1, 2), values.transpose(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -27,9 +28,9 @@ from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
 from ..base import DrafterContext, MayMissSteps, RunsModel
-from ..checkpoints.draft_vocabulary import draft_ids, rows_of
+from ..checkpoints.draft_vocabulary import draft_ids
 from ..checkpoints.files import Checkpoint, register_format, versions_of
-from ..checkpoints.target_parts import once_per
+from ..checkpoints.target_parts import once_per, rows_of
 from ..growing.own_cache import OwnsCache
 from ..growing.tree_growth import Draft, DraftLevel
 from ..growing.tree_shapes import TreeDraftingConfig
@@ -119,7 +120,8 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         except (OSError, ValueError) as error:
             raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
         if ids is not None:
-            model.set_output_embeddings(rows_of(config, model.get_output_embeddings(), ids))
+            fail = functools.partial(config.fail, "draft_vocabulary")
+            model.set_output_embeddings(rows_of(model.get_output_embeddings(), ids, fail))
         return (model if sharding else model.to(target.device)).eval()
 
     # transformers patches its own classes while it loads: two loads at once would leave them patched.
@@ -168,7 +170,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
             )
         borrowed = model is context.assistant_model
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
-        self.drafter.window = config.draft_window
+        self.drafter.window = config.window
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
         self.has_graphs = self.drafter.graphs is not None
         self.grow_as(config.shape(), has_loop=self.has_loop and self.has_graphs)

@@ -56,15 +56,12 @@ _TABLE = Table(
 )  # fmt: skip
 
 
-def canonical_name(name: str) -> str | None:
-    """The module's name of a tensor: `layers.0` for `midlayer`, no prefix `model.`; None for tensors that drafting does not need.
-
-    `t2d` is for training.
-    """
+def canonical_name(name: str) -> str:
+    """The module's name of a tensor: `layers.0` for `midlayer`, no prefix `model.`."""
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
         return "layers.0." + name.removeprefix("midlayer.")
-    return None if name == "t2d" else name
+    return name
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:

@@ -93,9 +93,9 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         Args:
             native, graphs: False: never use the native library, or CUDA graphs.
         """
-        if self.config.draft_window is not None:
+        if self.config.window is not None:
             head = copy.copy(head)
-            head.window = self.config.draft_window
+            head.window = self.config.window
         rewritten = self.config.compile is not False and self.config.quantization is None
         head = head.with_graphs(self.config.cuda_graphs if graphs else False, rewritten)
         self.has_graphs = head.graphs is not None

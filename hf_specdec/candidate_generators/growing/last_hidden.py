@@ -35,8 +35,8 @@ class LastHiddenConfig(HeadConfig):
 class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     """Drafts from each sequence's newest token and the target's final hidden state before it.
 
-    One row [H] is kept per sequence: the target's hidden state (after the last norm, as its language-model head reads it)
-    that produced the sequence's newest token. A sequence without one, because its prompt is still being read or it was
+    One row [H] is kept per sequence: the target's hidden state (after the last norm, as its language-model head reads it, or after
+    the layer in `taps`) that produced the sequence's newest token. A sequence without one, because its prompt is still being read or it was
     evicted, gets no draft.
 
     A subclass sets `vocabulary` in its `__init__`, and implements
@@ -99,13 +99,14 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
 
     def observe(self, outcome: StepOutcome) -> None:
         """Keep the hidden state that produced each verified sequence's newest token."""
-        assert outcome.output is not None and outcome.output.last_hidden is not None
+        assert outcome.output is not None
         going = {seq.id for seq in outcome.sequences if not seq.finished}
         read, rows, counts = outcome.read_rows()
         last = rows[np.cumsum(counts) - 1].tolist()
         kept = {seq.id: row for seq, row in zip(read, last, strict=True) if seq.id in going}
         if kept:
-            states = outcome.output.last_hidden
+            states = outcome.output.layers[self.taps.layers[0]] if self.taps.layers else outcome.output.last_hidden
+            assert states is not None
             states = states.index_select(0, upload(list(kept.values()), states.device)).to(self.device, self.dtype)
             self.hidden.update(zip(kept, states.unbind(), strict=True))
 

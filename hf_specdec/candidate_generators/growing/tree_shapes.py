@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...config import MOST_DRAFT_NODES, MOST_DRAFT_TOKENS, SpeculativeConfig, config_key, nearest_hint
+from ...kernels.attention.inputs import Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,12 +331,17 @@ class TreeDraftingConfig(SpeculativeConfig):
     )
     draft_window: int | None = config_key(
         None,
-        "a drafter with keys of its own attends to so many of the last tokens only, or fewer if its file says so",
+        "a drafter with keys of its own attends to so many last tokens only, or fewer if its file says so",
+        minimum=1,
+    )
+    draft_sinks: int | None = config_key(
+        None,
+        "with draft_window: so many first tokens stay visible, too, unless the file has a window",
         minimum=1,
     )
     draft_vocabulary: int | str | None = config_key(
         None,
-        "the drafter scores only these tokens: a file of ids (JSON list, .npy, or one a line; from `hf-specdec calibrate`), or a "
+        "the drafter scores only these tokens: a file of ids (JSON list, .npy, .pt, or one a line; from `hf-specdec calibrate`), or a "
         "number: so many, the most frequent in the bundled prompts. Not for hydra, gemma4_assistant, and heads with a draft vocabulary",
     )
     draft_confidence_threshold: float | None = config_key(
@@ -369,6 +375,15 @@ class TreeDraftingConfig(SpeculativeConfig):
         if self.top_k is not None and self.total_tokens is None:
             self.total_tokens = 60
         self._check_dynamic_tree()
+        if self.draft_sinks is not None and self.draft_window is None:
+            raise self.fail("draft_sinks", "is for drafters with a window: give 'draft_window' too.")
+
+    @property
+    def window(self) -> int | Window | None:
+        """What a drafter with keys of its own sees of the text; None: all that its layers see."""
+        if self.draft_window is None or self.draft_sinks is None:
+            return self.draft_window
+        return Window(self.draft_window, self.draft_sinks)
 
     @property
     def tree_key(self) -> str | None:

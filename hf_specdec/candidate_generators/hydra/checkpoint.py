@@ -53,6 +53,10 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     Raises:
         CheckpointError: an architecture other than "mlp" and "prefix-mlp", tensors that do not fit, or heads for another target.
     """
+    if checkpoint.config.get("speculators_model_type") == "hydra":
+        raise checkpoint.error(
+            "is of speculators type 'hydra', whose trainer shows a head the token that it predicts: it cannot draft."
+        )
     has_prefix = checkpoint.any(_PREFIX.pattern)
     kind = "prefix-mlp" if has_prefix else "mlp"
     given = _TABLE.read(checkpoint)

@@ -1,4 +1,4 @@
-"""Medusa checkpoints, original, merged (Medusa-2) and converted for vLLM: how they are recognised and loaded."""
+"""Medusa checkpoints, original, merged (Medusa-2), converted for vLLM, and of speculators: how they are recognised and loaded."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 import re
 from functools import partial
 
+from ...core.output import Taps
 from ...model.packed_model import PackedModel
 from ..checkpoints.files import Checkpoint, Plan, counted, one_copy, register_format, share_equal
-from ..checkpoints.keys import FLAG, NUMBER, Key, Table, integer
-from ..checkpoints.target_parts import built, check_target, checked_ids, target_head
+from ..checkpoints.keys import FLAG, NUMBER, Key, Table, integer, one_of
+from ..checkpoints.target_parts import built, check_target, checked_ids, mapped_ids, shared_head
 from .head import MedusaHeads
 
 logger = logging.getLogger(__name__)
@@ -17,8 +18,9 @@ logger = logging.getLogger(__name__)
 _PREFIX = re.compile(r"medusa_heads?\.")
 _TABLE = Table(
     {
+        "kind": Key(one_of("medusa"), places=(".speculators_model_type", "speculators_config.algorithm")),
         "num_heads": Key(integer(), places=("medusa_num_heads", "num_heads")),
-        "original_lm_head": Key(FLAG, default=False),
+        "original_lm_head": Key(FLAG),
         "medusa_fc_bias": Key(FLAG, tensor="blocks.0.layers.0.bias"),
         "logit_scale": Key(NUMBER, default=1.0),
     },
@@ -26,6 +28,7 @@ _TABLE = Table(
         # the file's tensors are counted and measured
         "medusa_num_layers", "num_hidden_layers", "num_layers", "hidden_size", "medusa_hidden_size", "vocab_size",
         "medusa_vocab_size", "truncated_vocab_size", "version", "max_paths", "topk", "max_seq_len", "model_type",
+        "head_weight_decay",
     }),
     has_layers=False,
 )  # fmt: skip
@@ -47,7 +50,9 @@ register_format(
     is_original,
 )
 register_format(
-    "Medusa as converted for vLLM (abhigoyal/vllm-medusa-*: blocks.{head}.layers.{block})", "medusa", is_converted
+    "Medusa as converted for vLLM, and of speculators (abhigoyal/vllm-medusa-*: blocks.{head}.layers.{block})",
+    "medusa",
+    is_converted,
 )
 
 
@@ -88,7 +93,7 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     """
     # a merged checkpoint has the target's config.json
     own = Checkpoint(checkpoint.folder, checkpoint.name)
-    if checkpoint.config.get("model_type", "medusa") != "medusa":
+    if checkpoint.config.get("model_type", "medusa") != "medusa" and "speculators_model_type" not in checkpoint.config:
         own.config = {}
     plan, *numbers, num_lm_heads = _planned(checkpoint, bool(own.config.get("original_lm_head")))
     given, first = _TABLE.read(own, plan), "blocks.0.layers.0.weight"
@@ -98,17 +103,23 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
         raise checkpoint.error(f"has no {first} (0.0.linear.weight in the original layout).")
     hidden_size = plan.matrix(first)[0]
     sizes = [plan.matrix(name)[0] for name in plan.sources if name.startswith("lm_heads.")]
+    if given.original_lm_head is False and not sizes:
+        raise checkpoint.error("config.json says original_lm_head = false, but the file has no language-model heads.")
+    target_ids = mapped_ids(checkpoint, plan, target, sizes[0] if sizes else None)
+    lm_head = shared_head(checkpoint, target, None if sizes else target_ids)
     vocab_size = sizes[0] if sizes else target.vocab_size
-    check_target(checkpoint, target, hidden_size, None if "token_map" in plan else vocab_size)
-    target_ids = None
+    is_whole = target_ids is None and "token_map" not in plan
+    check_target(checkpoint, target, hidden_size, vocab_size if is_whole else None)
     if "token_map" in plan:
         ids = checkpoint.tensor(plan.sources.pop("token_map")).long()
         target_ids = checked_ids(checkpoint, target, "token_map", ids, vocab_size)
-    has_bias, lm_head = "blocks.0.layers.0.bias" in plan, target_head(target)
+    has_bias = "blocks.0.layers.0.bias" in plan
     make = partial(
         MedusaHeads, hidden_size, *numbers, [vocab_size] * num_lm_heads, has_bias, lm_head, given.logit_scale
     )
     heads = built(checkpoint, plan, target, make)
     share_equal(heads)
     heads.target_ids = target_ids
+    if given.kind is not None:  # trained on the last layer's output before the last norm
+        heads.taps = Taps(layers=(target.config.num_hidden_layers,), newest_only=True)
     return heads

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
+from ..checkpoints.config import proposed_length
 from ..checkpoints.files import Checkpoint
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
@@ -42,7 +43,9 @@ class MedusaGenerator(LastHiddenGenerator):
     def __init__(self, config: MedusaConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(lambda head: is_original(head) or is_converted(head))
         self.heads = load_once(config, target, lambda: load_medusa(checkpoint, target))
+        config = config.with_default_length(proposed_length(checkpoint))
         super().__init__(config, target, self.heads, len(self.heads.blocks))
+        self.taps = self.heads.taps
         self.vocabulary = DraftVocabulary(target.vocab_size, self.heads.target_ids)
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...core.output import Taps
+
 
 class ResidualBlocks(nn.Module):
     """A stack of residual blocks u + SiLU(W u + b)."""
@@ -34,6 +36,7 @@ class MedusaHeads(nn.Module):
 
     Attributes:
         target_ids: int64 [Vd], the target's id of each token in the heads' vocabulary; None: the same ids.
+        taps: the target's state that the heads read.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class MedusaHeads(nn.Module):
         self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, size, bias=False) for size in vocab_sizes)
         self.scale = scale
         self.target_ids: torch.Tensor | None = None
+        self.taps = Taps(last_hidden=True, newest_only=True)
         self._target_head = [target_head]  # in a list, so that it is not a submodule
 
     def scoring(self) -> Sequence[nn.Module]:

@@ -12,19 +12,21 @@ from transformers import AutoModelForCausalLM
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints.config import proposed_length
-from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
+from ..checkpoints.files import Checkpoint, Plan, counted, load_module, refused_kind, register_format
 from ..checkpoints.keys import LAYERS, Key, Table, integer, one_of
 from ..checkpoints.target_parts import (
     check_target,
     check_vocabulary,
     device_and_dtype,
     layer_config,
+    mapped_ids,
+    shared_head,
     target_embeddings,
     target_head,
     trained_for,
 )
 from .head import MtpModule, TargetFamily, module_config
-from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout, holds_mtp_alone
+from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout, holds_mtp_alone, vocabulary_table
 from .weights import TargetTensors
 
 
@@ -56,12 +58,14 @@ class LoadedMtp:
 
     Attributes:
         heads: runs each module over packed rows, with its layer of one cache.
+        target_ids: int64 [Vd], the target's id of each token of a reduced draft vocabulary; None: it is the whole one.
         proposed_length: the draft length the checkpoint proposes (speculators' format), or None.
     """
 
     layout: MtpLayout
     modules: list[MtpModule]
     heads: list[PackedHead]
+    target_ids: torch.Tensor | None
     proposed_length: int | None
 
 
@@ -75,20 +79,22 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     family = _family(source, target)
     with torch.device("meta"):
         layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
-    stacks = any(name.endswith("experts.gate_up_proj") for name in layer.state_dict())
+    stacked = {name.rpartition(".")[2] for name in layer.state_dict() if re.search(r"\.experts\.\w+$", name)}
     nothing = (
         "holds no MTP tensors. transformers drops them when it saves a model: name the folder or Hub id of the original "
         "weights as 'model'."
     )
-    checkpoint = TargetTensors(source, dtype, stacks, nothing)
+    checkpoint = TargetTensors(source, dtype, stacked, nothing)
     num_layers = target.config.num_hidden_layers
     layout = find_layout(checkpoint.names(), num_layers)
     if layout is None:
+        if what := refused_kind(checkpoint):
+            raise checkpoint.error(f"{what}, which this method does not run.")
         tried = "; ".join(known.name for known in LAYOUTS)
         some = ", ".join(sorted(checkpoint.names())[:4])
         raise checkpoint.error(f"holds MTP tensors in no known layout ({some}, ..). Tried: {tried}.")
     plan = _planned(checkpoint, layout, num_layers)
-    shapes = _own_tables(plan, target)
+    ids, shapes = _own_tables(plan, target)
     numbers = (int(name.partition(".")[0]) for name in plan.sources if name[0].isdigit())
     count = counted(checkpoint, numbers, "MTP module")
     stated = source.config.get("num_nextn_predict_layers", count)
@@ -109,14 +115,16 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     for name, value in filled.state_dict(keep_vars=True).items():
         if any(part in name for part in family.float32):
             value.data = plan.tensor(name).to(device, torch.float32)
+    has_own = all(f"{i}.lm_head.weight" in shapes for i in range(count))
+    lm_head = target_head(target) if has_own else shared_head(source, target, ids)
     for module in modules:
         with torch.device(device):
             module.add_rotary(family.rotary)
-        module.share(target_embeddings(target), target_head(target))
+        module.share(target_embeddings(target), lm_head)
     heads = [
         PackedHead(module, module.config, count, family.gather, prepack_weights, device, dtype) for module in modules
     ]
-    return LoadedMtp(layout, modules, heads, proposed_length(source))
+    return LoadedMtp(layout, modules, heads, ids, proposed_length(source))
 
 
 def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:
@@ -142,6 +150,10 @@ def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> P
     """A plan with the names `{module}.{part}`; shared tensors are assigned to every module."""
 
     def rename(name: str) -> str | None:
+        if (table := vocabulary_table(name)) is not None:
+            return table
+        if name == "lm_head.weight":  # in a file of one module; a target's is not among the names
+            return f"0.{name}"
         place = layout.canonical(name, num_layers)
         if place is None:
             return name  # belongs to no module: reported as unused
@@ -157,13 +169,14 @@ def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> P
     return plan
 
 
-def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
-    """Shapes of the stored embeddings and heads that differ from the target's. Equal ones are removed from the plan."""
-    shapes = {}
+def _own_tables(plan: Plan, target: PackedModel) -> tuple[torch.Tensor | None, dict[str, tuple[int, int]]]:
+    """The ids of a reduced draft vocabulary (see `mapped_ids`), and the shapes of the stored embeddings and heads that differ from the
+    target's. Equal ones are removed from the plan."""
+    shapes: dict[str, tuple[int, int]] = {}
     for name in [name for name in plan.sources if name.endswith((".embed_tokens.weight", ".lm_head.weight"))]:
         table = (target_embeddings if "embed_tokens" in name else target_head)(target).weight
         assert isinstance(table, torch.Tensor)
-        rows, columns = plan.shape(name)
+        rows, columns = plan.matrix(name)
         if (
             table.device.type != "meta"
             and (rows, columns) == table.shape
@@ -171,13 +184,23 @@ def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
         ):
             del plan.sources[name]
         else:
-            check_vocabulary(plan.checkpoint, target, rows)
-            if rows < target.vocab_size:
-                raise plan.checkpoint.error(
-                    f"{plan.sources[name]} has {rows} tokens; the target has {target.vocab_size}. It is for another target."
-                )
             shapes[name] = (rows, columns)
-    return shapes
+    sizes = {rows for name, (rows, _) in shapes.items() if name.endswith(".lm_head.weight")}
+    ids = mapped_ids(plan.checkpoint, plan, target, next(iter(sizes), None))
+    for name, (rows, _) in shapes.items():
+        if ids is not None and name.endswith(".lm_head.weight"):
+            if rows != len(ids):
+                raise plan.checkpoint.error(
+                    f"{plan.sources[name]} has {rows} tokens; the draft vocabulary has {len(ids)} (d2t)."
+                )
+            continue
+        check_vocabulary(plan.checkpoint, target, rows)
+        if rows < target.vocab_size:
+            raise plan.checkpoint.error(
+                f"{plan.sources[name]} has {rows} tokens; the target has {target.vocab_size}, and there is no table d2t. It is for another "
+                "target."
+            )
+    return ids, shapes
 
 
 def _rename_parts(plan: Plan, expected: set[str]) -> None:

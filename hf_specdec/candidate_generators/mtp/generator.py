@@ -181,7 +181,7 @@ class MtpGenerator(FeatureGenerator):
         self.head, self.num_heads = self.heads[0], len(self.heads)
         normed = config.recycle_normed
         self.hands_on_normed = loaded.layout.normed_output if normed is None else normed
-        self.vocabulary = DraftVocabulary(target.vocab_size)
+        self.vocabulary = DraftVocabulary(target.vocab_size, loaded.target_ids)
         self.boundaries = BlockEnds()
         self.reached: dict[int, list[torch.Tensor | None]] = {}
         self.draft: DraftNodes | None = None
@@ -201,7 +201,7 @@ class MtpGenerator(FeatureGenerator):
             block_size,
             weights=weights,
             ahead=self.num_heads,
-            window=self.config.draft_window,
+            window=self.config.window,
         )
 
     def modules(self) -> list[nn.Module]:

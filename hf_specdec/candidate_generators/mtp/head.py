@@ -38,6 +38,23 @@ class PlainLayer(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class Blocks(nn.Module):
+    """A layer of several pre-norm blocks, one of them with attention, for targets whose layers are such blocks (Nemotron-H)."""
+
+    def __init__(self, block_class: type[nn.Module], config: PretrainedConfig, index: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(block_class(config, i) for i in range(len(config.layer_types)))
+        for block in self.blocks:
+            mixer: Any = block.mixer
+            mixer.layer_idx = index
+
+    def forward(self, hidden_states: torch.Tensor, **attention) -> torch.Tensor:
+        """Hidden states [1, T, H] to the same."""
+        for block in self.blocks:
+            hidden_states = block(hidden_states, **attention)
+        return hidden_states
+
+
 class MtpModule(nn.Module):
     """x = layer(eh_proj([enorm(embedding); hnorm(hidden)])) and logits = lm_head(norm(x)).
 
@@ -51,7 +68,7 @@ class MtpModule(nn.Module):
     hnorm: nn.Module
     norm: nn.Module
     layer: Any
-    rotary_emb: nn.Module
+    rotary_emb: nn.Module | None
 
     def __init__(
         self, family: TargetFamily, layout: MtpLayout, index: int, sparse: bool, shapes: dict[str, tuple[int, int]]
@@ -82,9 +99,11 @@ class MtpModule(nn.Module):
         """Logits [n, V] from outputs of `forward` [n, H], after `norm`."""
         return self.shared["lm_head"](hidden)
 
-    def add_rotary(self, rotary_class: type[nn.Module]) -> None:
-        """Add rotary embeddings; checkpoints do not hold their frequencies."""
-        self.rotary_emb = rotary_class(self.config)
+    def add_rotary(self, rotary_class: type[nn.Module] | None) -> None:
+        """Add the family's rotary embeddings, if it has any; checkpoints do not hold their frequencies."""
+        self.rotary_emb = None if rotary_class is None else rotary_class(self.config)
+        if rotary_class is None:
+            return
         # three positions (time, height, width), which are equal in text
         self.has_sections = hasattr(self.rotary_emb, "mrope_section")
         # frequencies depend on the kind of attention
@@ -99,9 +118,10 @@ class MtpModule(nn.Module):
             embedded = embedded.masked_fill((position_ids == 0)[..., None], 0)
         pair = (self.enorm(embedded), self.hnorm(features))
         hidden = self.eh_proj(torch.cat(pair[::-1] if self.hidden_first else pair, dim=-1))
-        positions = position_ids[None].expand(3, -1, -1) if self.has_sections else position_ids
-        rotary = self.rotary_emb(hidden, positions, **self.rope_kind)
-        out = self.layer(hidden, position_ids=position_ids, position_embeddings=rotary, **attention)
+        if self.rotary_emb is not None:
+            positions = position_ids[None].expand(3, -1, -1) if self.has_sections else position_ids
+            attention["position_embeddings"] = self.rotary_emb(hidden, positions, **self.rope_kind)
+        out = self.layer(hidden, position_ids=position_ids, **attention)
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -119,7 +139,7 @@ class TargetFamily:
     config: PretrainedConfig
     last_layer: nn.Module
     norm: nn.Module
-    rotary: type[nn.Module]
+    rotary: type[nn.Module] | None
     gather: bool
     float32: tuple[str, ...]
 
@@ -131,17 +151,25 @@ class TargetFamily:
             CheckpointError: its decoder lacks the usual parts.
         """
         decoder = architectures.decoder_of(model)
-        layers, norm, rotary = (getattr(decoder, name, None) for name in ("layers", "norm", "rotary_emb"))
-        if layers is None or norm is None or rotary is None:
+        layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+        norm = getattr(decoder, "norm", getattr(decoder, "norm_f", None))
+        is_blocks = layers is not None and hasattr(layers[-1], "mixer")
+        if layers is None or norm is None or (rotary is None and not is_blocks):
             raise checkpoint.error(
                 f"holds MTP modules, but {type(model).__name__} has no layers, norm and rotary_emb to build them from."
             )
+        config = model.config.get_text_config(decoder=True)
+        kinds = getattr(config, "mtp_layers_block_type", None) or []
+        if is_blocks and (kinds.count("full_attention") != 1 or set(kinds) - {"full_attention", "moe", "mlp"}):
+            raise checkpoint.error(
+                f"has an MTP layer of the blocks {kinds}; one of them must have attention, and none a state."
+            )
         kept = [getattr(model, key, None) or () for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")]
         return cls(
-            config=model.config.get_text_config(decoder=True),
+            config=config,
             last_layer=layers[-1],
             norm=norm,
-            rotary=type(rotary),
+            rotary=None if rotary is None else type(rotary),
             gather=not architectures.reads_pages(model),
             float32=tuple(sorted({name for names in kept for name in names})),
         )
@@ -153,6 +181,8 @@ class TargetFamily:
         """A layer of the model's type, whose KV is layer `index` of the cache."""
         if isinstance(getattr(self.last_layer, "self_attn", None), nn.ModuleList):
             return PlainLayer(self.last_layer, config, index)
+        if hasattr(self.last_layer, "mixer"):
+            return Blocks(type(self.last_layer), config, index)
         return type(self.last_layer)(config, layer_idx=index)
 
 
@@ -164,7 +194,9 @@ def module_config(config: PretrainedConfig, index: int, attention: str, sparse: 
         sparse: whether the layer is a mixture of experts.
     """
     config, count = copy.deepcopy(config), index + 1
-    if getattr(config, "layer_types", None) is not None:
+    if getattr(config, "mtp_layers_block_type", None) is not None:
+        config.layer_types = config.mtp_layers_block_type
+    elif getattr(config, "layer_types", None) is not None:
         kinds = getattr(config, "mtp_layer_types", None) or [attention]
         config.layer_types = [kinds[i % len(kinds)] for i in range(count)]
     if getattr(config, "mlp_layer_types", None) is not None:

@@ -186,7 +186,18 @@ _ERNIE = MtpLayout(
     has_norm=False,
     normed_output=False,
 )
-LAYOUTS = (_FINAL_LAYERNORM, _DEEPSEEK, _QWEN, _MIMO, _SPECULATORS, _LONGCAT, _MIMO_V2, _ERNIE)
+_BLOCKS = r"(?:(?:language_)?model\.)?mtp\.layers\."
+_NEMOTRON = MtpLayout(
+    name="Nemotron-H (mtp.layers.0.eh_proj, .mixer; mtp.layers.1.final_layernorm)",
+    marker=_BLOCKS + r"\d+\.mixer\..+",
+    # numbers are those of the one module's blocks: the first holds what comes before them, the last the norm
+    rules=(
+        *_rules(_BLOCKS + r"0\.", {}, kept=("enorm", "hnorm", "eh_proj")),
+        *_rules(_BLOCKS + r"\d+\.", {"final_layernorm": "norm."}),
+        (_BLOCKS + "(?P<rest>.+)", "layer.blocks."),
+    ),
+)
+LAYOUTS = (_FINAL_LAYERNORM, _DEEPSEEK, _QWEN, _MIMO, _SPECULATORS, _LONGCAT, _MIMO_V2, _ERNIE, _NEMOTRON)
 
 # Names of layer parts in checkpoints and in transformers; applied if the layer has the second name.
 LAYER_NAMES = (
@@ -199,12 +210,18 @@ LAYER_NAMES = (
 )
 
 
+def vocabulary_table(name: str) -> str | None:
+    """`d2t` or `t2d` for a table of a reduced draft vocabulary, wherever the file has it: no family has a place for these."""
+    last = name.rpartition(".")[2]
+    return last if last in ("d2t", "t2d") else None
+
+
 def is_mtp_tensor(num_layers: int) -> Callable[[str], bool]:
     """A test for tensor names that may belong to MTP modules of a target with that many layers, in any layout."""
 
     def wanted(name: str) -> bool:
         # include it even if no layout knows it, so that it is reported
-        by_name = re.match(r"(model\.)?mtp[._]", name) is not None
+        by_name = re.match(r"((language_)?model\.)*mtp[._]", name) is not None or vocabulary_table(name) is not None
         return by_name or any(layout.canonical(name, num_layers) is not None for layout in LAYOUTS)
 
     return wanted

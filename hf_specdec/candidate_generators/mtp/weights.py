@@ -16,8 +16,8 @@ class TargetTensors(Checkpoint):
     """Tensors of a checkpoint under the names and shapes of transformers' layers.
 
     * Quantized weights are dequantized to `dtype`.
-    * With `stacks_experts`, matrices `experts.{i}.gate_proj`, `.up_proj`, `.down_proj` become two tensors, `experts.gate_up_proj`
-      [E, 2 I, H] and `experts.down_proj` [E, H, I].
+    * Matrices `experts.{i}.gate_proj`, `.up_proj`, `.down_proj` become the tensors named in `stacked`: `experts.gate_up_proj`
+      [E, 2 I, H] or `experts.up_proj` [E, I, H], and `experts.down_proj` [E, H, I].
 
     Args:
         source: the checkpoint; only its `wanted` tensors are used.
@@ -25,23 +25,23 @@ class TargetTensors(Checkpoint):
         nothing: the error if there are no such tensors.
     """
 
-    def __init__(self, source: Checkpoint, dtype: torch.dtype, stacks_experts: bool, nothing: str):
+    def __init__(self, source: Checkpoint, dtype: torch.dtype, stacked: set[str], nothing: str):
         super().__init__(source.folder, source.name, source.wanted, nothing)
-        self.dtype, self.stacks_experts = dtype, stacks_experts
+        self.dtype, self.stacked = dtype, stacked
 
     @cached_property
     def stacks(self) -> dict[str, list[list[str]]]:
         """By stacked name: for each expert, the stored matrices to concatenate in its slice."""
         matrices: dict[str, dict[int, dict[str, str]]] = {}
-        if self.stacks_experts:
+        if self.stacked:
             for name in super().names():
                 match = _EXPERT.fullmatch(name)
                 if match:
                     matrices.setdefault(match["experts"], {}).setdefault(int(match["i"]), {})[match["part"]] = name
         stacks: dict[str, list[list[str]]] = {}
         for experts, parts in matrices.items():
-            for stacked, wanted in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-                rows = []
+            for stacked in sorted(self.stacked):
+                wanted, rows = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,), []
                 for i in range(max(parts) + 1):
                     missing = [part for part in wanted if part not in parts.get(i, {})]
                     if missing:

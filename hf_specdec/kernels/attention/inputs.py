@@ -202,6 +202,19 @@ def fill_inputs(
 # ---- for the other implementations ----
 
 
+class Window(NamedTuple):
+    """A sliding window beside which the first keys stay visible: a query at position p sees keys at positions above p - size, and those
+    below `kept`. A plain window is an integer."""
+
+    size: int
+    kept: int
+
+
+def window_parts(window: int | Window | None) -> tuple[int, int]:
+    """Size and first keys of a window; 0: there is none."""
+    return window if isinstance(window, Window) else (window or 0, 0)
+
+
 class AttentionRow(NamedTuple):
     """One row of a ragged batch, as the definitions read it.
 
@@ -258,6 +271,6 @@ class AttentionBatch(Protocol):
     def attention_inputs(self, device: torch.device) -> AttentionInputs: ...
     def native_rows(self) -> NativeRows: ...
     def plan(
-        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor
+        self, window: int | Window | None, query: torch.Tensor, key_pool: torch.Tensor
     ) -> tuple[list[AttentionRow], list[torch.Tensor | None]]: ...
     def lines(self, device: torch.device) -> list[AttentionRow]: ...

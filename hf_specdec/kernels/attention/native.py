@@ -12,7 +12,7 @@ import torch
 
 from ..native import TYPES, Attention, library
 from . import reference
-from .inputs import AttentionBatch, NativeRows
+from .inputs import AttentionBatch, NativeRows, Window, window_parts
 
 # Rows with more new tokens (prompts) are matrix products, which torch does faster.
 MOST_QUERIES = 64
@@ -39,7 +39,7 @@ def paged_attention(
     value_pool: torch.Tensor,
     rows: NativeRows,
     scaling: float,
-    window: int | None = None,
+    window: int | Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -48,7 +48,7 @@ def paged_attention(
     Args:
         query: [T, H, D]; the last dimension is contiguous.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv], contiguous.
-        window: a query at position p sees only keys at positions above p - window.
+        window: a query at position p sees only keys at positions above p - window, and the first ones (see `Window`).
 
     Returns: [T, H, Dv].
     """
@@ -63,7 +63,7 @@ def paged_attention(
         rows.table.ctypes.data, len(rows.table), query.data_ptr(), key_pool.data_ptr(), value_pool.data_ptr(),
         0 if sinks is None else sinks.data_ptr(), out.data_ptr(), TYPES[query.dtype],
         0 if sinks is None else TYPES[sinks.dtype], num_heads, kv_heads, width, value_width, *query.stride()[:2],
-        *key_pool.stride()[:2], *value_pool.stride()[:2], window or 0, scaling, softcap or 0.0,
+        *key_pool.stride()[:2], *value_pool.stride()[:2], *window_parts(window), scaling, softcap or 0.0,
     )  # fmt: skip
     num_bytes = int(rows.table[:, 2].sum()) * (key_pool.stride(0) + value_pool.stride(0)) * query.element_size()
     threads = min(torch.get_num_threads(), 1 + num_bytes // _BYTES_PER_THREAD)

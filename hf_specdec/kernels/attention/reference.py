@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .inputs import AttentionBatch, AttentionRow
+from .inputs import AttentionBatch, AttentionRow, Window, window_parts
 
 
 def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
@@ -116,7 +116,7 @@ def query_by_query(
     value_pool: torch.Tensor,
     rows: list[AttentionRow],
     scaling: float,
-    window: int | None = None,
+    window: int | Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -125,22 +125,25 @@ def query_by_query(
     Args:
         query: [T, H, D].
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv]; the batch's own keys must already be written.
-        window: a query sees only the last `window` keys, including its own.
+        window: a query sees only the last so many keys, including its own, and the first ones (see `Window`).
         scaling, softcap, sinks: see `paged_attention`.
 
     Returns: [T, H, Dv].
     """
     num_tokens, num_heads, _ = query.shape
     num_kv_heads, value_width = value_pool.shape[1:]
+    size, kept = window_parts(window)
     out = query.new_zeros(num_tokens, num_heads, value_width)
     for row in rows:
         keys, values = read_row(key_pool, row), read_row(value_pool, row)
         before = row.length - (row.end - row.start)
         for token in range(row.start, row.end):
             end = before + token - row.start + 1
-            begin = 0 if window is None else max(end - window, 0)
+            begin = max(end - size, 0) if size else 0
             q = query[token].clone()
             k, v = keys[:, :, begin:end], values[:, :, begin:end]
+            if kept and begin:
+                k, v = (torch.cat([x[:, :, : min(kept, begin)], y], dim=2) for x, y in ((keys, k), (values, v)))
             if softcap is None and sinks is None:
                 attended = F.scaled_dot_product_attention(
                     q[None, :, None], k, v, scale=scaling, enable_gqa=num_heads != num_kv_heads

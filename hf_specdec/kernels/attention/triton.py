@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch import next_power_of_two
 from ..flash_attention import flash_attention_for
-from .inputs import AttentionBatch, AttentionInputs
+from .inputs import AttentionBatch, AttentionInputs, Window, window_parts
 from .launch import AttentionLaunch, AttentionShape, choose_launch, device_limits, head_widths, merge_tile, num_tiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -77,6 +77,19 @@ def _of_split(split, begin, end, num_splits, keys_per_split, FIXED_SPLITS: tl.co
 
 
 @triton.jit
+def _with_gap(counted, first_end, gap):
+    """Indices of keys that were counted without the gap."""
+    return counted + tl.where(counted >= first_end, gap, 0)
+
+
+@triton.jit
+def _load_blocks(table, counted, end, first_end, gap, BLOCK_SIZE: tl.constexpr, HAS_KEPT: tl.constexpr):
+    """The blocks of these keys, before `end`."""
+    index = _with_gap(counted, first_end, gap) if HAS_KEPT else counted
+    return tl.load(table + index // BLOCK_SIZE, mask=counted < end, other=0)
+
+
+@triton.jit
 def _seen_keys(
     index, exists, last_seen, visibility, only_word, packed, valid, region_start, has_region, WORDS: tl.constexpr
 ):
@@ -114,15 +127,15 @@ def _store_partial(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "tiles_per_row", "window", "keys_per_split", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "tiles_per_row", "window", "kept", "keys_per_split", "num_splits"])
 def attention_kernel(
     out, partial, partial_lse, query, keys, values, block_tables, query_starts, key_lengths,
     visibility, region_lengths, positions, region_positions, sinks,
     out_token, out_head, query_token, query_head, key_slot, key_head, value_slot, value_head, table_row,
-    num_rows, tiles_per_row, num_splits, keys_per_split, window, score_factor, softcap_factor,
+    num_rows, tiles_per_row, num_splits, keys_per_split, window, kept, score_factor, softcap_factor,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, FIXED_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PEEL: tl.constexpr, EARLY_MERGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -165,6 +178,15 @@ def attention_kernel(
     if HAS_WINDOW:
         begin = tl.maximum(tl.min(query_positions, axis=0) - window + 1, 0)
         begin = tl.minimum(begin, tl.minimum(region_start, end)) // BLOCK_N * BLOCK_N
+    gap = 0  # keys that are left out, from `first_end` on: below, keys after it are counted without it until they are looked up
+    first_end = 0
+    if HAS_KEPT:
+        first_end = tl.cdiv(kept, BLOCK_N) * BLOCK_N
+        if not FIXED_SPLITS:  # whose keys are the same in every batch
+            gap = tl.maximum(begin - first_end, 0)
+        begin = 0
+        end -= gap
+        open_end -= gap
     if SPLIT:
         begin, end = _of_split(tl.program_id(2), begin, end, num_splits, keys_per_split, FIXED_SPLITS, BLOCK_N)
         if begin >= end:  # this row is too short for all splits: its bucket allows longer rows
@@ -174,8 +196,7 @@ def attention_kernel(
     open_end = tl.minimum(open_end // BLOCK_N * BLOCK_N, end)
     table = block_tables + row.to(tl.int64) * table_row
     if not PEEL:
-        index = begin + tl.arange(0, BLOCK_N)
-        blocks = tl.load(table + index // BLOCK_SIZE, mask=index < end, other=0)
+        blocks = _load_blocks(table, begin + tl.arange(0, BLOCK_N), end, first_end, gap, BLOCK_SIZE, HAS_KEPT)
 
     columns1 = tl.arange(0, WIDTH1)
     value_columns = tl.arange(0, VALUE_BLOCK)
@@ -207,16 +228,15 @@ def attention_kernel(
                 low = tl.maximum(begin, open_end)
             else:
                 high = open_end
-            index = low + tl.arange(0, BLOCK_N)
-            blocks = tl.load(table + index // BLOCK_SIZE, mask=index < high, other=0)
+            blocks = _load_blocks(table, low + tl.arange(0, BLOCK_N), high, first_end, gap, BLOCK_SIZE, HAS_KEPT)
         # Peeled masked tiles are few, and deeper pipelining would also buffer the words of their masks.
         for key_start in tl.range(low, high, BLOCK_N, num_stages=(2 if masked else STAGES) if PEEL else STAGES):
-            index = key_start + tl.arange(0, BLOCK_N)
-            exists = index < end
+            counted = key_start + tl.arange(0, BLOCK_N)
+            exists = counted < end
+            index = _with_gap(counted, first_end, gap) if HAS_KEPT else counted
             slots = blocks.to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE
             # Fetch the next tile's blocks now: loads of keys that depend on a load lose one pipeline stage.
-            ahead = index + BLOCK_N
-            blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < high, other=0)
+            blocks = _load_blocks(table, counted + BLOCK_N, high, first_end, gap, BLOCK_SIZE, HAS_KEPT)
 
             k1 = _load_tile(head_keys, slots, exists, columns1, key_slot, WIDTH, WIDTH1 <= WIDTH, masked)
             if UPCAST:
@@ -246,6 +266,8 @@ def attention_kernel(
                 scores = tl.where(seen, scores, float("-inf"))
             if HAS_WINDOW:
                 near = query_positions[:, None] - key_positions[None, :] < window
+                if HAS_KEPT:
+                    near = near | (key_positions < kept)[None, :]
                 scores = tl.where(near, scores, float("-inf"))
 
             new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
@@ -336,7 +358,7 @@ def paged_attention(
     inputs: AttentionInputs,
     scaling: float,
     *,
-    window: int | None = None,
+    window: int | Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     invariant: bool = False,
@@ -355,7 +377,7 @@ def paged_attention(
             written.
         inputs: see AttentionInputs.
         scaling: factor of the scores; must be above 0.
-        window: a query at position p sees only keys at positions above p - window.
+        window: a query at position p sees only keys at positions above p - window, and the first ones (see `Window`).
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head, without a value (gpt-oss).
         invariant: see `choose_launch`.
@@ -386,6 +408,7 @@ def paged_attention(
         partial = query.new_empty(num_tokens, num_heads, splits, value_width, dtype=torch.float32)
         lse = query.new_empty(num_tokens, num_heads, splits, dtype=torch.float32)
     log2e = LOG2E.value
+    size, kept = window_parts(window)
     width1, width2 = head_widths(width)
     with torch.cuda.device_of(query):  # a model may be spread over several devices; on a CPU this does nothing
         attention_kernel[num_kv_heads, tiles, splits](
@@ -393,11 +416,11 @@ def paged_attention(
             inputs.visibility, inputs.region_lengths, inputs.positions, inputs.region_positions, sinks,
             out.stride(0), out.stride(1), query.stride(0), query.stride(1), key_pool.stride(0), key_pool.stride(1),
             value_pool.stride(0), value_pool.stride(1), inputs.block_tables.stride(0),
-            shape.num_rows, tiles_per_row, splits, launch.keys_per_split, window or 0,
+            shape.num_rows, tiles_per_row, splits, launch.keys_per_split, size, kept,
             scaling * log2e if softcap is None else 2 * scaling / softcap * log2e, (softcap or 0.0) * log2e,
             GROUP=shape.group, WIDTH=width, WIDTH1=width1, WIDTH2=width2,
             VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16),
-            BLOCK_SIZE=inputs.block_size, WORDS=words, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+            BLOCK_SIZE=inputs.block_size, WORDS=words, HAS_WINDOW=size > 0, HAS_KEPT=kept > 0, HAS_SOFTCAP=softcap is not None,
             SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, PEEL=launch.peel,
             EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
@@ -416,7 +439,9 @@ def paged_attention(
 def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
     """See `reference.attend`; by flash-attn where it is to be used."""
     inputs = batch.attention_inputs(query.device)
-    run = flash_attention_for(query, key_pool, value_pool, inputs, sinks) or paged_attention
+    has_kept = window_parts(window)[1] > 0  # flash-attn has no such windows
+    flash = None if has_kept else flash_attention_for(query, key_pool, value_pool, inputs, sinks)
+    run = flash or paged_attention
     return run(query, key_pool, value_pool, inputs, scaling, window=window, softcap=softcap, sinks=sinks)
 
 

@@ -17,7 +17,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4  # version of the structures; the library reports the version it was compiled with
+VERSION = 5  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -36,7 +36,7 @@ class Attention(ctypes.Structure):
         ("num_rows", _Integer),
         *_fields(_Pointer, "query keys values sinks out"),
         *_fields(_Integer, "type sinks_type heads kv_heads width value_width"),
-        *_fields(_Integer, "query_token query_head key_slot key_head value_slot value_head window"),
+        *_fields(_Integer, "query_token query_head key_slot key_head value_slot value_head window kept"),
         *_fields(_Number, "scaling softcap"),
     ]
 
@@ -95,7 +95,7 @@ OP = np.dtype(
     [
         ("operation", "i8"), ("kind", "i8"), ("function", "i8"), ("rows", "i8"), ("size", "i8", 3), ("waits", "i8"),
         ("scalar", "f8"), ("scalar2", "f8"), ("out", PLACE), ("a", PLACE), ("b", PLACE), ("c", PLACE),
-        ("layer", "i8"), ("heads", "i8"), ("kv_heads", "i8"), ("width", "i8"), ("value_width", "i8"), ("window", "i8"),
+        ("layer", "i8"), ("heads", "i8"), ("kv_heads", "i8"), ("width", "i8"), ("value_width", "i8"), ("window", "i8"), ("kept", "i8"),
         ("streams", "i8"), ("bits", "i8"), ("group", "i8"),
     ]
 )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...core.dispatch_mode import ExclusiveMode
 from ...kernels.attention import attention_for
+from ...kernels.attention.inputs import window_parts
 from ...kernels.cache import write_keys_values
 from ...kernels.linear.quantized import WeightLayout
 from ...kernels.native import BINARY, BINARY_FUNCTIONS, LAYER_NORM, MEAN, TYPES, UNARY, UNARY_FUNCTIONS, Operation, Rows
@@ -638,7 +639,8 @@ class TapeRecorder(ExclusiveMode):
         layer = self._layer_of(key_pool)
         refuse_if(layer not in self.pools, "attention to keys that were not written by the same layer")
         value = self.tape.new(out.shape, out.dtype, Rows.TOKENS)
-        fields = self._attention(layer) | {"heads": query.shape[1], "window": window or 0}
+        size, kept = window_parts(window)
+        fields = self._attention(layer) | {"heads": query.shape[1], "window": size, "kept": kept}
         bias = None
         if sinks is not None:
             weight = self.value_of(sinks)

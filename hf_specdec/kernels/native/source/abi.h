@@ -25,6 +25,7 @@ struct Attention {
   i64 type, sinks_type, heads, kv_heads, width, value_width;
   i64 query_token, query_head, key_slot, key_head, value_slot, value_head;
   i64 window;  // a query sees keys less than so many positions before it; 0: all
+  i64 kept;    // and those at positions below this
   double scaling, softcap;  // softcap 0: none
 };
 

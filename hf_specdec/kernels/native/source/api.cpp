@@ -59,7 +59,7 @@ const Kernels* kernels = choose();
 extern "C" {
 
 // The version of the structures; Python refuses another one.
-i64 specdec_version() { return 4; }
+i64 specdec_version() { return 5; }
 
 // The instruction set in use.
 const char* specdec_instruction_set() { return kernels->name; }

@@ -27,10 +27,10 @@ inline Seen seen_by(const Row& row, i64 first, i64 count, i64 window) {
 }
 
 // True if a query sees a key that is not before all queries of its block.
-inline bool sees(const Row& row, i64 query, i64 key, i64 window) {
+inline bool sees(const Row& row, i64 query, i64 key, const Attention& call) {
   if (!row.visibility) return key < common_of(row, query);
   const i64 i = key - (row.length - row.region), place = row.region_positions ? row.region_positions[i] : key;
-  return row.visibility[query * row.region + i] && (!window || place_of(row, query) - place < window);
+  return row.visibility[query * row.region + i] && (!call.window || place < call.kept || place_of(row, query) - place < call.window);
 }
 
 // The number of queries from `first` on that make a block: their windows begin at the same key.
@@ -220,11 +220,18 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
   typedef typename Met<E>::type X;
   const i64 group = call.heads / call.kv_heads, rows = count * group, width = call.value_width;
   const Seen seen = seen_by(row, first, count, call.window);
-  const i64 shared = seen.common - seen.begin, rest = seen.end - seen.common;
+  const i64 kept = smaller(call.kept, seen.begin), near = seen.common - seen.begin;  // the keys that all queries see: the first, and near ones
+  const i64 shared = kept + near, rest = seen.end - seen.common;
   const i64 padded = (shared + rest + LANES - 1) / LANES * LANES + LANES, padded_rest = (rest + LANES - 1) / LANES * LANES;
   float* scores = (float*)scratch(2, rows * (padded + padded_rest + 1 + width) * 4);
   float *own_scores = scores + rows * padded, *factors = own_scores + rows * padded_rest, *totals = factors + rows;
-  i64 *own_slots = (i64*)scratch(1, (count * rest + count) * 8), *num_own = own_slots + count * rest;
+  i64 *own_slots = (i64*)scratch(1, (count * rest + count + shared) * 8), *num_own = own_slots + count * rest;
+  const i64* slots = row.slots + seen.begin;
+  if (kept) {
+    i64* joined = num_own + count;
+    memcpy(joined, row.slots, kept * 8), memcpy(joined + kept, slots, near * 8);
+    slots = joined;
+  }
 
   const i64 pitch = pitch_of<X>(call.width);
   X* queries = (X*)scratch(3, rows * pitch * sizeof(X));
@@ -238,12 +245,12 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
   }
 
   const E* keys = (const E*)call.keys + kv_head * call.key_head;
-  scores_of(keys, call.key_slot, row.slots + seen.begin, shared, call.width, queries, rows, scores, padded);
+  scores_of(keys, call.key_slot, slots, shared, call.width, queries, rows, scores, padded);
   scores_of(keys, call.key_slot, row.slots + seen.common, rest, call.width, queries, rows, own_scores, padded_rest);
   for (i64 q = 0; q < count; q++) {
     i64 n = 0;
     for (i64 key = seen.common; key < seen.end; key++) {
-      if (!sees(row, first + q, key, call.window)) continue;
+      if (!sees(row, first + q, key, call)) continue;
       for (i64 r = q * group; r < (q + 1) * group; r++) scores[r * padded + shared + n] = own_scores[r * padded_rest + key - seen.common];
       own_slots[q * rest + n++] = row.slots[key];
     }
@@ -261,7 +268,7 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
   memset(totals, 0, rows * width * 4);
   const i64 step = rows <= 4 ? larger(shared, 1) : VALUE_KEYS;
   for (i64 j = 0; j < shared; j += step)
-    add_values(rows, scores + j, padded, values, call.value_slot, row.slots + seen.begin + j, smaller(step, shared - j), width, totals);
+    add_values(rows, scores + j, padded, values, call.value_slot, slots + j, smaller(step, shared - j), width, totals);
   for (i64 q = 0; q < count; q++) {
     const float* weights = scores + q * group * padded + shared;
     add_values(group, weights, padded, values, call.value_slot, own_slots + q * rest, num_own[q], width, totals + q * group * width);

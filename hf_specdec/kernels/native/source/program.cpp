@@ -50,7 +50,7 @@ void attend(const Kernels& kernels, const Op& op, char* const* slots, const Step
   call.sinks = address(op.c, slots), call.sinks_type = op.c.type;
   call.out = address(op.out, slots);
   call.type = op.a.type, call.heads = op.heads, call.kv_heads = op.kv_heads;
-  call.width = op.width, call.value_width = op.value_width, call.window = op.window;
+  call.width = op.width, call.value_width = op.value_width, call.window = op.window, call.kept = op.kept;
   call.scaling = op.scalar, call.softcap = op.scalar2;
   kernels.attention(call, part, parts);
 }

@@ -15,7 +15,7 @@ struct Op {
   double scalar, scalar2;
   Place out, a, b, c;
   // ATTEND: a: query, b: keys, c: sinks; WRITE: a: keys, b: values
-  i64 layer, heads, kv_heads, width, value_width, window;
+  i64 layer, heads, kv_heads, width, value_width, window, kept;
   // LINEAR: a: x, b: weights, c: bias; for the others see `Linear`; the type of quantized weights' scales is b's
   i64 streams, bits, group;
 };
