@@ -1,0 +1,60 @@
+"""Targets that another library has quantized, as transformers loads them. A library that is not installed is left out."""
+
+import importlib
+import logging
+
+import pytest
+import torch
+from helpers_drafters import texts_equal
+from oracle import ragged
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+
+import hf_specdec
+from hf_specdec.core.errors import UnsupportedModel
+
+CONFIGS = [
+    {"method": "none"},
+    {"method": "ngram", "prompt_lookup_min": 1},
+    {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 4},
+    {"method": "eagle3", "model": "tiny-eagle3", "top_k": 3, "total_tokens": 8},
+]
+
+
+def of_torchao(name):
+    return lambda: TorchAoConfig(getattr(importlib.import_module("torchao.quantization"), name)())
+
+
+# How they are loaded, and whether their layers round what they read: not at all, every token alone, or by all tokens.
+KINDS = {
+    "torchao int8": ("torchao", of_torchao("Int8WeightOnlyConfig"), None),
+    "torchao int8, dynamic": ("torchao", of_torchao("Int8DynamicActivationInt8WeightConfig"), "alone"),
+    "bitsandbytes int8": ("bitsandbytes", lambda: BitsAndBytesConfig(load_in_8bit=True), "together"),
+    "bitsandbytes nf4": (
+        "bitsandbytes",
+        lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
+        "alone",  # its kernel for CPUs computes in bfloat16
+    ),
+    "quanto int8": ("optimum.quanto", lambda: QuantoConfig("int8"), None),
+    "quanto int4": ("optimum.quanto", lambda: QuantoConfig("int4"), None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_that_of_the_quantized_model(kind, caplog):
+    """In float32: equal where inputs are not rounded; a warning where they are, and a refusal where the other tokens matter."""
+    library, config, rounds = KINDS[kind]
+    pytest.importorskip(library)
+    folder = hf_specdec.bundled("tiny")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config()).eval()
+    inputs = ragged([12, 7, 3], vocab_size=4000)
+    call = {**inputs, "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    with caplog.at_level(logging.WARNING, logger="hf_specdec"):
+        if rounds == "together":
+            with pytest.raises(UnsupportedModel, match="rounds its inputs by all tokens"):
+                model.generate(**call, speculative_config=CONFIGS[1])
+            return
+        plain = model.generate(**call)
+        for config in CONFIGS:
+            found = model.generate(**call, speculative_config=config)
+            assert rounds or texts_equal(found.tolist(), plain)
+    assert (rounds is not None) == any("rounds its inputs" in record.message for record in caplog.records)
