@@ -19,13 +19,12 @@ import torch
 from acceptance import BUNDLED_PROMPTS, measure, read_prompts
 
 from hf_specdec.cli.measure import environment
-from hf_specdec.training import trainer_class
-from hf_specdec.training.options import LOSSES
+from hf_specdec.training.options import LOSSES, options_by_method
 from hf_specdec.training.pipeline import train_head
 from recipes.tiny.heads import load_target, write_answers, write_prompts
 
 NUM_ANSWERS, STEPS, LENGTH = 4096, 400, 5
-COMMON = {
+COMMON: dict[str, Any] = {
     "max_steps": STEPS, "tokens_per_batch": 512, "bf16": True, "max_held_out": 40, "eval_every": 10**6, "save_every": 100,
 }  # fmt: skip
 EAGLE3 = {"learning_rate": 4e-3, "feature_layers": "2,4,7", "fc_norm": True, "num_steps": LENGTH}
@@ -38,10 +37,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "DSpark": ("dflash", {**DFLASH, "variant": "dspark", "block_size": LENGTH, "intermediate_size": 384}),
     "Domino": ("dflash", {**DFLASH, "variant": "domino", "block_size": LENGTH, "intermediate_size": 312}),
     "DFlash2": ("dflash", {**DFLASH, "variant": "dflash2", "intermediate_size": 336}),
-    "MLP speculator": (
-        "mlp_speculator",
-        {"learning_rate": 3e-3, "num_heads": LENGTH, "inner_dim": 240, "tie_weights": True},
-    ),
 }
 
 
@@ -57,7 +52,8 @@ def answers(data: Path, work: Path) -> Path:
 def trained(name: str, loss: str, data: Path, folder: Path) -> tuple[float, int]:
     """Train a head, or go on. Returns the estimate of τ and the number of trained parameters."""
     method, options = METHODS[name]
-    made = trainer_class(method).options_class(**COMMON, **options, loss=loss)
+    kind: Any = options_by_method()[method]
+    made = kind(**COMMON, **options, loss=loss)
     model, tokenizer = load_target(torch.float32)
     said: list[str] = []
     out = train_head(method, model, tokenizer, data, folder, made, target_name="tiny", quiet=True, say=said.append)

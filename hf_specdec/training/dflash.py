@@ -13,7 +13,6 @@ from torch import nn
 from transformers import AttentionInterface, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from ..candidate_generators.dflash.convolved import SlotConvolution
 from ..candidate_generators.dflash.head import DFlashDrafter, DFlashLayout
 from ..core.names import CACHE
 from ..core.output import Taps
@@ -27,6 +26,8 @@ from .unrolled import attend, widened
 
 ATTENTION_NAME = "hf_specdec_blocks"  # registered with transformers under this name
 _BLOCKS_AT_ONCE = 32  # blocks of a text that share a row of the attention mask
+# what makes a head's correction, or a convolution's change, nothing at first
+_ZERO = ("markov_w2.weight", "embed_proj.2.weight", "successor_codebook", "kernel_projection.weight")
 _NAMES = {"dflash": "DFlash", "dspark": "DSpark", "domino": "Domino", "dflash2": "DFlash2"}
 
 
@@ -67,16 +68,13 @@ class DFlashTrainer(HeadTrainer):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
         with torch.no_grad():
             drafter.norm.weight.copy_(last_norm_scale(self.target))
-            for convolution in (part for part in drafter.modules() if isinstance(part, SlotConvolution)):
-                convolution.base_kernel.zero_()[:, 0] = 1.0
-                convolution.kernel_projection.weight.zero_()
-            if drafter.markov_head is not None:
-                drafter.markov_head.markov_w2.weight.zero_()
-            if drafter.domino is not None:
-                drafter.domino.embed_proj[-1].weight.zero_()
-            if drafter.candidate_selector is not None:
-                nn.init.normal_(drafter.candidate_selector.predecessor_codebook)
-                drafter.candidate_selector.successor_codebook.zero_()
+            for name, parameter in drafter.named_parameters():
+                if name.endswith(_ZERO):
+                    parameter.zero_()
+                elif name.endswith("base_kernel"):
+                    parameter.zero_()[:, 0] = 1.0
+                elif name.endswith("predecessor_codebook"):
+                    nn.init.normal_(parameter)
         self.sizes = state_sizes(self.target, self.taps.layers, token_counts)
         self.rotary = Qwen3RotaryEmbedding(self.config).to(self.target.device)
         self.lm_head = self.target.lm_head_float32()
@@ -206,11 +204,11 @@ class DFlashTrainer(HeadTrainer):
             heads["shift_label"] = True
         if form == "original":
             scale = getattr(target.embed_tokens, "embed_scale", None)
-            if options.variant == "dflash2" and scale is not None:  # its readers take the table's rows
+            if scale is not None:  # where it is missing, some readers take rows as they are, others cap logits too
                 heads["input_embedding_scale"] = float(scale)
             if options.variant == "dspark":
-                is_grouped = self.config.num_key_value_heads < self.config.num_attention_heads
-                heads["attention_mode"] = "gqa" if is_grouped else "mha"
+                is_plain = self.config.num_key_value_heads == self.config.num_attention_heads
+                heads["attention_mode"] = "mha" if is_plain else "gqa"
             own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers, **heads}
             config = {
                 **layers,

@@ -50,7 +50,8 @@ def acceptance(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def depth_weights(losses: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """D-PACE's weights [N, K] of cross-entropies [N, K] of drafts, without gradients; `there`: bool [N, K], which of these exist.
+    """D-PACE's weights [N, K] of cross-entropies [N, K] of drafts, without gradients (https://arxiv.org/abs/2605.18810). `there`: bool
+    [N, K], which of these exist.
 
     With c_i = 0.5 + 0.5 q_i, where q_i is the probability that the head gives the i-th token, the weight of depth j is the sum of
     c_1 .. c_k over k >= j: what depth j adds to the length of the draft.

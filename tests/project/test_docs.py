@@ -331,7 +331,7 @@ def test_the_tables_of_performance_show_the_kept_results():
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
     assert re.findall(r"<!-- table: ([\w-]+) -->", text) == list(tables.TABLES)
     assert tables.filled(text) == text, "write it anew: python scripts/result_tables.py"
-    for file in ("acceptance", "acceptance-hybrid"):
+    for file in ("acceptance", "acceptance-hybrid", "training-cpu"):
         assert all(result["equal"] == result["prompts"] for result in tables.read(file)["results"]), file
 
 

@@ -149,6 +149,14 @@ def test_drafts_are_the_trained_drafters(tmp_path, name, form):
         assert config["speculators_config"]["verifier"]["name_or_path"] == "tiny-random"
 
 
+@pytest.mark.parametrize("name", ["dflash", "domino", "dflash2"])
+def test_targets_that_scale_embeddings_and_cap_logits(tmp_path, name):
+    made = trainer(
+        "dflash", TargetModel(families.make("Gemma2"), word_tokenizer(), "Gemma2"), **SHAPE, **VARIANTS[name]
+    )
+    check_drafts(made, export(made, tmp_path / "head"), ragged([6, 11, 3]), logits_of(made))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ["dspark", "domino", "dflash2"])
 def test_heads_learn(name, loss):
