@@ -28,15 +28,21 @@ COMMON: dict[str, Any] = {
     "max_steps": STEPS, "tokens_per_batch": 512, "bf16": True, "max_held_out": 40, "eval_every": 10**6, "save_every": 100,
 }  # fmt: skip
 EAGLE3 = {"learning_rate": 4e-3, "feature_layers": "2,4,7", "fc_norm": True, "num_steps": LENGTH}
-DFLASH = {"learning_rate": 2e-3, "num_layers": 3, "num_anchors": 32, "head_rank": 64}
+DFLASH = {"learning_rate": 2e-3, "num_layers": 3, "num_anchors": 32}
 # name: method, options. Sizes are such that about 2.1 million parameters are trained; all heads draft five tokens.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "EAGLE-3": ("eagle3", {**EAGLE3, "intermediate_size": 768}),
     "P-EAGLE": ("eagle3", {**EAGLE3, "parallel": True, "num_layers": 2, "intermediate_size": 272}),
     "DFlash": ("dflash", {**DFLASH, "intermediate_size": 608}),
-    "DSpark": ("dflash", {**DFLASH, "variant": "dspark", "block_size": LENGTH, "intermediate_size": 384}),
-    "Domino": ("dflash", {**DFLASH, "variant": "domino", "block_size": LENGTH, "intermediate_size": 312}),
-    "DFlash2": ("dflash", {**DFLASH, "variant": "dflash2", "intermediate_size": 336}),
+    "DSpark": (
+        "dflash",
+        {**DFLASH, "variant": "dspark", "head_rank": 64, "block_size": LENGTH, "intermediate_size": 384},
+    ),
+    "Domino": (
+        "dflash",
+        {**DFLASH, "variant": "domino", "head_rank": 64, "block_size": LENGTH, "intermediate_size": 312},
+    ),
+    "DFlash2": ("dflash", {**DFLASH, "variant": "dflash2", "head_rank": 64, "intermediate_size": 336}),
 }
 
 

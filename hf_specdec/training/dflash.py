@@ -20,7 +20,7 @@ from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
 from .draft_layer import embedding_table, last_norm_scale, layer_numbers, layer_shape, mask_token, state_sizes
 from .losses import TAUGHT, Depth, acceptance, draft_loss, probabilities, token_loss
-from .options import DFlashOptions
+from .options import DFlashOptions, TrainingError
 from .target import TargetModel
 from .unrolled import attend, widened
 
@@ -44,6 +44,10 @@ class DFlashTrainer(HeadTrainer):
 
     def __init__(self, options: DFlashOptions, target: TargetModel):
         super().__init__(options, target)
+        if options.head_rank is not None and options.variant == "dflash":
+            raise TrainingError("--head-rank is for the other variants: plain DFlash has no such head.")
+        if options.markov_head_type != "vanilla" and options.variant != "dspark":
+            raise TrainingError("--markov-head-type is for --variant dspark.")
         self.target_layers = target_layers(options, target)
         # The drafter reads layers' outputs: index i + 1 among transformers' hidden states.
         is_taught = options.loss in TAUGHT or options.variant == "dspark"
@@ -169,8 +173,11 @@ class DFlashTrainer(HeadTrainer):
                 teacher = probabilities(self.target.logits, wanted, self.target.vocab_size)
                 labels = teacher.argmax(-1) if loss in TAUGHT else labels
             right = logits[counts].argmax(-1) == labels
-            # tokens that are no candidates of DFlash2's selector keep their own logits, so that every loss is finite
-            logits = torch.where(logits.isneginf(), base, logits)[counts]
+            if (
+                self.head.candidate_selector is not None
+            ):  # other tokens than its candidates: so that every loss is finite
+                logits = torch.where(logits.isneginf(), base, logits)
+            logits = logits[counts]
             losses = added = token_loss(loss, logits, labels, teacher)
             if own:
                 added = (1 - own) * losses + own * token_loss(loss, base[counts], labels, teacher)
@@ -318,7 +325,7 @@ def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
 
 def heads_of(options: DFlashOptions, target: TargetModel) -> dict[str, Any]:
     """The keys of the head that corrects a block's logits, as files name them; {} for DFlash."""
-    rank, width, heads = options.head_rank, target.hidden_size, {}
+    rank, width, heads = options.head_rank or 256, target.hidden_size, {}
     if options.variant == "dspark":
         heads = {"markov_rank": rank, "markov_head_type": options.markov_head_type}
         heads |= {"enable_confidence_head": True, "confidence_head_with_markov": True}

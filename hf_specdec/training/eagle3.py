@@ -25,7 +25,7 @@ from .draft_layer import (
     state_sizes,
 )
 from .losses import Lesson, argmax_of
-from .options import Eagle3TrainingOptions
+from .options import Eagle3TrainingOptions, TrainingError
 from .unrolled import greedy_guesses, unroll
 
 _WHOLE_VOCABULARY = 8192  # up to this vocabulary of the target the head drafts all tokens
@@ -82,6 +82,8 @@ class Eagle3Trainer(HeadTrainer):
 
     def __init__(self, options: Eagle3TrainingOptions, target: Any):
         super().__init__(options, target)
+        if options.mask_token_id is not None and not options.parallel:
+            raise TrainingError("--mask-token-id is for --parallel.")
         self.taps = Taps(last_hidden=True, layers=self._layers())
         self.draft_ids: torch.Tensor | None = None  # int64 [Vd]; None: all tokens
         self.draft_places: torch.Tensor | None = None  # int64 [V], each token's index in `draft_ids`, or -1
@@ -224,4 +226,5 @@ class Eagle3Trainer(HeadTrainer):
             "eagle_config": outputs,
             "use_cache": True,
         }
-        return Exported({name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}, config)
+        first = "layers.0." if is_parallel else "midlayer."  # SpecForge's names
+        return Exported({name.replace("layers.0.", first, 1): tensor for name, tensor in state.items()}, config)

@@ -39,7 +39,7 @@ def _loss(default: str = "kl", choices: tuple[str, ...] = LOSSES) -> Any:
         "kl": "KL to the target's distributions",
         "ce": "cross-entropy of the text's tokens",
         "lk": "KL, and more and more the share of drafts that is rejected (LK)",
-        "dpace": "ce, with depths weighted by how likely the tokens before are accepted (D-PACE)",
+        "dpace": "ce, with weights of depths by how likely the tokens before are accepted, in place of decays (D-PACE)",
     }
     return option(default, "; ".join(f"{key}: {meanings[key]}" for key in choices), choices=choices)
 
@@ -109,7 +109,7 @@ class DFlashOptions(TrainingOptions):
         "convolutions, too) corrects their logits by the token before. In dspark and domino the first slot drafts, too",
         choices=VARIANTS,
     )
-    head_rank: int = count(256, "of that head: width of its tables (dspark, dflash2) or bottleneck (domino)")
+    head_rank: int | None = count(None, "of that head: width of tables (dspark, dflash2) or bottleneck (default: 256)")
     markov_head_type: str = option("vanilla", "of dspark", choices=("vanilla", "gated", "rnn"))
 
 

@@ -284,6 +284,19 @@ def test_last_norm_begins_as_the_targets(family):
     torch.testing.assert_close(scale, expected[family]().detach())
 
 
+@pytest.mark.parametrize(
+    ("method", "given", "says"),
+    [
+        ("dflash", {"head_rank": 8}, "--head-rank is for the other variants"),
+        ("dflash", {"variant": "domino", "markov_head_type": "rnn"}, "--markov-head-type is for --variant dspark"),
+        ("eagle3", {"mask_token_id": 2}, "--mask-token-id is for --parallel"),
+    ],
+)
+def test_options_of_other_variants_are_refused(method, given, says):
+    with pytest.raises(TrainingError, match=says):
+        trainer(method, target(), **given)
+
+
 @pytest.mark.parametrize("layers", ["2", "0,0", "a", ",", "-1,1", "0,7"])
 def test_layers_that_are_none(layers):
     with pytest.raises(TrainingError, match="different numbers from 0 to 1"):

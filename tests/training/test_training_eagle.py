@@ -420,12 +420,14 @@ def test_key_value_heads_that_cannot_be_shared(model):
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_training_learns(tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "more"), [("eagle", {}), ("eagle3", {}), ("eagle3", {"parallel": True, "num_layers": 2})]
+)
+def test_training_learns(tmp_path, method, more):
     """A few steps on answers that can be learnt; every parameter moves; the exported head loads and drafts."""
     pytest.importorskip("matplotlib")
     rows = write_rows(tmp_path / "data.jsonl", qa_rows(24))
-    options = {"max_steps": 25, "learning_rate": 1e-2, "tokens_per_batch": 400, "bf16": True}
+    options = {"max_steps": 25, "learning_rate": 1e-2, "tokens_per_batch": 400, "bf16": True, **more}
     trained = train(method, tmp_path / "head", rows, **options)
     log = [json.loads(line) for line in (tmp_path / "head/training/log.jsonl").read_text().splitlines()]
     losses = [entry["loss"] for entry in log if "loss" in entry]
