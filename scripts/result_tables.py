@@ -103,6 +103,15 @@ def acceptance() -> str:
     return table(["method", "chain", "tree"], [[f"`{m}`", of.get("chain"), of.get("tree")] for m, of in taus.items()])
 
 
+def training() -> str:
+    """τ of heads trained with as many steps and parameters, by loss."""
+    taus: dict[str, dict[str, float]] = {}
+    for each in read("training-cpu")["results"]:
+        taus.setdefault(each["method"], {})[each["loss"]] = each["tau"]
+    losses = ("kl", "ce", "lk", "dpace")
+    return table(["", *(f"`{loss}`" for loss in losses)], [[name, *map(of.get, losses)] for name, of in taus.items()])
+
+
 def hybrid_acceptance() -> str:
     """τ and speed for the bundled target with recurrent layers."""
     results = read("acceptance-hybrid")["results"]
@@ -143,6 +152,7 @@ TABLES = {
     "servers": servers,
     "auto": auto,
     "acceptance": acceptance,
+    "training": training,
     "acceptance-hybrid": hybrid_acceptance,
     "quantized": quantized,
     "formats": formats,

@@ -93,6 +93,9 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
     group.add_argument(
         name, type=parse, default=field.default, choices=meta["choices"] or None, metavar=metavar, help=shown
     )
+    if field.name == "loss":
+        earlier: dict = {"dest": "loss", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        group.add_argument("--objective", choices=meta["choices"], **earlier)  # its earlier name
 
 
 def regeneration_of(args: argparse.Namespace) -> Regeneration | None:

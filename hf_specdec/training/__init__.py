@@ -33,8 +33,9 @@ for devices: `loss` is called inside autocast and a DDP wrapper already. Randomn
 torch's global generators, which are seeded for every micro-batch from (seed, step, micro-batch, process), so that a
 resumed run gives the same result.
 
-**The loss and the estimate.** Accuracies per head are called `accuracy_1`, `accuracy_2`, .. Recurrent heads make their `Guesses` from
-the text's own tokens; they are compared with the target's choices on held-out text.
+**The loss and the estimate.** `Lesson` (losses.py) holds what the drafts of a batch are compared with; `graded` makes the loss by the
+option `loss`, and the accuracies `accuracy_1`, `accuracy_2`, .. Recurrent heads make their `Guesses` from the text's own tokens; they
+are compared with the target's choices on held-out text.
 """
 
 import importlib

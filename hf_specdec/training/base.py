@@ -116,6 +116,7 @@ class HeadTrainer(ABC):
         formats: layouts for `exported`; the first is the default.
         head: the result of `build`, set by the framework.
         num_guesses: K, draft length in the estimate and in measurements; set by `build` at the latest.
+        progress: share of the run's steps that are done, set by the framework.
     """
 
     method: ClassVar[str]
@@ -126,7 +127,7 @@ class HeadTrainer(ABC):
     def __init__(self, options: Any, target: TargetModel):
         self.options, self.target = options, target
         self.head: Any = nn.Module()  # which each trainer narrows
-        self.num_guesses = 0
+        self.num_guesses, self.progress = 0, 0.0
 
     @abstractmethod
     def build(self, token_counts: torch.Tensor) -> nn.Module:
@@ -191,20 +192,22 @@ class HeadTrainer(ABC):
             elif not torch.equal(tensor.to(given.dtype), given):
                 raise TrainingError(f"{name} differs here: the head is for another target or draft vocabulary.")
 
-    def speculators_config(self, architecture: str, layers: dict[str, Any]) -> dict[str, Any]:
-        """What every config.json in speculators' format has: the method, the length of a draft, the target, the layers' keys."""
+    def speculators_config(self, architecture: str, layers: dict[str, Any], kind: str | None = None) -> dict[str, Any]:
+        """What every config.json in speculators' format has: its `kind` (None: the method), the length of a draft, the target, the
+        layers' keys."""
+        kind = kind or self.method
         model = self.target.model
         proposal = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
         architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
         speculation = {
-            "algorithm": self.method,
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{**proposal, "speculative_tokens": self.num_guesses}],
             "verifier": {"name_or_path": self.target.name, "architectures": architectures},
         }
         return {
             "architectures": [architecture],
-            "speculators_model_type": self.method,
+            "speculators_model_type": kind,
             "speculators_config": speculation,
             "transformer_layer_config": layers,
             "tie_word_embeddings": False,

@@ -66,6 +66,53 @@ class Batch:
         return replace(self, **moved, layers={index: states.to(device) for index, states in self.layers.items()})
 
 
+@dataclass
+class Places:
+    """The places u >= 1 in a batch whose next token x_{u+1} counts, latest first.
+
+    Step s guesses x_{u+1} in column u - 1 - s; places that have this column come first.
+
+    Attributes:
+        rows, places: int64 [N].
+        counts: per step, the number of places with a column.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    counts: list[int]
+    width: int
+
+    @classmethod
+    def of(cls, batch: Batch, num_steps: int) -> Places:
+        mask = batch.ahead(batch.loss_mask, 1)
+        mask[:, 0] = False
+        rows, places = mask.nonzero(as_tuple=True)
+        order = places.argsort(descending=True, stable=True)
+        return cls._counted(rows[order], places[order], num_steps, batch.input_ids.shape[1])
+
+    @classmethod
+    def _counted(cls, rows: torch.Tensor, places: torch.Tensor, num_steps: int, width: int) -> Places:
+        counts = torch.stack([(places > step).sum() for step in range(num_steps)]).tolist()
+        return cls(rows, places, counts, width)
+
+    def keep(self, mask: torch.Tensor) -> Places:
+        """The places where `mask` [N] is True."""
+        return self._counted(self.rows[mask], self.places[mask], len(self.counts), self.width)
+
+    def at(self, states: torch.Tensor) -> torch.Tensor:
+        """Values [N, ..] of a tensor [B, S, ..] at the places u."""
+        return states.flatten(0, 1).index_select(0, self.rows * self.width + self.places)
+
+    def guessed(self, states: torch.Tensor, step: int) -> torch.Tensor:
+        """Values [counts[step], ..] of a tensor [B, S, ..] at the columns that guess at `step`."""
+        return states.flatten(0, 1).index_select(0, self.columns(step))
+
+    def columns(self, step: int) -> torch.Tensor:
+        """The columns that guess at `step`, int64 [counts[step]], numbered through all rows."""
+        count = self.counts[step]
+        return self.rows[:count] * self.width + self.places[:count] - 1 - step
+
+
 def batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
     """Group consecutive samples into batches of at most `tokens_per_batch` padded tokens; a longer sample gets a batch of its own."""
     out, first, widest = [], 0, 0

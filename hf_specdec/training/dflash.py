@@ -1,9 +1,10 @@
-"""DFlash (z-lab): a drafter of a few layers that fills a block of mask tokens in one forward, trained at random anchors."""
+"""DFlash (z-lab), DFlash2, DSpark and Domino: a drafter of a few layers fills a block of mask tokens in one forward; trained at random
+anchors."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,22 +18,24 @@ from ..core.names import CACHE
 from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
-from .draft_layer import last_norm_scale, layer_numbers, layer_shape, state_sizes
-from .losses import token_loss
+from .draft_layer import embedding_table, last_norm_scale, layer_numbers, layer_shape, mask_token, state_sizes
+from .losses import TAUGHT, Depth, acceptance, draft_loss, probabilities, token_loss
 from .options import DFlashOptions, TrainingError
 from .target import TargetModel
 from .unrolled import attend, widened
 
-logger = logging.getLogger(__name__)
-
 ATTENTION_NAME = "hf_specdec_blocks"  # registered with transformers under this name
 _BLOCKS_AT_ONCE = 32  # blocks of a text that share a row of the attention mask
+# what makes a head's correction, or a convolution's change, nothing at first
+_ZERO = ("markov_w2.weight", "embed_proj.2.weight", "successor_codebook", "kernel_projection.weight")
+_NAMES = {"dflash": "DFlash", "dspark": "DSpark", "domino": "Domino", "dflash2": "DFlash2"}
 
 
 @register(DFlashOptions)
 class DFlashTrainer(HeadTrainer):
     """Trains DFlash on blocks of mask tokens after random anchors of a text. One forward runs all blocks; its mask lets a block
-    see the target's hidden states before its anchor, and itself. Slot j has the weight exp(-(j - 1) / loss_decay)."""
+    see the target's hidden states before its anchor, and itself. The weight of the k-th drafted token is exp(-(k - 1) / loss_decay),
+    divided by the sum of these. A head that corrects the block's logits reads the text's tokens."""
 
     method = "dflash"
     formats = ("original", "speculators")
@@ -41,18 +44,26 @@ class DFlashTrainer(HeadTrainer):
 
     def __init__(self, options: DFlashOptions, target: TargetModel):
         super().__init__(options, target)
+        if options.head_rank is not None and options.variant == "dflash":
+            raise TrainingError("--head-rank is for the other variants: plain DFlash has no such head.")
+        if options.markov_head_type != "vanilla" and options.variant != "dspark":
+            raise TrainingError("--markov-head-type is for --variant dspark.")
         self.target_layers = target_layers(options, target)
         # The drafter reads layers' outputs: index i + 1 among transformers' hidden states.
-        self.taps = Taps(last_hidden=options.objective == "kl", layers=tuple(i + 1 for i in self.target_layers))
+        is_taught = options.loss in TAUGHT or options.variant == "dspark"
+        self.taps = Taps(last_hidden=is_taught, layers=tuple(i + 1 for i in self.target_layers))
         self.config = layers_config(options, target)
-        self.num_guesses = options.block_size - 1
+        self.first = int(options.variant in ("dflash", "dflash2"))  # the first slot that drafts
+        self.num_guesses = options.block_size - self.first
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """Linear layers have transformers' initialisation, the last norm the target's weights; embeddings and lm_head are the target's."""
-        self.mask_token_id = mask_token(self.options, self.target, token_counts)
+        """Linear layers have transformers' initialisation, the last norm the target's weights; embeddings and lm_head are the target's.
+        What corrects the logits begins by doing nothing, as do convolutions."""
+        self.mask_token_id = mask_token(self.options.mask_token_id, self.target, token_counts)
+        self.heads = heads_of(self.options, self.target)
         layout = DFlashLayout(
             layers=self.config, block_size=self.options.block_size, mask_token_id=self.mask_token_id, tapped=self.taps.layers,
-            from_anchor=False, causal=(False, True), like_speculators=False, heads={},
+            from_anchor=not self.first, causal=(False, True), like_speculators=False, heads=self.heads,
         )  # fmt: skip
         owns: dict[str, tuple[int, ...] | None] = {"embed_tokens": None, "lm_head": None}
         drafter = DFlashDrafter(layout, self.target.hidden_size, self.target.vocab_size, owns)
@@ -61,6 +72,13 @@ class DFlashTrainer(HeadTrainer):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
         with torch.no_grad():
             drafter.norm.weight.copy_(last_norm_scale(self.target))
+            for name, parameter in drafter.named_parameters():
+                if name.endswith(_ZERO):
+                    parameter.zero_()
+                elif name.endswith("base_kernel"):
+                    parameter.zero_()[:, 0] = 1.0
+                elif name.endswith("predecessor_codebook"):
+                    nn.init.normal_(parameter)
         self.sizes = state_sizes(self.target, self.taps.layers, token_counts)
         self.rotary = Qwen3RotaryEmbedding(self.config).to(self.target.device)
         self.lm_head = self.target.lm_head_float32()
@@ -80,13 +98,20 @@ class DFlashTrainer(HeadTrainer):
         ids[..., 0] = batch.input_ids.gather(1, anchors)
         ids, anchors = ids.view(-1, together * size), anchors.view(-1, together)
         positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).flatten(1)
-        hidden = self.target.embed_tokens(ids).float()
+        hidden = self._embed(ids)
         cache = BlocksCache(self._context_keys_values(context, batch.position_ids), parts)
         mask = blocks_mask(anchors, batch.input_ids.shape[1], size)
-        rotary = self.rotary(hidden, positions)
+        rotary, more = self.rotary(hidden, positions), {}
+        if head.is_convolved:
+            more["slots"] = torch.arange(size, device=anchors.device).repeat(together)
         for layer in head.layers:
             hidden = layer(
-                hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary, **{CACHE: cache}
+                hidden,
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=rotary,
+                **{CACHE: cache},
+                **more,
             )
         return head.norm(hidden).view(len(batch.input_ids), parts * together, size, -1)[:, :num_anchors]
 
@@ -104,63 +129,114 @@ class DFlashTrainer(HeadTrainer):
             out.append((keys, attention.v_proj(context).view(shape).transpose(1, 2)))
         return out
 
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.target.embed_tokens(ids).float()
+
+    def logits(
+        self, batch: Batch, rows: torch.Tensor, anchors: torch.Tensor, hidden: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """For every drafted token of n blocks: the slot's hidden state [n, H], the token before [n] in the text, the slot's own logits
+        [n, V] and the corrected ones.
+
+        Args:
+            rows, anchors: int64 [n].
+            hidden: [n, block_size, H], of `block_hidden`.
+        """
+        correct, last = self.head.sequential, batch.input_ids.shape[1] - 1
+        state = hidden.new_zeros(len(rows), 0 if correct is None else correct.state_size, dtype=torch.float32)
+        for k in range(self.num_guesses):
+            slot, before = hidden[:, self.first + k], batch.input_ids[rows, (anchors + k).clamp(max=last)]
+            base, bias = self.lm_head(slot).float(), None
+            if correct is not None:
+                state, bias = correct(state, before, slot, base, self._embed, k + 1)
+            yield slot, before, base, base if bias is None else base + bias
+
     def loss(self, batch: Batch) -> StepLoss:
-        """Sum over blocks and slots j of exp(-(j - 1) / loss_decay) times KL(target || drafter), or cross-entropy."""
+        """The sum over blocks and drafted tokens of the tokens' losses. Domino learns the block's own logits first, and the corrected ones
+        from the middle of the run on; DFlash2 both alike. DSpark's confidence learns the probability of acceptance."""
         anchors, chosen = random_anchors(batch.ahead(batch.loss_mask, 1), self.options.num_anchors)
-        hidden = self.block_hidden(batch, anchors)[:, :, 1:]
-        slots = torch.arange(1, self.options.block_size, device=anchors.device)
-        places = anchors[..., None] + slots  # [B, A, K], positions of the slots' tokens
-        inside = places < batch.input_ids.shape[1]
-        places = places.clamp(max=batch.input_ids.shape[1] - 1).flatten(1)
-        counts = batch.loss_mask.gather(1, places).view_as(inside) & inside & chosen[..., None]
-        labels = batch.input_ids.gather(1, places).view_as(inside)[counts]
-        logits = self.lm_head(hidden[counts]).float()
-        teacher = None
-        if self.options.objective == "kl":
-            rows = torch.arange(len(anchors), device=anchors.device)[:, None, None].expand_as(counts)[counts]
-            teacher = self.target.logits(batch.hidden()[rows, places.view_as(inside)[counts] - 1])
-        weights = torch.exp((1 - slots) / self.options.loss_decay).expand_as(counts)[counts]
-        right = (logits.argmax(-1) == labels).float()
-        slot = slots.expand_as(counts)[counts]
-        metrics = {f"accuracy_{j}": (right[slot == j].sum(), (slot == j).sum()) for j in range(1, self.num_guesses + 1)}
-        return StepLoss((weights * token_loss(logits, labels, teacher)).sum(), weights.sum(), metrics)
+        hidden = self.block_hidden(batch, anchors)[chosen]
+        rows, anchors = chosen.nonzero()[:, 0], anchors[chosen]
+        weights = [math.exp(-k / self.options.loss_decay) for k in range(self.num_guesses)]
+        depths = self._depths(batch, rows, anchors, hidden)
+        return draft_loss(self.options.loss, [each / sum(weights) for each in weights], len(rows), depths)
+
+    def _depths(self, batch: Batch, rows: torch.Tensor, anchors: torch.Tensor, hidden: torch.Tensor) -> Iterator[Depth]:
+        loss, last, teacher = self.options.loss, batch.input_ids.shape[1] - 1, None
+        own = {"domino": max(0.0, 1.0 - 2.0 * self.progress), "dflash2": 0.5}.get(self.options.variant, 0.0)
+        for k, (slot, before, base, logits) in enumerate(self.logits(batch, rows, anchors, hidden)):
+            places = anchors + k + 1
+            counts = (places <= last) & batch.loss_mask[rows, places.clamp(max=last)]
+            labels = batch.input_ids[rows[counts], places[counts]]
+            if self.taps.last_hidden:
+                wanted = batch.hidden()[rows[counts], places[counts] - 1]
+                teacher = probabilities(self.target.logits, wanted, self.target.vocab_size)
+                labels = teacher.argmax(-1) if loss in TAUGHT else labels
+            right = logits[counts].argmax(-1) == labels
+            if (
+                self.head.candidate_selector is not None
+            ):  # other tokens than its candidates: so that every loss is finite
+                logits = torch.where(logits.isneginf(), base, logits)
+            logits = logits[counts]
+            losses = added = token_loss(loss, logits, labels, teacher)
+            if own:
+                added = (1 - own) * losses + own * token_loss(loss, base[counts], labels, teacher)
+            if self.head.confidence_head is not None and teacher is not None:
+                sure = self.head.confidence_head.proj(self.head.confidence_features(slot, before))[counts, 0]
+                rate = acceptance(logits, teacher).detach()
+                added = added + F.binary_cross_entropy_with_logits(sure.float(), rate, reduction="none")
+            yield counts.nonzero()[:, 0], losses, added, right
 
     def guesses(self, batch: Batch) -> Guesses:
         """Guesses of blocks at up to `num_anchors` positions per text, spread evenly over those that an answer's token follows."""
         anchors, chosen = even_anchors(batch.ahead(batch.loss_mask, 1), self.options.num_anchors)
-        tokens = self.lm_head(self.block_hidden(batch, anchors)[:, :, 1:][chosen]).argmax(-1)
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)
-        return Guesses(tokens, rows[chosen], anchors[chosen])
+        hidden = self.block_hidden(batch, anchors)[chosen]
+        rows, anchors = chosen.nonzero()[:, 0], anchors[chosen]
+        tokens = [logits.argmax(-1) for *_, logits in self.logits(batch, rows, anchors, hidden)]
+        return Guesses(torch.stack(tokens, dim=1), rows, anchors)
 
     def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
         """As in the base. `fc` is scaled, because training divides the target's states by their sizes."""
-        self.head.load_state_dict({**tensors, "fc.weight": tensors["fc.weight"].to(self.sizes) * self.sizes})
+        state = {name: tensors[name.removeprefix("domino.")] for name in self.head.state_dict()}
+        self.head.load_state_dict({**state, "fc.weight": state["fc.weight"].to(self.sizes) * self.sizes})
 
     def exported(self, form: str) -> Exported:
         """z-lab's files (`dflash_config`), or speculators', which hold the target's embeddings and head too."""
         options, target = self.options, self.target
         layers = {k: v for k, v in self.config.to_dict().items() if k not in ("dtype", "architectures")}
-        tensors: dict[str, torch.Tensor] = dict(self.head.state_dict())
+        prefix, heads = "" if form == "original" else "domino_head.", dict(self.heads)
+        tensors = {name.replace("domino.", prefix): tensor for name, tensor in self.head.state_dict().items()}
         tensors["fc.weight"] = tensors["fc.weight"] / self.sizes  # training divides states by these
+        if options.variant == "domino":
+            heads["shift_label"] = True
         if form == "original":
+            scale = getattr(target.embed_tokens, "embed_scale", None)
+            if scale is not None:  # where it is missing, some readers take rows as they are, others cap logits too
+                heads["input_embedding_scale"] = float(scale)
+            if options.variant == "dspark":
+                is_plain = self.config.num_key_value_heads == self.config.num_attention_heads
+                heads["attention_mode"] = "mha" if is_plain else "gqa"
+            own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers, **heads}
             config = {
                 **layers,
-                "architectures": ["DFlashDraftModel"],
+                "architectures": [f"{_NAMES[options.variant]}DraftModel"],
                 "block_size": options.block_size,
                 "num_target_layers": target.num_layers,
-                "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers},
+                "dflash_config": own,
             }
             return Exported(tensors, config)
-        tensors["embed_tokens.weight"] = target.embed_tokens.weight  # pyright: ignore[reportArgumentType]
+        tensors["embed_tokens.weight"] = embedding_table(target)
         tensors["lm_head.weight"] = target.lm_head.weight
+        kind = "dflash" if options.variant == "domino" else options.variant
         config = {
-            **self.speculators_config("DFlashSpeculator", layers),
+            **self.speculators_config(f"{_NAMES[kind]}Speculator", layers, kind),
+            **heads,
             "draft_vocab_size": target.vocab_size,
             "target_hidden_size": target.hidden_size,
             "block_size": options.block_size,
             "mask_token_id": self.mask_token_id,
             "aux_hidden_state_layer_ids": list(self.taps.layers),
-            "sample_from_anchor": False,
+            "sample_from_anchor": not self.first,
             "sliding_window_non_causal": False,
         }
         return Exported(tensors, config)
@@ -247,25 +323,15 @@ def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
     return config
 
 
-def mask_token(options: DFlashOptions, target: TargetModel, token_counts: torch.Tensor) -> int:
-    """The id in mask slots. The first available of: the given one; the tokenizer's mask token; an embedding row after the tokenizer's
-    last token; the padding token; another special token that the target does not write. Raises TrainingError: there is none.
-    """
-    table: torch.Tensor = target.embed_tokens.weight  # pyright: ignore[reportAssignmentType]
-    rows, tokenizer = len(table), target.tokenizer
-    if options.mask_token_id is not None:
-        if options.mask_token_id >= rows:
-            raise TrainingError(
-                f"--mask-token-id {options.mask_token_id}: the target has embeddings for {rows} tokens."
-            )
-        return options.mask_token_id
-    special: Sequence[int] = getattr(tokenizer, "all_special_ids", ())
-    candidates = [("mask token", tokenizer.mask_token_id), ("first id without a token", len(tokenizer))]
-    candidates += [("padding token", tokenizer.pad_token_id)] + [("special token", i) for i in special]
-    for what, token in candidates:
-        if token is not None and token < rows and token not in target.end_tokens and not token_counts[token]:
-            logger.info("Slots to be drafted hold the tokenizer's %s, id %d.", what, token)
-            return token
-    raise TrainingError(
-        "Every token of the target's tokenizer may occur in texts, so none can be the mask: name one with --mask-token-id."
-    )
+def heads_of(options: DFlashOptions, target: TargetModel) -> dict[str, Any]:
+    """The keys of the head that corrects a block's logits, as files name them; {} for DFlash."""
+    rank, width, heads = options.head_rank or 256, target.hidden_size, {}
+    if options.variant == "dspark":
+        heads = {"markov_rank": rank, "markov_head_type": options.markov_head_type}
+        heads |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    elif options.variant == "domino":
+        heads = {"emb_dim": rank, "gru_hidden_dim": min(1024, width), "pure_draft_prefix_len": 1}
+    elif options.variant == "dflash2":
+        heads = {"conv_kernel_size": 2, "conv_group_size": math.gcd(16, width), "selector_rank": rank}
+        heads["selector_top_k"] = min(16, target.vocab_size)
+    return {"projector_type": options.variant, **heads} if heads else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from .batch import Batch
 from .options import TrainingError
 from .target import TargetModel
 from .unrolled import ATTENTION_NAME
+
+logger = logging.getLogger(__name__)
 
 
 class Shapes(Plan):
@@ -139,3 +143,25 @@ def state_sizes(target: TargetModel, layers: tuple[int, ...], token_counts: torc
 def main_directions(table: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` orthonormal directions [count, H] that keep most of a table [V, H], strongest first."""
     return torch.linalg.eigh(table.float().T @ table.float()).eigenvectors.flip(1)[:, :count].T.contiguous()
+
+
+def mask_token(given: int | None, target: TargetModel, token_counts: torch.Tensor) -> int:
+    """The id in mask slots. The first available of: the given one; the tokenizer's mask token; an embedding row after the tokenizer's
+    last token; the padding token; another special token that the target does not write. Raises TrainingError: there is none.
+    """
+    table: torch.Tensor = target.embed_tokens.weight  # pyright: ignore[reportAssignmentType]
+    rows, tokenizer = len(table), target.tokenizer
+    if given is not None:
+        if given >= rows:
+            raise TrainingError(f"--mask-token-id {given}: the target has embeddings for {rows} tokens.")
+        return given
+    special: Sequence[int] = getattr(tokenizer, "all_special_ids", ())
+    candidates = [("mask token", tokenizer.mask_token_id), ("first id without a token", len(tokenizer))]
+    candidates += [("padding token", tokenizer.pad_token_id)] + [("special token", i) for i in special]
+    for what, token in candidates:
+        if token is not None and token < rows and token not in target.end_tokens and not token_counts[token]:
+            logger.info("Slots to be drafted hold the tokenizer's %s, id %d.", what, token)
+            return token
+    raise TrainingError(
+        "Every token of the target's tokenizer may occur in texts, so none can be the mask: name one with --mask-token-id."
+    )

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
 from .draft_layer import layer_shape, main_directions
-from .losses import token_loss
+from .losses import TAUGHT, probabilities, scored
 from .options import DraftModelOptions, TrainingError
 
 
@@ -42,13 +42,15 @@ class DraftModelTrainer(HeadTrainer):
         return self.head.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
 
     def loss(self, batch: Batch) -> StepLoss:
-        """Sum over the answers' tokens of KL(target || draft), or of the cross-entropy."""
-        labels, counts = batch.ahead(batch.input_ids, 1), batch.ahead(batch.loss_mask, 1)
-        logits = self.head.lm_head(self._hidden(batch)[counts]).float()
-        teacher = self.target.logits(batch.hidden()[counts]) if self.options.objective == "kl" else None
-        total = token_loss(logits, labels[counts], teacher).sum()
-        right = (logits.argmax(-1) == labels[counts]).sum()
-        return StepLoss(total, counts.sum(), {"accuracy_1": (right, counts.sum())})
+        """The sum of the losses of the answers' tokens."""
+        counts, size, teacher = batch.ahead(batch.loss_mask, 1), self.target.vocab_size, None
+        labels = batch.ahead(batch.input_ids, 1)[counts]
+        if self.options.loss in TAUGHT:
+            teacher = probabilities(self.target.logits, batch.hidden()[counts], size)
+            labels = teacher.argmax(-1)
+        hidden = self._hidden(batch)[counts]
+        losses, right = scored(self.options.loss, self.head.lm_head, size, hidden, labels, teacher)
+        return StepLoss(losses.sum(), counts.sum(), {"accuracy_1": (right.sum(), counts.sum())})
 
     def guesses(self, batch: Batch) -> Guesses:
         """Greedy guesses; guess k reads the k tokens of the text that follow the newest one."""

@@ -13,8 +13,9 @@ from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
 from .draft_layer import Shapes, embedding_table, layer_config_for, layer_json, prepare
+from .losses import Lesson, argmax_of
 from .options import EagleOptions
-from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
+from .unrolled import greedy_guesses, unroll
 
 
 @register(EagleOptions)
@@ -40,26 +41,20 @@ class EagleTrainer(HeadTrainer):
         return hidden + (torch.rand_like(hidden) - 0.5) * width[:, None, None]
 
     def loss(self, batch: Batch) -> StepLoss:
-        """sum over steps of step_decay^s (feature_weight SmoothL1 + token_weight CE(the target's distribution))."""
+        """sum over steps of step_decay^s (feature_weight SmoothL1 + token_weight times the tokens' loss)."""
         options, target = self.options, self.target
-        places = Places.of(batch, options.num_steps)
-        wanted = places.at(batch.hidden())  # h_u, from which x_{u+1} is chosen
-        probs = probabilities(target.logits, wanted, target.vocab_size)
-        best = probs.argmax(-1)
+        lesson = Lesson.of(self, batch, options.num_steps)
+        wanted = lesson.places.at(batch.hidden())  # h_u, from which x_{u+1} is chosen
         features = self.noisy(batch.hidden(), batch.lengths) if options.feature_noise else batch.hidden()
-        total, metrics = wanted.new_zeros(()), {}
-        for step, output in enumerate(unroll(self.head, batch, features, options.num_steps)):
-            hidden, count = places.guessed(output, step), places.counts[step]
-            feature_loss = F.smooth_l1_loss(hidden.float(), wanted[:count], reduction="sum") / hidden.shape[1]
-            token_loss, right = soft_cross_entropy(target.logits, hidden, probs[:count], best[:count])
-            loss = options.feature_weight * feature_loss + options.token_weight * token_loss
-            total = total + options.step_decay**step * loss
-            weight = places.weight(step)
-            metrics[f"accuracy_{step + 1}"] = (right, weight)
-            if step == 0:
-                losses = {"feature_loss": feature_loss, "token_loss": token_loss}
-                metrics |= {name: (loss.detach(), weight) for name, loss in losses.items()}
-        return StepLoss(total, places.weight(0), metrics)
+
+        def steps():
+            for step, output in enumerate(unroll(self.head, batch, features, options.num_steps)):
+                hidden = lesson.places.guessed(output, step)
+                away = F.smooth_l1_loss(hidden.float(), wanted[: len(hidden)], reduction="none").mean(-1)
+                yield target.logits, hidden, options.feature_weight * away
+
+        weights = [options.step_decay**step for step in range(options.num_steps)]
+        return lesson.graded(weights, target.vocab_size, steps(), options.token_weight)
 
     def guesses(self, batch: Batch) -> Guesses:
         """Greedy guesses under teacher forcing: as in drafting, but reading the text's tokens."""

@@ -1,7 +1,8 @@
-"""EAGLE-3 (Li et al. 2025): a head on three of the target's hidden states, trained as it drafts (training-time test)."""
+"""EAGLE-3 (Li et al. 2025) and P-EAGLE: a head on three of the target's hidden states, trained as it drafts (training-time test)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,9 +13,20 @@ from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
 from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
-from .draft_layer import Shapes, embedding_table, last_norm_scale, layer_config_for, layer_json, layer_numbers, prepare
-from .options import Eagle3TrainingOptions
-from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
+from .draft_layer import (
+    Shapes,
+    embedding_table,
+    last_norm_scale,
+    layer_config_for,
+    layer_json,
+    layer_numbers,
+    mask_token,
+    prepare,
+    state_sizes,
+)
+from .losses import Lesson, argmax_of
+from .options import Eagle3TrainingOptions, TrainingError
+from .unrolled import greedy_guesses, unroll
 
 _WHOLE_VOCABULARY = 8192  # up to this vocabulary of the target the head drafts all tokens
 _DRAFT_VOCABULARY = 32000  # default size of the draft vocabulary for larger targets
@@ -60,7 +72,8 @@ def pass_on(fc: nn.Linear, width: int) -> None:
 
 @register(Eagle3TrainingOptions)
 class Eagle3Trainer(HeadTrainer):
-    """Trains the head to draft `num_steps` tokens from every position, reading the text's tokens and its own hidden states."""
+    """Trains the head to draft `num_steps` tokens from every position, reading the text's tokens and its own hidden states, or with
+    `parallel` (P-EAGLE) the mask token and `mask_hidden`."""
 
     method = "eagle3"
     formats = ("original", "speculators")
@@ -69,9 +82,12 @@ class Eagle3Trainer(HeadTrainer):
 
     def __init__(self, options: Eagle3TrainingOptions, target: Any):
         super().__init__(options, target)
+        if options.mask_token_id is not None and not options.parallel:
+            raise TrainingError("--mask-token-id is for --parallel.")
         self.taps = Taps(last_hidden=True, layers=self._layers())
         self.draft_ids: torch.Tensor | None = None  # int64 [Vd]; None: all tokens
         self.draft_places: torch.Tensor | None = None  # int64 [V], each token's index in `draft_ids`, or -1
+        self.mask_token: int | None = None  # of P-EAGLE; set by `build`
 
     def _layers(self) -> tuple[int, ...]:
         given, num_layers = self.options.feature_layers, self.target.num_layers
@@ -94,8 +110,11 @@ class Eagle3Trainer(HeadTrainer):
         if options.fc_norm:
             shapes["fc_norm.0.weight"] = (target.hidden_size,)
         reads = Taps(layers=self.taps.layers)
+        if options.parallel:
+            shapes["mask_hidden"] = (1, 1, len(reads.layers) * target.hidden_size)
+            self.mask_token = mask_token(options.mask_token_id, target, token_counts)
         what = Eagle3Options(
-            reads, norm_before_residual=False, norm_output=options.norm_output, logit_scale=1.0, mask_token=None,
+            reads, norm_before_residual=False, norm_output=options.norm_output, logit_scale=1.0, mask_token=self.mask_token,
             window_stays=False,
         )  # fmt: skip
         head = Eagle3Head(self.config, Shapes(shapes), what, len(self.taps.layers), target.hidden_size)
@@ -104,6 +123,9 @@ class Eagle3Trainer(HeadTrainer):
         with torch.no_grad():
             head.lm_head.weight.copy_(rows)
             head.norm.weight.copy_(last_norm_scale(target))
+            if options.parallel:  # as large as the states in whose place it stands
+                sizes = state_sizes(target, reads.layers, token_counts)
+                head.mask_hidden.copy_(torch.randn_like(sizes) * sizes)
         assert head.fc is not None
         pass_on(head.fc, target.hidden_size)
         attention: Any = head.layers[0].self_attn
@@ -122,9 +144,11 @@ class Eagle3Trainer(HeadTrainer):
     def rate_share(self, name: str) -> float:
         return self.options.lm_head_rate if name.startswith("lm_head.") else 1.0
 
-    def features(self, batch: Batch) -> torch.Tensor:
-        """The head's features [B, S, H] from the target's hidden states."""
-        return self.head.fuse(torch.cat([batch.layers[i] for i in self.taps.layers], dim=-1))
+    def unrolled(self, batch: Batch, num_steps: int) -> Iterator[torch.Tensor]:
+        """The head's output [B, S, H] of every step, under teacher forcing."""
+        features = self.head.fuse(torch.cat([batch.layers[i] for i in self.taps.layers], dim=-1))
+        mask = None if self.mask_token is None else (self.mask_token, self.head.fuse(self.head.mask_hidden.flatten()))
+        return unroll(self.head, batch, features, num_steps, mask)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The input of the language-model head [n, H], from the head's output [n, H]."""
@@ -134,33 +158,22 @@ class Eagle3Trainer(HeadTrainer):
         """Logits [n, Vd] over the draft vocabulary, from the head's output [n, H]."""
         return self.head.lm_head(self.normed(hidden))
 
-    def targets(self, batch: Batch) -> tuple[Places, torch.Tensor, torch.Tensor]:
-        """The places where the target chooses a token of the draft vocabulary, its renormalised probabilities [N, Vd], and its
-        choices [N] as indices into the draft vocabulary."""
-        places = Places.of(batch, self.options.num_steps)
-        hidden = places.at(batch.hidden())
-        if self.draft_ids is None or self.draft_places is None:
-            probs = probabilities(self.target.logits, hidden, self.target.vocab_size)
-            return places, probs, probs.argmax(-1)
-        best = self.draft_places[argmax_of(self.target.logits, hidden, self.target.vocab_size)]
-        known = best >= 0
-        probs = probabilities(self.target.logits, hidden[known], self.target.vocab_size, self.draft_ids)
-        return places.keep(known), probs, best[known]
-
     def loss(self, batch: Batch) -> StepLoss:
-        """sum over steps of step_decay^s (CE(the target's distribution on the draft vocabulary) + feature_weight SmoothL1)."""
-        places, probs, best = self.targets(batch)
-        total, metrics, weight = probs.new_zeros(()), {}, self.options.feature_weight
-        for step, output in enumerate(unroll(self.head, batch, self.features(batch), self.options.num_steps)):
-            hidden, count = places.guessed(output, step), places.counts[step]
-            entropy, right = soft_cross_entropy(self.logits, hidden, probs[:count], best[:count])
-            total = total + self.options.step_decay**step * entropy
-            if weight:
-                wanted = places.at(batch.hidden())[:count]
-                feature_loss = F.smooth_l1_loss(self.normed(hidden).float(), wanted, reduction="sum") / wanted.shape[1]
-                total = total + self.options.step_decay**step * weight * feature_loss
-            metrics[f"accuracy_{step + 1}"] = (right, places.weight(step))
-        return StepLoss(total, places.weight(0), metrics)
+        """The sum over steps of step_decay^s (the tokens' loss + feature_weight SmoothL1)."""
+        options = self.options
+        lesson = Lesson.of(self, batch, options.num_steps, self.draft_ids, self.draft_places)
+
+        def steps():
+            for step, output in enumerate(self.unrolled(batch, options.num_steps)):
+                hidden, added = lesson.places.guessed(output, step), 0.0
+                if options.feature_weight:
+                    wanted = lesson.places.at(batch.hidden())[: len(hidden)]
+                    away = F.smooth_l1_loss(self.normed(hidden).float(), wanted, reduction="none").mean(-1)
+                    added = options.feature_weight * away
+                yield self.logits, hidden, added
+
+        weights = [options.step_decay**step for step in range(options.num_steps)]
+        return lesson.graded(weights, self.head.lm_head.out_features, steps())
 
     def guesses(self, batch: Batch) -> Guesses:
         """Greedy guesses under teacher forcing: as in drafting, but reading the text's tokens."""
@@ -169,7 +182,7 @@ class Eagle3Trainer(HeadTrainer):
             tokens = argmax_of(self.logits, hidden, self.head.lm_head.out_features)
             return tokens if self.draft_ids is None else self.draft_ids[tokens]
 
-        return greedy_guesses(unroll(self.head, batch, self.features(batch), self.num_guesses), choose, batch)
+        return greedy_guesses(self.unrolled(batch, self.num_guesses), choose, batch)
 
     def exported(self, form: str) -> Exported:
         """yuhuili's and SpecForge's files (midlayer.*, d2t, t2d; embeddings are the target's), or speculators'."""
@@ -177,7 +190,9 @@ class Eagle3Trainer(HeadTrainer):
         if self.draft_ids is not None and self.draft_places is not None:
             state["d2t"] = self.draft_ids - torch.arange(len(self.draft_ids), device=self.draft_ids.device)
             state["t2d"] = self.draft_places >= 0
+        is_parallel = self.mask_token is not None
         flags = {
+            **({"mask_token_id": self.mask_token, "parallel_drafting": True} if is_parallel else {}),
             "draft_vocab_size": self.head.lm_head.out_features,
             "eagle_aux_hidden_state_layer_ids": list(self.taps.layers),  # inputs of these layers
             "fc_norm": self.options.fc_norm,
@@ -188,7 +203,11 @@ class Eagle3Trainer(HeadTrainer):
         }
         if form == "speculators":
             config = {
-                **self.speculators_config("Eagle3Speculator", layer_json(self.config)),
+                **self.speculators_config(
+                    "PEagleSpeculator" if is_parallel else "Eagle3Speculator",
+                    layer_json(self.config),
+                    "peagle" if is_parallel else "eagle3",
+                ),
                 "speculators_version": "0.9.0",
                 **flags,
                 "target_hidden_size": None,
@@ -198,7 +217,7 @@ class Eagle3Trainer(HeadTrainer):
         # For SGLang, SpecForge and ModelOpt, which name layers by their outputs.
         outputs = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.taps.layers], "use_aux_hidden_state": True}
         config = {
-            "architectures": ["LlamaForCausalLMEagle3"],
+            "architectures": ["PEagleDraftModel" if is_parallel else "LlamaForCausalLMEagle3"],
             **layer_json(self.config),
             **flags,
             "recycle_normed": self.options.norm_output,  # SpecForge's norm_output would mean something else
@@ -207,4 +226,5 @@ class Eagle3Trainer(HeadTrainer):
             "eagle_config": outputs,
             "use_cache": True,
         }
-        return Exported({name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}, config)
+        first = "layers.0." if is_parallel else "midlayer."  # SpecForge's names
+        return Exported({name.replace("layers.0.", first, 1): tensor for name, tensor in state.items()}, config)

@@ -13,7 +13,7 @@ from ..candidate_generators.hydra import HydraHeads
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
 from .draft_layer import rotary_for
-from .losses import recurrent_loss
+from .losses import Lesson, follow_text
 from .options import HydraOptions, TrainingError
 
 _LAYER_KEYS = (
@@ -75,13 +75,17 @@ class HydraTrainer(HeadTrainer):
         return hidden if self.head.prefix is None else self.head.prefix(hidden, batch.position_ids, attention_mask=None)
 
     def loss(self, batch: Batch) -> StepLoss:
-        """sum over k of head_decay^k (teacher_weight CE(target's distribution) + label_weight CE(token))."""
+        """The sum over k of head_decay^k times the loss of head k."""
 
-        def step(k, state, tokens, counted):
+        def step(k, state, tokens):
             state = self.head.with_tokens(state, tokens)
-            return self.head.heads[k](state[counted]), state
+            return state, state
 
-        return recurrent_loss(self, batch, lambda used: self._states(batch)[used], step, self.options.head_decay)
+        lesson = Lesson.of(self, batch, self.num_guesses)
+        made = follow_text(batch, lesson.places, lambda used: self._states(batch)[used], step)
+        weights = [self.options.head_decay**k for k in range(self.num_guesses)]
+        steps = ((head, state, 0.0) for head, state in zip(self.head.heads, made, strict=True))
+        return lesson.graded(weights, self.target.vocab_size, steps)
 
     def guesses(self, batch: Batch) -> Guesses:
         state, tokens = self._states(batch), []

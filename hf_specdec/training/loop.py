@@ -185,6 +185,7 @@ class Run:
     def _step(self, batches: list) -> None:
         """One optimizer step from the batches of all processes."""
         rate = learning_rate(self.options, self.step, self.num_steps)
+        self.trainer.progress = self.step / self.num_steps
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["rate_share"]
         self.tokens += sum(int(self.order.lengths[indices].sum()) for indices in batches)

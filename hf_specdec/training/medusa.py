@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..candidate_generators.medusa import MedusaHeads
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
+from .losses import Lesson
 from .options import MedusaOptions
 
 
@@ -43,16 +44,11 @@ class MedusaTrainer(HeadTrainer):
         return medusa
 
     def loss(self, batch: Batch) -> StepLoss:
-        """sum over k of head_decay^k times the cross-entropy of head k."""
-        hidden = batch.hidden()
-        total, metrics = hidden.new_zeros(()), {}
-        for k in range(self.options.num_heads):
-            labels, counts = batch.labels(k)
-            logits = self.head(k, hidden[counts]).float()
-            entropy = F.cross_entropy(logits, labels[counts], reduction="sum")
-            total = total + self.options.head_decay**k * entropy
-            metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == labels[counts]).sum(), counts.sum())
-        return StepLoss(total, batch.labels(0)[1].sum(), metrics)
+        """The sum over k of head_decay^k times the loss of head k."""
+        lesson = Lesson.of(self, batch, self.num_guesses)
+        guessed, heads = lesson.places.guessed, range(self.num_guesses)
+        steps = ((functools.partial(self.head, k), guessed(batch.hidden(), k), 0.0) for k in heads)
+        return lesson.graded([self.options.head_decay**k for k in heads], self.target.vocab_size, steps)
 
     def guesses(self, batch: Batch) -> Guesses:
         hidden = batch.hidden()

@@ -15,7 +15,7 @@ from ..candidate_generators.mlp_speculator.head import ScaledNorm, SumSpeculator
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
 from .draft_layer import embedding_table, main_directions
-from .losses import recurrent_loss
+from .losses import Lesson, follow_text
 from .options import MLPSpeculatorOptions
 
 logger = logging.getLogger(__name__)
@@ -76,13 +76,11 @@ class MLPSpeculatorTrainer(HeadTrainer):
                 parameter.copy_(directions)
 
     def loss(self, batch: Batch) -> StepLoss:
-        """The sum of the steps' cross-entropies: label_weight CE(token) + teacher_weight CE(target's distribution)."""
-
-        def step(k, state, tokens, counted):
-            logits, state = self.head.step(k, state, tokens)
-            return logits[counted], state
-
-        return recurrent_loss(self, batch, lambda used: batch.hidden()[used], step)
+        """The sum of the steps' losses."""
+        lesson = Lesson.of(self, batch, self.num_guesses)
+        made = follow_text(batch, lesson.places, lambda used: batch.hidden()[used], self.head.step)
+        steps = ((nn.Identity(), logits, 0.0) for logits in made)
+        return lesson.graded([1.0] * self.num_guesses, self.target.vocab_size, steps)
 
     def guesses(self, batch: Batch) -> Guesses:
         state, tokens = batch.hidden().flatten(0, 1), []

@@ -13,10 +13,10 @@ from ..core.names import CACHE
 from ..model import architectures
 from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
-from .losses import token_loss
+from .losses import Lesson, argmax_of
 from .options import MtpOptions, TrainingError
 from .target import TargetModel
-from .unrolled import ATTENTION_NAME, argmax_of, greedy_guesses, unroll
+from .unrolled import ATTENTION_NAME, greedy_guesses, unroll
 
 
 @register(MtpOptions)
@@ -94,18 +94,12 @@ class MtpTrainer(HeadTrainer):
             config._attn_implementation = ATTENTION_NAME
 
     def loss(self, batch: Batch) -> StepLoss:
-        """Sum over places and steps of step_decay^k / sum times KL(target || module), or cross-entropy."""
-        options = self.options
-        weights = [options.step_decay**k for k in range(options.num_steps)]
-        total, metrics = batch.hidden().new_zeros(()), {}
-        for k, state in enumerate(self.unrolled(batch, options.num_steps)):
-            labels, counts = batch.labels(k)
-            logits = self.head.logits(state[counts]).float()
-            wanted = batch.ahead(batch.hidden(), 1 + k)[counts]
-            teacher = self.target.logits(wanted) if options.objective == "kl" else None
-            total = total + weights[k] / sum(weights) * token_loss(logits, labels[counts], teacher).sum()
-            metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == labels[counts]).sum(), counts.sum())
-        return StepLoss(total, batch.labels(0)[1].sum(), metrics)
+        """The sum over steps of step_decay^k / sum times the loss of step k."""
+        count, decay = self.options.num_steps, self.options.step_decay
+        lesson, weights = Lesson.of(self, batch, count), [decay**k for k in range(count)]
+        states = enumerate(self.unrolled(batch, count))
+        steps = ((self.head.logits, lesson.places.guessed(state, k), 0.0) for k, state in states)
+        return lesson.graded([each / sum(weights) for each in weights], self.target.vocab_size, steps)
 
     def guesses(self, batch: Batch) -> Guesses:
         """Greedy guesses of `num_draft_tokens` steps, at every position that an answer's token follows."""

@@ -15,7 +15,8 @@ class TrainingError(ValueError):
 
 
 SCHEDULES = ("cosine", "linear", "constant")
-OBJECTIVES = ("kl", "ce")
+VARIANTS = ("dflash", "dspark", "domino", "dflash2")
+LOSSES = ("kl", "ce", "lk", "dpace")
 
 
 def count(default: int | None, help: str) -> Any:
@@ -33,8 +34,18 @@ def share(default: float, help: str) -> Any:
     return option(default, help, minimum=0, maximum=1)
 
 
-def _objective() -> Any:
-    return option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
+def _loss(default: str = "kl", choices: tuple[str, ...] = LOSSES) -> Any:
+    meanings = {
+        "kl": "KL to the target's distributions",
+        "ce": "cross-entropy of the text's tokens",
+        "lk": "KL, and more and more the share of drafts that is rejected (LK)",
+        "dpace": "ce, with weights of depths by how likely the tokens before are accepted, in place of decays (D-PACE)",
+    }
+    return option(default, "; ".join(f"{key}: {meanings[key]}" for key in choices), choices=choices)
+
+
+def _mask_token_id() -> Any:
+    return amount(None, "token in the slots to be drafted (default: a token that no text has)")
 
 
 @dataclass
@@ -90,8 +101,16 @@ class DFlashOptions(TrainingOptions):
     )
     num_anchors: int = count(64, "blocks per text, at new random places in every step")
     loss_decay: float = option(4.0, "slot j (from 1) has the weight exp(-(j - 1) / this)", minimum=1e-3)
-    objective: str = _objective()
-    mask_token_id: int | None = amount(None, "token in the slots to be drafted (default: a token that no text has)")
+    loss: str = _loss()
+    mask_token_id: int | None = _mask_token_id()
+    variant: str = option(
+        "dflash",
+        "dflash: tokens of a block do not see one another; dspark, domino, dflash2: a small head (Markov, GRU, selector; DFlash2 has "
+        "convolutions, too) corrects their logits by the token before. In dspark and domino the first slot drafts, too",
+        choices=VARIANTS,
+    )
+    head_rank: int | None = count(None, "of that head: width of tables (dspark, dflash2) or bottleneck (default: 256)")
+    markov_head_type: str = option("vanilla", "of dspark", choices=("vanilla", "gated", "rnn"))
 
 
 @dataclass
@@ -105,7 +124,7 @@ class DraftModelOptions(TrainingOptions):
     intermediate_size: int | None = count(None, "of the MLPs (default: three times the width)")
     num_heads: int | None = count(None, "query heads (default: as many as give the target's head size)")
     num_kv_heads: int | None = count(None, "key and value heads (default: half the query heads)")
-    objective: str = _objective()
+    loss: str = _loss(choices=LOSSES[:3])
     num_draft_tokens: int = count(5, "tokens of a draft, in the estimate and in measurements")
 
 
@@ -117,7 +136,8 @@ class EagleOptions(TrainingOptions):
     num_steps: int = count(3, "steps trained: from the second on the head reads its own output (HASS); 1 is EAGLE-1")
     step_decay: float = share(1.0, "step s (from 0) has this weight to the power of s in the loss")
     feature_weight: float = amount(1.0, "of SmoothL1 between the head's output and the target's hidden state")
-    token_weight: float = amount(0.1, "of the cross-entropy against the target's distribution")
+    loss: str = _loss()
+    token_weight: float = amount(0.1, "of that loss")
     feature_noise: float = amount(
         0.2, "width of uniform noise on hidden states of a text of 512 tokens; less on longer ones"
     )
@@ -133,10 +153,13 @@ class Eagle3TrainingOptions(TrainingOptions):
 
     method: ClassVar[str] = "eagle3"
     num_steps: int = count(5, "steps of the training-time test: tokens drafted in training")
+    loss: str = _loss()
+    parallel: bool = option(False, "P-EAGLE: one forward drafts all tokens. More layers help")
+    mask_token_id: int | None = _mask_token_id()
     step_decay: float = share(0.8, "step s (from 0) has this weight to the power of s in the loss")
     feature_weight: float = amount(
         0.0,
-        "of SmoothL1 between the head's normed output and the target's last hidden state, added to the cross-entropy: EAGLE-1's "
+        "of SmoothL1 between the head's normed output and the target's last hidden state, added to the loss: EAGLE-1's "
         "loss, which learns faster from little data",
     )
     lm_head_rate: float = share(
@@ -168,8 +191,7 @@ class HydraOptions(TrainingOptions):
     method: ClassVar[str] = "hydra"
     num_heads: int = count(4, "heads: tokens drafted")
     num_layers: int = count(1, "residual blocks per head")
-    teacher_weight: float = amount(1.0, "of the cross-entropy against the target's distribution")
-    label_weight: float = amount(0.0, "of the cross-entropy against the text's own tokens")
+    loss: str = _loss()
     head_decay: float = share(1.0, "head k (from 0) has this weight to the power of k in the loss")
     lm_head_rate: float = share(
         0.05, "factor on the learning rate of the language-model heads, which begin as copies of the target's"
@@ -185,6 +207,7 @@ class MedusaOptions(TrainingOptions):
     num_heads: int = count(4, "heads: tokens drafted")
     num_layers: int = count(1, "residual blocks per head")
     head_decay: float = share(0.8, "head k (from 0) has this weight to the power of k in the loss")
+    loss: str = _loss("ce")
     own_lm_head: bool = option(True, "every head has a vocabulary-sized layer of its own (off: all use the target's)")
 
 
@@ -202,8 +225,7 @@ class MLPSpeculatorOptions(TrainingOptions):
     from_target: bool = option(
         True, "embeddings and heads begin as the target's, along their main directions (off, or wider: at random)"
     )
-    teacher_weight: float = amount(0.0, "of the cross-entropy against the target's distribution")
-    label_weight: float = amount(1.0, "of the cross-entropy against the text's own tokens")
+    loss: str = _loss("ce")
 
 
 @dataclass
@@ -214,7 +236,7 @@ class MtpOptions(TrainingOptions):
     learning_rate: float = amount(2e-3, "peak of the learning rate")
     num_steps: int = count(4, "steps of the unroll: tokens drafted from one place of the text in training")
     step_decay: float = share(0.6, "step k (from 0) has this weight to the power of k; weights sum to 1")
-    objective: str = _objective()
+    loss: str = _loss()
     copy_layer: bool = option(True, "begin as the target's last layer of the same shape (off: at random)")
     num_draft_tokens: int = count(5, "tokens of a draft, in the estimate and in measurements")
 

@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from .base import Guesses
-from .batch import Batch
+from .batch import Batch, Places
 
 ATTENTION_NAME = "hf_specdec_unrolled"  # registered with transformers under this name
-_LOGITS_KEPT = 2**26  # a step with more logits than this recomputes them in the backward pass, in parts of this size
 
 
 @dataclass
@@ -99,87 +97,27 @@ def unrolled_attention(module, query, key, value, attention_mask, scaling=None, 
 AttentionInterface.register(ATTENTION_NAME, unrolled_attention)
 
 
-def unroll(head: nn.Module, batch: Batch, features: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
+def unroll(
+    head: nn.Module,
+    batch: Batch,
+    features: torch.Tensor,
+    num_steps: int,
+    mask: tuple[int, torch.Tensor] | None = None,
+) -> Iterator[torch.Tensor]:
     """Yield the head's output [B, S, H] of every step, which is the next step's features; the first are from the target.
 
     The head is called with ids [B, S], features [B, S, H] and positions [1, S]; its layers use this attention.
+
+    Args:
+        mask: token and features [H] of all later steps (P-EAGLE); None: the text's tokens and the head's output.
     """
     steps: dict[int, LayerSteps] = {}
     for step in range(num_steps):
         tokens = batch.ahead(batch.input_ids, 1 + step)
+        if mask is not None and step:
+            tokens, features = torch.full_like(tokens, mask[0]), mask[1].expand_as(features)
         features = head(tokens, features, batch.position_ids + step, attention_mask=None, unrolled=steps)
         yield features
-
-
-@dataclass
-class Places:
-    """The places u >= 1 in a batch whose next token x_{u+1} counts, latest first.
-
-    Step s guesses x_{u+1} in column u - 1 - s; places that have this column come first.
-
-    Attributes:
-        rows, places: int64 [N].
-        counts: per step, the number of places with a column.
-    """
-
-    rows: torch.Tensor
-    places: torch.Tensor
-    counts: list[int]
-    width: int
-
-    @classmethod
-    def of(cls, batch: Batch, num_steps: int) -> Places:
-        mask = batch.ahead(batch.loss_mask, 1)
-        mask[:, 0] = False
-        rows, places = mask.nonzero(as_tuple=True)
-        order = places.argsort(descending=True, stable=True)
-        return cls._counted(rows[order], places[order], num_steps, batch.input_ids.shape[1])
-
-    @classmethod
-    def _counted(cls, rows: torch.Tensor, places: torch.Tensor, num_steps: int, width: int) -> Places:
-        counts = torch.stack([(places > step).sum() for step in range(num_steps)]).tolist()
-        return cls(rows, places, counts, width)
-
-    def keep(self, mask: torch.Tensor) -> Places:
-        """The places where `mask` [N] is True."""
-        return self._counted(self.rows[mask], self.places[mask], len(self.counts), self.width)
-
-    def weight(self, step: int) -> torch.Tensor:
-        """The number of places guessed at `step`, as a scalar tensor."""
-        return torch.tensor(self.counts[step], device=self.places.device)
-
-    def at(self, states: torch.Tensor) -> torch.Tensor:
-        """Values [N, ..] of a tensor [B, S, ..] at the places u."""
-        return states.flatten(0, 1).index_select(0, self.rows * self.width + self.places)
-
-    def guessed(self, states: torch.Tensor, step: int) -> torch.Tensor:
-        """Values [counts[step], ..] of a tensor [B, S, ..] at the columns that guess at `step`."""
-        count = self.counts[step]
-        index = self.rows[:count] * self.width + self.places[:count] - 1 - step
-        return states.flatten(0, 1).index_select(0, index)
-
-
-def soft_cross_entropy(
-    logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, target: torch.Tensor, best: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of cross-entropies of logits from hidden states [n, H], and how many argmaxes equal `best` [n], the target's.
-
-    Large logits are not kept for the backward pass but recomputed in parts. `target`: [n, Vd], the target's probabilities.
-    """
-
-    def part(hidden, target, best):
-        logits = logits_of(hidden).float()
-        with torch.no_grad():
-            right = (logits.gather(1, best[:, None])[:, 0] == logits.amax(-1)).sum()
-        return F.cross_entropy(logits, target, reduction="sum"), right
-
-    if target.numel() <= _LOGITS_KEPT:
-        return part(hidden, target, best)
-    size = max(1, _LOGITS_KEPT // target.shape[1])
-    parts = zip(hidden.split(size), target.split(size), best.split(size), strict=True)
-    results = [checkpoint(part, *tensors, use_reentrant=False) for tensors in parts]
-    losses, rights = zip(*results, strict=True)
-    return torch.stack(losses).sum(), torch.stack(rights).sum()
 
 
 def greedy_guesses(
@@ -191,20 +129,3 @@ def greedy_guesses(
     places = Places.of(batch, 1)
     tokens = [choose(places.guessed(output, 0)) for output in outputs]
     return Guesses(torch.stack(tokens, dim=1), places.rows, places.places)
-
-
-def argmax_of(logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, size: int) -> torch.Tensor:
-    """Argmax [n] of logits over `size` tokens from hidden states [n, H], a part at a time."""
-    return torch.cat([logits_of(part).argmax(-1) for part in hidden.split(max(1, _LOGITS_KEPT // size))])
-
-
-@torch.no_grad()
-def probabilities(
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    size: int,
-    among: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The target's probabilities, float32 [n, size], from hidden states [n, H]; renormalised over the tokens `among` [Vd]."""
-    parts = [logits_of(part) for part in hidden.split(max(1, _LOGITS_KEPT // size))]
-    return torch.cat([(part if among is None else part[:, among]).softmax(-1, dtype=torch.float32) for part in parts])

@@ -331,7 +331,7 @@ def test_tables_show_the_kept_results():
     text = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
     assert re.findall(r"<!-- table: ([\w-]+) -->", text) == list(tables.TABLES)
     assert tables.filled(text) == text, "write it anew: python scripts/result_tables.py"
-    for file in ("acceptance", "acceptance-hybrid"):
+    for file in ("acceptance", "acceptance-hybrid", "training-cpu"):
         assert all(result["equal"] == result["prompts"] for result in tables.read(file)["results"]), file
 
 

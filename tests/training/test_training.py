@@ -438,7 +438,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
         text = capsys.readouterr().out
         assert "examples" in text
         if "hydra" in argv:
-            assert "--teacher-weight X" in text
+            assert "--loss {kl,ce,lk,dpace}" in text and "--objective" not in text
             assert "--tokens-per-batch N" in text
 
 
@@ -451,7 +451,7 @@ BEGUN = {
     "eagle": {},
     "eagle3": {"draft_vocab_size": 25},
     "mtp": {},
-    "dflash": {"num_layers": 2, "num_anchors": 4},
+    "dflash": {"num_layers": 2, "num_anchors": 4, "variant": "domino", "head_rank": 7},
     "draft_model": {"num_layers": 1},
 }
 

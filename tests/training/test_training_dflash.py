@@ -14,8 +14,9 @@ from oracle import ragged
 
 from hf_specdec import parse_config
 from hf_specdec.training import TrainingError
-from hf_specdec.training.dflash import even_anchors, mask_token, random_anchors
-from hf_specdec.training.draft_layer import last_norm_scale
+from hf_specdec.training.dflash import even_anchors, random_anchors
+from hf_specdec.training.draft_layer import last_norm_scale, mask_token
+from hf_specdec.training.options import LOSSES
 from hf_specdec.training.target import TargetModel
 
 SHAPE = {"num_layers": 2, "block_size": 4, "intermediate_size": 24, "mask_token_id": 2, "target_layers": "1,0"}
@@ -62,36 +63,37 @@ def plain_block(w, embeddings, features, tokens, anchor):
     return torch.stack([rms(each, "norm") for each in x])
 
 
-@pytest.mark.parametrize(("objective", "decay"), [("kl", 4.0), ("ce", 1.5)])
-def test_loss_is_that_of_plain_loops(objective, decay):
+@pytest.mark.parametrize(("loss", "decay"), [("kl", 4.0), ("ce", 1.5)])
+def test_loss_is_that_of_plain_loops(loss, decay):
     model = target()
-    made = trainer("dflash", model, **SHAPE, objective=objective, loss_decay=decay, num_anchors=50)
+    made = trainer("dflash", model, **SHAPE, loss=loss, loss_decay=decay, num_anchors=50)
     batch = batch_of(made, [list(range(7, 20)), list(range(30, 39))], prompt=3)
     w = {name: value.double() for name, value in made.exported("original").tensors.items()}
     embeddings, head = model.embed_tokens.weight.double(), model.lm_head.weight.double()
-    total, weight, right = 0.0, 0.0, [0] * SLOTS
+    total, blocks, right = 0.0, 0, [0] * SLOTS
+    scale = sum(2.718281828459045 ** (-(j - 1) / decay) for j in range(1, SLOTS))
     for row, length in enumerate([13, 9]):
         tokens = batch.input_ids[row].tolist()
         features = torch.cat([batch.layers[i][row].double() for i in (2, 1)], dim=-1)
         for anchor in range(2, length - 1):
             block = plain_block(w, embeddings, features, tokens, anchor)
+            blocks += 1
             for j in range(1, SLOTS):
                 if anchor + j >= length:
                     continue
                 logits = head @ block[j]
                 q = logits - torch.logsumexp(logits, 0)
-                if objective == "kl":
+                if loss == "kl":
                     states = model.model.model(batch.input_ids[row : row + 1, : anchor + j]).last_hidden_state
                     p = torch.log_softmax(head @ states[0, -1].double(), 0)
-                    each = float((p.exp() * (p - q)).sum())
+                    each, label = float((p.exp() * (p - q)).sum()), int(p.argmax())
                 else:
-                    each = -float(q[tokens[anchor + j]])
-                total += 2.718281828459045 ** (-(j - 1) / decay) * each
-                weight += 2.718281828459045 ** (-(j - 1) / decay)
-                right[j] += int(logits.argmax()) == tokens[anchor + j]
+                    each, label = -float(q[tokens[anchor + j]]), tokens[anchor + j]
+                total += 2.718281828459045 ** (-(j - 1) / decay) / scale * each
+                right[j] += int(logits.argmax()) == label
     out = made.loss(batch)
     assert float(out.loss.detach()) == pytest.approx(total, rel=1e-4)
-    assert float(out.weight) == pytest.approx(weight, rel=1e-5)
+    assert int(out.weight) == blocks
     assert [float(out.metrics[f"accuracy_{j}"][0]) for j in range(1, SLOTS)] == right[1:]
     out.loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in made.head.parameters())
@@ -108,24 +110,91 @@ def test_blocks_do_not_see_each_other():
             torch.testing.assert_close(many[:, anchor - 1], alone[:, 0], atol=1e-5, rtol=1e-5)
 
 
+VARIANTS = {
+    "dflash": {},
+    "dspark": {"variant": "dspark", "head_rank": 6},
+    "dspark, gated": {"variant": "dspark", "head_rank": 6, "markov_head_type": "gated"},
+    "dspark, rnn": {"variant": "dspark", "head_rank": 6, "markov_head_type": "rnn"},
+    "domino": {"variant": "domino", "head_rank": 7},
+    "dflash2": {"variant": "dflash2", "head_rank": 6},
+}
+
+
+def logits_of(made):
+    """The corrected logits of a draft's tokens, under teacher forcing, for `check_drafts`."""
+
+    def at(batch, rows, anchors, step):
+        hidden = made.block_hidden(batch, anchors[:, None])[:, 0]
+        return list(made.logits(batch, rows, anchors, hidden))[step][-1]
+
+    return at
+
+
 @pytest.mark.parametrize("form", ["original", "speculators"])
-def test_drafts_are_the_trained_drafters(tmp_path, form):
-    made = trainer("dflash", target(), **SHAPE, num_anchors=64)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drafts_are_the_trained_drafters(tmp_path, name, form):
+    made = trainer("dflash", target(), **SHAPE, **VARIANTS[name], num_anchors=64)
     folder = export(made, tmp_path / "head", form)
-
-    def logits_of(batch, rows, anchors, step):
-        hidden = made.block_hidden(batch, anchors[:, None])[:, 0, 1 + step]
-        return made.lm_head(hidden)
-
-    check_drafts(made, folder, ragged([6, 11, 3]), logits_of)
+    check_drafts(made, folder, ragged([6, 11, 3]), logits_of(made))
     config = json.loads((folder / "config.json").read_text())
+    own, most = config.get("dflash_config", config), made.num_guesses
+    assert (own.get("projector_type", "dflash"), own["mask_token_id"]) == (name.split(",")[0], 2)
+    assert most == SLOTS - (name in ("dflash", "dflash2"))
     if form == "original":
-        assert config["dflash_config"] == {"mask_token_id": 2, "target_layer_ids": [1, 0]}
+        assert own["target_layer_ids"] == [1, 0]
         assert (config["block_size"], config["num_target_layers"]) == (4, 3)
     else:
         assert config["aux_hidden_state_layer_ids"] == [2, 1]
-        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == most
         assert config["speculators_config"]["verifier"]["name_or_path"] == "tiny-random"
+
+
+@pytest.mark.parametrize("name", ["dflash", "domino", "dflash2"])
+def test_targets_that_scale_embeddings_and_cap_logits(tmp_path, name):
+    made = trainer(
+        "dflash", TargetModel(families.make("Gemma2"), word_tokenizer(), "Gemma2"), **SHAPE, **VARIANTS[name]
+    )
+    check_drafts(made, export(made, tmp_path / "head"), ragged([6, 11, 3]), logits_of(made))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", ["dspark", "domino", "dflash2"])
+def test_heads_learn(name, loss):
+    """The loss falls and the gradient reaches every weight; what corrects the logits and the convolutions begin by doing nothing."""
+    made = trainer("dflash", target(), **SHAPE, **VARIANTS[name], loss=loss, num_anchors=50)
+    batch = batch_of(made, [list(range(7, 20)), list(range(30, 39))], prompt=3)
+    made.head = made.build(torch.ones(61))
+    rows, anchors = torch.tensor([0, 1]), torch.tensor([4, 5])
+    with torch.no_grad():
+        for _, _, base, logits in made.logits(batch, rows, anchors, made.block_hidden(batch, anchors[:, None])[:, 0]):
+            assert torch.equal(base.where(logits > -torch.inf, logits), logits)
+    optimizer, found = torch.optim.AdamW(made.head.parameters(), lr=3e-3), []
+    for step in range(12):
+        made.progress = step / 12
+        torch.manual_seed(0)
+        out = made.loss(batch)
+        found.append(float(out.loss.detach() / out.weight))
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+    assert found[-1] < 0.9 * found[0]
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in made.head.parameters())
+
+
+def test_confidence_learns_the_acceptance():
+    """DSpark's loss is the tokens' plus the cross-entropy of sum min(p, q), which is what its confidence tends to."""
+    made = trainer("dflash", target(), **SHAPE, **VARIANTS["dspark"], num_anchors=50)
+    batch = batch_of(made, [list(range(7, 20)), list(range(30, 39))], prompt=3)
+    with torch.no_grad():
+        hidden = made.block_hidden(batch, torch.tensor([[4], [4]]))[:, 0]
+        depths = made._depths(batch, torch.tensor([0, 1]), torch.tensor([4, 4]), hidden)
+        slots = made.logits(batch, torch.tensor([0, 1]), torch.tensor([4, 4]), hidden)
+        for k, ((_, losses, added, _), (slot, before, _, logits)) in enumerate(zip(depths, slots, strict=True)):
+            teacher = torch.softmax(batch.last_hidden[:, 4 + k] @ made.target.lm_head.weight.T, -1)[: len(losses)]
+            rate = torch.minimum(torch.softmax(logits, -1), teacher).sum(-1)
+            sure = made.head.confidence_head(torch.cat([slot, made.head.markov_head.markov_w1(before)], -1))
+            expected = -(rate * sure + (1 - rate) * torch.log(1 - sure.exp()))
+            torch.testing.assert_close(added - losses, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_bfloat16_target(tmp_path):
@@ -186,21 +255,20 @@ def test_even_anchors_spread():
 
 def test_mask_token(caplog):
     model, none = target(), torch.zeros(61, dtype=torch.long)
-    kind = trainer("dflash", model, **SHAPE).options.__class__
-    with caplog.at_level(logging.INFO, logger="hf_specdec.training.dflash"):
-        assert mask_token(kind(), model, none) == 0  # the padding token: w03 ends answers, every id has a token
+    with caplog.at_level(logging.INFO, logger="hf_specdec.training.draft_layer"):
+        assert mask_token(None, model, none) == 0  # the padding token: w03 ends answers, every id has a token
     assert "padding token, id 0" in caplog.text
     used = none.clone()
     used[0] = 1
     with pytest.raises(TrainingError, match="--mask-token-id"):
-        mask_token(kind(), model, used)
-    assert mask_token(kind(mask_token_id=9), model, used) == 9
+        mask_token(None, model, used)
+    assert mask_token(9, model, used) == 9
     with pytest.raises(TrainingError, match="61 tokens"):
-        mask_token(kind(mask_token_id=61), model, none)
+        mask_token(61, model, none)
     padded = target(vocab_size=64)
-    assert mask_token(kind(), padded, torch.zeros(64, dtype=torch.long)) == 61  # the first embedding that no token has
+    assert mask_token(None, padded, torch.zeros(64, dtype=torch.long)) == 61  # the first embedding that no token has
     model.tokenizer.mask_token = "w09"
-    assert mask_token(kind(), model, none) == 9
+    assert mask_token(None, model, none) == 9
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "OPT"])
@@ -214,6 +282,19 @@ def test_last_norm_begins_as_the_targets(family):
         "OPT": lambda: torch.ones(48),
     }
     torch.testing.assert_close(scale, expected[family]().detach())
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "says"),
+    [
+        ("dflash", {"head_rank": 8}, "--head-rank is for the other variants"),
+        ("dflash", {"variant": "domino", "markov_head_type": "rnn"}, "--markov-head-type is for --variant dspark"),
+        ("eagle3", {"mask_token_id": 2}, "--mask-token-id is for --parallel"),
+    ],
+)
+def test_options_of_other_variants_are_refused(method, given, says):
+    with pytest.raises(TrainingError, match=says):
+        trainer(method, target(), **given)
 
 
 @pytest.mark.parametrize("layers", ["2", "0,0", "a", ",", "-1,1", "0,7"])

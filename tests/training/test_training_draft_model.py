@@ -15,10 +15,10 @@ def made_for(model, **options):
     return trainer("draft_model", model, width=16, num_heads=2, intermediate_size=24, **options)
 
 
-@pytest.mark.parametrize("objective", ["kl", "ce"])
-def test_loss_is_that_of_plain_loops(objective):
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+def test_loss_is_that_of_plain_loops(loss):
     model = target()
-    made = made_for(model, objective=objective)
+    made = made_for(model, loss=loss)
     batch = batch_of(made, [list(range(7, 20)), list(range(30, 37))], prompt=3)
     w = {name: value.double() for name, value in made.head.state_dict().items()}
     big = model.lm_head.weight.double()
@@ -29,7 +29,7 @@ def test_loss_is_that_of_plain_loops(objective):
             q = log_softmax(w["model.embed_tokens.weight"] @ states[t])
             p = log_softmax(big @ batch.last_hidden[row, t].double())
             label = int(batch.input_ids[row, t + 1])
-            total += float((p.exp() * (p - q)).sum()) if objective == "kl" else -float(q[label])
+            total += float((p.exp() * (p - q)).sum()) if loss == "kl" else -float(q[label])
             count += 1
     out = made.loss(batch)
     assert float(out.loss.detach()) == pytest.approx(total, rel=1e-5)

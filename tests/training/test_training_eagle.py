@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 import hf_specdec
 from hf_specdec.candidate_generators.eagle import EagleGenerator
 from hf_specdec.candidate_generators.eagle3 import Eagle3Generator
-from hf_specdec.training import Batch, TrainingError, unrolled
+from hf_specdec.training import Batch, TrainingError, losses, unrolled
 from hf_specdec.training.dflash import DFlashOptions, layers_config
 from hf_specdec.training.draft_layer import layer_config_for
 from hf_specdec.training.draft_model import DraftModelOptions, draft_config
@@ -33,6 +33,8 @@ KINDS = {
     "eagle3, norms": ("eagle3", "original", {"fc_norm": True, "norm_output": True, "feature_layers": "1,3"}),
     "eagle3, speculators": ("eagle3", "speculators", {"draft_vocab_size": 40, "num_layers": 2}),
     "eagle3, speculators, all tokens": ("eagle3", "speculators", {"norm_output": True}),
+    "p-eagle": ("eagle3", "original", {"parallel": True, "num_layers": 2, "fc_norm": True, "mask_token_id": 2}),
+    "p-eagle, speculators": ("eagle3", "speculators", {"parallel": True, "draft_vocab_size": 40, "mask_token_id": 2}),
 }
 GENERATORS = {"eagle": EagleGenerator, "eagle3": Eagle3Generator}
 
@@ -105,6 +107,13 @@ def test_attention_is_that_of_a_mask(length, steps, heads, seed):
         torch.testing.assert_close(gradient, wanted, atol=1e-11, rtol=1e-9)
 
 
+def outputs_of(made, batch, steps):
+    """The head's output at every step, under teacher forcing."""
+    if made.method == "eagle3":
+        return made.unrolled(batch, steps)
+    return unrolled.unroll(made.head, batch, batch.hidden(), steps)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_computes_what_drafting_does(tmp_path, model, kind):
     """An exported head drafts with the logits training gives at the same step, after the same tokens; over rounds with
@@ -128,8 +137,7 @@ def test_training_computes_what_drafting_does(tmp_path, model, kind):
     columns = torch.tensor([len(text) - 2 for text, _, _ in recording.logits])
     steps = [len(path) for _, path, _ in recording.logits]
     with torch.no_grad():
-        features = made.features(batch) if method == "eagle3" else batch.hidden()
-        outputs = list(unrolled.unroll(made.head, batch, features, STEPS))
+        outputs = list(outputs_of(made, batch, STEPS))
         logits_of = made.logits if method == "eagle3" else model.logits
         found = torch.stack([logits_of(output[rows, columns]) for output in outputs])
     expected = torch.stack([logits for _, _, logits in recording.logits])
@@ -194,7 +202,7 @@ def states_of(batch, model):
 
 @pytest.mark.parametrize(("size", "feature_weight"), [(None, 0.0), (25, 0.0), (None, 0.7), (25, 0.7)])
 def test_eagle3_loss_is_a_plain_implementations(model, size, feature_weight):
-    """sum over steps of 0.8^s (CE(target's distribution on the draft vocabulary, renormalised) + a SmoothL1(features)), where the
+    """sum over steps of 0.8^s (KL to the target's distribution on the draft vocabulary, renormalised + a SmoothL1(features)), where the
     target's own choice is in it; also accuracies and the number of positions."""
     made = trainer("eagle3", model, num_steps=STEPS, draft_vocab_size=size, feature_weight=feature_weight)
     batch = model.capture(ragged_batch(model), made.taps)
@@ -212,7 +220,7 @@ def test_eagle3_loss_is_a_plain_implementations(model, size, feature_weight):
             continue
         probs = torch.softmax(scores[ids], 0)
         logits = plain.draft_logits(text, path, states[whole])
-        loss += 0.8**step * -float((probs * torch.log_softmax(logits, 0)).sum())
+        loss += 0.8**step * float((probs * (probs.log() - torch.log_softmax(logits, 0))).sum())
         output = plain.follow(text, path, states[whole])[1]
         away = (rms(output, made.head.norm.weight.detach().double()) - states[whole][-2][u]).abs()
         loss += 0.8**step * feature_weight * float(torch.where(away < 1, 0.5 * away**2, away - 0.5).mean())
@@ -227,7 +235,7 @@ def test_eagle3_loss_is_a_plain_implementations(model, size, feature_weight):
 
 
 def test_eagle_loss_is_a_plain_implementations(model):
-    """sum over steps of decay^s (a SmoothL1(features) + b CE(target's distribution))."""
+    """sum over steps of decay^s (a SmoothL1(features) + b KL to the target's distribution)."""
     made = trainer("eagle", model, num_steps=3, step_decay=0.7, feature_weight=0.9, token_weight=0.3, feature_noise=0.0)
     batch = ragged_batch(model)
     out = made.loss(batch)
@@ -238,7 +246,8 @@ def test_eagle_loss_is_a_plain_implementations(model):
         away = (output - wanted).abs()
         feature = float(torch.where(away < 1, 0.5 * away**2, away - 0.5).mean())
         probs = torch.softmax(plain.head @ wanted, 0)
-        loss += 0.7**step * (0.9 * feature - 0.3 * float((probs * torch.log_softmax(plain.logits(output), 0)).sum()))
+        away = probs.log() - torch.log_softmax(plain.logits(output), 0)
+        loss += 0.7**step * (0.9 * feature + 0.3 * float((probs * away).sum()))
         count += step == 0
     assert float(out.loss.detach()) == pytest.approx(loss, rel=1e-5)
     assert int(out.weight) == count > 10
@@ -256,13 +265,16 @@ def test_noise_has_the_stated_width(model):
     assert made.loss(batch).loss != made.loss(batch).loss
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_loss_in_parts_is_the_same(model, monkeypatch, method):
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [("eagle", {"feature_noise": 0.0, "loss": "ce"}), ("eagle3", {"draft_vocab_size": 40, "loss": "lk"})],
+)
+def test_loss_in_parts_is_the_same(model, monkeypatch, method, more):
     """With logits computed anew in the backward pass: same loss and gradients."""
-    made = trainer(method, model, **({"feature_noise": 0.0} if method == "eagle" else {"draft_vocab_size": 40}))
+    made = trainer(method, model, **more)
     batch, found = model.capture(ragged_batch(model), made.taps), []
     for kept in (2**26, 200):
-        monkeypatch.setattr(unrolled, "_LOGITS_KEPT", kept)
+        monkeypatch.setattr(losses, "_LOGITS_KEPT", kept)
         out = made.loss(batch)
         found.append([out.loss, *torch.autograd.grad(out.loss, list(made.head.parameters()))])
         tokens = made.guesses(batch).tokens
@@ -411,12 +423,14 @@ def test_key_value_heads_that_cannot_be_shared(model):
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_training_learns(tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "more"), [("eagle", {}), ("eagle3", {}), ("eagle3", {"parallel": True, "num_layers": 2})]
+)
+def test_training_learns(tmp_path, method, more):
     """A few steps on answers that can be learnt; every parameter moves; the exported head loads and drafts."""
     pytest.importorskip("matplotlib")
     rows = write_rows(tmp_path / "data.jsonl", qa_rows(24))
-    options = {"max_steps": 25, "learning_rate": 1e-2, "tokens_per_batch": 400, "bf16": True}
+    options = {"max_steps": 25, "learning_rate": 1e-2, "tokens_per_batch": 400, "bf16": True, **more}
     trained = train(method, tmp_path / "head", rows, **options)
     log = [json.loads(line) for line in (tmp_path / "head/training/log.jsonl").read_text().splitlines()]
     losses = [entry["loss"] for entry in log if "loss" in entry]
@@ -452,7 +466,7 @@ def test_speculators_reads_the_export(tmp_path, model, kind):
     ids = torch.tensor([[*text[1:], 0]])
     with torch.no_grad():
         theirs(aux, ids, torch.zeros_like(ids), position_ids=torch.arange(12)[None], ttt_steps=3)
-        outputs = list(unrolled.unroll(made.head, batch, made.features(batch), 3))
+        outputs = list(made.unrolled(batch, 3))
         for step, output in enumerate(outputs):
             torch.testing.assert_close(
                 logits[step][: 11 - step], made.logits(output[0])[: 11 - step], atol=1e-4, rtol=1e-4

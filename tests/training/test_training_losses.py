@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers_training import ragged_batch, target, trainer
 
-from hf_specdec.training import Batch, Guesses, every_anchor
+from hf_specdec.training import Batch, Guesses, every_anchor, losses
 from hf_specdec.training.base import Estimate, judge
 
 HEADS = 3
@@ -35,6 +35,15 @@ def positions(batch):
                     yield row, t, k, int(batch.input_ids[row, place])
 
 
+def teacher_of(model, batch, row, t, k):
+    """log p of the target for the token at t + 2 + k."""
+    return log_softmax(model.lm_head.weight.double() @ batch.last_hidden[row, t + 1 + k].double())
+
+
+def divergence(log_p, log_q):
+    return (log_p.exp() * (log_p - log_q)).sum()
+
+
 def check(made, batch, logits_of, loss_of):
     """The trainer's loss, accuracies and guesses against `logits_of(row, t, k)` and `loss_of(log q, row, t, k, label)`."""
     total, weight, right, seen = 0.0, 0, [0] * HEADS, [0] * HEADS
@@ -42,6 +51,8 @@ def check(made, batch, logits_of, loss_of):
         logits = logits_of(row, t, k)
         total += float(loss_of(log_softmax(logits), row, t, k, label))
         weight += k == 0
+        if made.options.loss in losses.TAUGHT:
+            label = int(teacher_of(made.target, batch, row, t, k).argmax())
         right[k] += int(logits.argmax()) == label
         seen[k] += 1
     out = made.loss(batch)
@@ -78,8 +89,8 @@ def test_medusa(own, layers):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize(("teacher_weight", "label_weight"), [(0.0, 1.0), (1.0, 0.0), (0.7, 0.3)])
-def test_mlp_speculator(tied, scaled, teacher_weight, label_weight):
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_mlp_speculator(tied, scaled, loss):
     model = target()
     batch = ragged_batch(model)
     inner = 24
@@ -90,8 +101,7 @@ def test_mlp_speculator(tied, scaled, teacher_weight, label_weight):
         inner_dim=inner,
         tie_weights=tied,
         scale_input=scaled,
-        teacher_weight=teacher_weight,
-        label_weight=label_weight,
+        loss=loss,
     )
     w = weights(made)
     state_weight = 0.5 ** (0.5 / HEADS)
@@ -114,15 +124,14 @@ def test_mlp_speculator(tied, scaled, teacher_weight, label_weight):
         return logits
 
     def loss_of(log_q, row, t, k, label):
-        teacher = log_softmax(model.lm_head.weight.double() @ batch.last_hidden[row, t + 1 + k].double()).exp()
-        return teacher_weight * -(teacher * log_q).sum() - label_weight * log_q[label]
+        return -log_q[label] if loss == "ce" else divergence(teacher_of(model, batch, row, t, k), log_q)
 
     check(made, batch, logits_of, loss_of)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize(("teacher", "label_weight", "decay"), [(1.0, 0.0, 1.0), (0.7, 0.3, 0.8)])
-def test_hydra(layers, teacher, label_weight, decay):
+@pytest.mark.parametrize(("loss", "decay"), [("kl", 1.0), ("ce", 0.8)])
+def test_hydra(layers, loss, decay):
     model = target()
     batch = ragged_batch(model)
     made = trainer(
@@ -130,12 +139,11 @@ def test_hydra(layers, teacher, label_weight, decay):
         model,
         num_heads=HEADS,
         num_layers=layers,
-        teacher_weight=teacher,
-        label_weight=label_weight,
+        loss=loss,
         head_decay=decay,
     )
     w = weights(made)
-    embeddings, lm_head = model.embed_tokens.weight.double(), model.lm_head.weight.double()
+    embeddings = model.embed_tokens.weight.double()
 
     def logits_of(row, t, k):
         tokens = batch.input_ids[row, t + 1 : t + 2 + k]
@@ -148,8 +156,7 @@ def test_hydra(layers, teacher, label_weight, decay):
         return w[f"heads.{k}.lm_head.weight"] @ x + w[f"heads.{k}.lm_head.bias"]
 
     def loss_of(log_q, row, t, k, label):
-        p = log_softmax(lm_head @ batch.last_hidden[row, t + 1 + k].double()).exp()
-        return decay**k * (-teacher * (p * log_q).sum() - label_weight * log_q[label])
+        return decay**k * (-log_q[label] if loss == "ce" else divergence(teacher_of(model, batch, row, t, k), log_q))
 
     check(made, batch, logits_of, loss_of)
 
@@ -207,6 +214,52 @@ def test_mlp_speculator_begins_as_the_target_along_its_main_directions():
     made.head = made.build(torch.ones(61, dtype=torch.long))
     w = weights(made)
     assert not torch.allclose(w["head.0.weight"] @ w["proj.0.weight"], head, atol=0.1)
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+def test_lk_is_its_formula():
+    """s KL + (1 - s) TV with s = exp(-3 (1 - TV)), TV half the L1 distance; and the gradient that this has for a fixed s."""
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(5, 9, dtype=torch.float64, requires_grad=True), torch.randn(5, 9).double().softmax(-1)
+    q = logits.softmax(-1)
+    distance = 0.5 * (q - teacher).abs().sum(-1)
+    share = torch.exp(-3 * (1 - distance.detach()))
+    expected = share * (teacher * (teacher / q).log()).sum(-1) + (1 - share) * distance
+    found = losses.token_loss("lk", logits, torch.zeros(5, dtype=torch.long), teacher)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each.sum(), logits, retain_graph=True)[0] for each in (found, expected))
+    )
+    torch.testing.assert_close(losses.acceptance(logits, teacher), 1 - distance)
+
+
+@pytest.mark.parametrize("loss", ["ce", "dpace"])
+def test_depths_are_weighted(loss):
+    """Fixed weights; or D-PACE's, a sum over depths k >= j of products of 0.5 + 0.5 q, for drafts some of whose tokens do not count."""
+    torch.manual_seed(0)
+    found = {(0, 0): 0.3, (0, 1): 1.2, (0, 2): 0.1, (1, 0): 2.0, (1, 2): 0.7, (3, 0): 0.4}
+    depths = []
+    for k in range(3):
+        drafts = [draft for draft, depth in found if depth == k]
+        nats = torch.tensor([found[draft, k] for draft in drafts], requires_grad=True)
+        depths.append((torch.tensor(drafts), nats, 2 * nats, torch.ones(len(drafts), dtype=torch.bool)))
+    weights, expected = [1.0, 0.5, 0.25], {}
+    for draft, j in found:
+        prefix, expected[draft, j] = 1.0, 0.0
+        for k in range(3):
+            if (draft, k) in found:
+                prefix *= 0.5 + 0.5 * math.exp(-found[draft, k])
+                expected[draft, j] += prefix if k >= j else 0.0
+        if loss == "ce":
+            expected[draft, j] = weights[j]
+    out = losses.draft_loss(loss, weights, 4, iter(depths))
+    assert float(out.loss.detach()) == pytest.approx(sum(2 * nats * expected[key] for key, nats in found.items()))
+    assert int(out.weight) == 3 and [int(out.metrics[f"accuracy_{k}"][1]) for k in (1, 2, 3)] == [3, 1, 2]
+    out.loss.backward()
+    for k, (drafts, nats, *_) in enumerate(depths):
+        assert nats.grad.tolist() == pytest.approx([2 * expected[draft, k] for draft in drafts.tolist()])
 
 
 # ---- the target -----------------------------------------------------------------------------------------------------

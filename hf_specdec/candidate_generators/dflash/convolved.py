@@ -57,11 +57,14 @@ class ConvolvedLayer(Qwen3DecoderLayer):
         self.attention_conv = SlotConvolution(config.hidden_size, num_taps, group_size)
         self.mlp_conv = SlotConvolution(config.hidden_size, num_taps, group_size)
 
-    def forward(self, hidden: torch.Tensor, slots: torch.Tensor, **given: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Hidden states [1, T, H]; `given` is for the attention."""
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden: torch.Tensor, slots: torch.Tensor, attention_mask: torch.Tensor | None = None, **given: Any
+    ) -> torch.Tensor:
+        """Hidden states [B, T, H]; `given` is for the attention."""
         x = self.input_layernorm(hidden)
         kernels = self.attention_conv.kernels(x)
-        attended, _ = self.self_attn(self.attention_conv(x, kernels, BEFORE, slots), attention_mask=None, **given)
+        convolved = self.attention_conv(x, kernels, BEFORE, slots)
+        attended, _ = self.self_attn(convolved, attention_mask=attention_mask, **given)
         hidden = hidden + self.attention_conv(attended, kernels, AFTER, slots)
         x = self.post_attention_layernorm(hidden)
         kernels = self.mlp_conv.kernels(x)

@@ -165,12 +165,8 @@ class DFlashGenerator(FeatureGenerator):
     def _confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [R, F] that the token after each of `previous` [R, F] is accepted."""
         assert self.confidence is not None
-        features = hidden[:, None].expand(-1, previous.shape[1], -1)
-        if self.block.module.confidence_reads_markov:
-            assert self.block.module.markov_head is not None
-            summary = self.block.module.markov_head.summary(previous.flatten()).view(*previous.shape, -1)
-            features = torch.cat([features, summary], dim=-1)
-        return self.confidence(features)
+        hidden = hidden[:, None].expand(-1, previous.shape[1], -1)
+        return self.confidence(self.block.module.confidence_features(hidden, previous))
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device

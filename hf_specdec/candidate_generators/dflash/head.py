@@ -194,7 +194,7 @@ class CandidateSelector(SequentialHead):
         known = base[:, :count]
         kept = known.topk(min(self.top_k, known.shape[1]), dim=-1).indices
         query = self.predecessor_codebook[previous.clamp(max=count - 1)] * self.hidden_projection(hidden)
-        scores = (self.successor_codebook[kept] @ query[:, :, None])[:, :, 0]
+        scores = (self.successor_codebook[kept] @ query[:, :, None])[:, :, 0].to(base)
         return state, torch.full_like(base, float("-inf")).scatter_(1, kept, scores)
 
 
@@ -280,6 +280,12 @@ class DFlashDrafter(nn.Module):
     def sequential(self) -> SequentialHead | None:
         """The head that corrects the logits along a path, if there is one."""
         return self.markov_head or self.domino or self.candidate_selector
+
+    def confidence_features(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """What the confidence head reads [..], from hidden states [.., H] and the tokens before [..]."""
+        if not self.confidence_reads_markov or self.markov_head is None:
+            return hidden
+        return torch.cat([hidden, self.markov_head.summary(previous)], dim=-1)
 
 
 class BlockHead(PackedHead):
