@@ -21,6 +21,7 @@ from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME, CACHE
 from ..core.rows import RowInput
 from . import architectures
+from .encoder_decoder.source import dummy_sources, encoder_output
 from .structure import forwards_of, interventions
 
 if TYPE_CHECKING:
@@ -90,10 +91,12 @@ class Trial:
         """The same logits [T, V] from two packed forwards."""
         first, second, nodes = self.texts(packed.vocab_size)
         cache = packed.new_cache(num_blocks=2, block_size=16, share_prefixes=False)
+        sources = [None, None] if packed.family is None else dummy_sources(packed.model, 2, packed.device)
         read, split, rows = self.read, self.lengths[0] - self.read, []
         for row, text in enumerate((first, second)):
             cache.add(row)
             cache.reserve(row, 16)
+            packed.read_source(cache, row, sources[row])
             rows.append(RowInput(row, text[:read], 0, logits=read, prompt=read))
         with packed.active():
             beginnings = packed.forward(rows, cache).logits
@@ -265,7 +268,7 @@ class _Expected:
         token, and of a model spread over several processes.
         """
         model, embeddings = self.packed.model, []
-        if self._by_token or self.packed.ranks is not None:
+        if self._by_token or self.packed.ranks is not None or self.packed.family is not None:
             return False
 
         def follow(module, args, output):
@@ -292,13 +295,19 @@ class _Expected:
 
     def noise(self) -> float:
         """Relative difference between the logits of the lines run as one batch and one by one."""
-        lines = [self._plain_forward(path[None])[0] for path in self.paths]
+        lines = [self._plain_forward(path[None], [i])[0] for i, path in enumerate(self.paths)]
         return relative_error(_TRIAL.in_packed_order(lines), self.logits)
 
-    def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def _plain_forward(self, ids: torch.Tensor, lines: list[int] | None = None) -> torch.Tensor:
+        """Logits [B, S, V] of texts [B, S], which are these `lines` of the trial; None: all of them."""
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
+            given = self._sources_of(range(len(ids)) if lines is None else lines)
             if self._by_token:
-                return self._token_by_token(ids)
+                return self._token_by_token(ids, given)
+            if given:
+                return self.packed.model(
+                    decoder_input_ids=ids, use_cache=False, return_dict=True, **given
+                ).logits.float()
             more = self._positions(ids)
             if architectures.has_bidirectional_prompts(self.packed.model):  # these make it causal
                 more["token_type_ids"] = torch.ones_like(ids)
@@ -319,15 +328,23 @@ class _Expected:
         given = inputs.get("position_ids")
         return {} if given is None else {"position_ids": given}
 
-    def _token_by_token(self, ids: torch.Tensor) -> torch.Tensor:
-        given, cache, logits = self._positions(ids), None, []
+    def _sources_of(self, lines: Sequence[int]) -> dict[str, Any]:
+        """The encoder's output for some lines of the trial, whose first text has the first source, and all others the second."""
+        if self.packed.family is None:
+            return {}
+        sources = dummy_sources(self.packed.model, 2, self.packed.device)
+        return {"encoder_outputs": encoder_output(torch.cat([sources[min(line, 1)].outputs[0] for line in lines]))}
+
+    def _token_by_token(self, ids: torch.Tensor, sources: dict[str, Any]) -> torch.Tensor:
+        name = "decoder_input_ids" if sources else "input_ids"
+        given, cache, logits = {} if sources else self._positions(ids), None, []
         if self.packed.recurrent is not None:
             given = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)}
         for piece in (slice(0, _TRIAL.read), *(slice(i, i + 1) for i in range(_TRIAL.read, ids.shape[1]))):
             more = {name: positions[:, piece] for name, positions in given.items()} | {
                 self.packed.cache_argument: cache
             }
-            output = self.packed.model(input_ids=ids[:, piece], use_cache=True, return_dict=True, **more)
+            output = self.packed.model(use_cache=True, return_dict=True, **sources, **more, **{name: ids[:, piece]})
             cache = getattr(output, CACHE)
             logits.append(output.logits.float())
         return torch.cat(logits, dim=1)

@@ -169,6 +169,10 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         borrowed = model is context.assistant_model
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
         self.drafter.window = config.draft_window
+        if self.drafter.family is not None and target.family is None:
+            raise config.fail(
+                "model", f"is an encoder-decoder model, and {type(target.model).__name__} has no encoder."
+            )
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
         self.has_graphs = self.drafter.graphs is not None
         self.grow_as(config.shape(), has_loop=self.has_loop and self.has_graphs)
@@ -231,6 +235,9 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
     def _make_room(self, seq: Sequence, text: list[int], limit: int, share_now: bool) -> bool:
         if self.drafter.max_positions is not None and len(text) + limit > self.drafter.max_positions:
             return False
+        if self.drafter.family is not None and (self.cache.cross is None or seq.id not in self.cache.cross.tables):
+            source = None if seq.source is None else seq.source.read_by(self.drafter.model)
+            self.drafter.read_source(self.cache, seq.id, source)
         self.cache.truncate(seq.id, self.bridge.num_unchanged(seq, text))
         self.cache.match_prefix(seq.id, text)
         if not self.try_reserve(seq, len(text) + self.shape.num_expanded(limit)):
