@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -23,6 +24,7 @@ from ...core.outcome import StepOutcome
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.architectures import has_repository_code
+from ...model.encoder_decoder import FAMILIES
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
@@ -71,7 +73,7 @@ class DraftModelConfig(TreeDraftingConfig):
 
 
 def _matches(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and checkpoint.any(
+    return checkpoint.config.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES} and checkpoint.any(
         r"(model|transformer|gpt_neox|decoder|backbone)\."
     )
 
@@ -113,7 +115,8 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         try:
             revision = config.revision or "main"
             trusted = has_repository_code(target.model) and not is_known(name, revision)
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            kind: Any = AutoModelForCausalLM if target.family is None else class_of(name, revision)
+            model = kind.from_pretrained(
                 name, revision=revision, dtype=target.model.dtype, trust_remote_code=trusted, **sharding
             )
         except (OSError, ValueError) as error:
@@ -131,6 +134,12 @@ def is_known(name: str, revision: str) -> bool:
     """True if transformers has the code of a model: then no code of its repository is run."""
     values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     return values.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def class_of(name: str, revision: str) -> Any:
+    """The class that a checkpoint names, so that an encoder-decoder model is loaded whole."""
+    values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    return getattr(transformers, (values.get("architectures") or ["AutoModelForCausalLM"])[0], AutoModelForCausalLM)
 
 
 @register(DraftModelConfig)
