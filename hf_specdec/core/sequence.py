@@ -75,6 +75,11 @@ class Sequence:
         return self.shown_prompt + self.tokens[self.prompt_length :]
 
     @property
+    def read_ids(self) -> list[int]:
+        """The ids that an encoder has read for this row, which its text may repeat."""
+        return [] if self.source is None else self.source.ids
+
+    @property
     def num_generated(self) -> int:
         """Number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_length

@@ -5,7 +5,14 @@ import functools
 import pytest
 import torch
 from families import perturbed
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, DynamicCache, EncoderDecoderCache
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessor,
+)
 
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
@@ -137,6 +144,34 @@ def test_every_method_and_sampling():
     assert all(torch.equal(each, sampled[0]) for each in sampled) and len(set(map(tuple, sampled[0].tolist()))) == 10
     output = written(model, inputs, NGRAM)
     assert output.speculation.num_new_tokens == 5 * NEW and "speculation" not in output
+
+
+class Repeats(LogitsProcessor):
+    """Lets every row repeat its source, but for every 12th token."""
+
+    def __init__(self, sources):
+        self.sources = sources
+
+    def __call__(self, input_ids, scores):
+        at = input_ids.shape[1] - 1
+        if at % 12:
+            scores = scores.index_put(
+                tuple(torch.stack([torch.arange(len(scores)), self.sources[:, at]])), torch.tensor(1e4)
+            )
+        return scores
+
+
+def test_lookups_in_the_source():
+    """n-grams and suffixes of what the encoder has read are drafted, unless the encoder has a vocabulary of its own."""
+    ids = torch.randint(3, VOCAB, (3, 30), generator=torch.Generator().manual_seed(1))
+    options = {"logits_processor": [Repeats(ids)], "max_new_tokens": 28}
+    plain = written(of("marian"), {"input_ids": ids}, **options).sequences
+    for config in (NGRAM, {"method": "suffix"}):
+        output = written(of("marian"), {"input_ids": ids}, config, **options)
+        assert torch.equal(output.sequences, plain) and output.speculation.mean_accepted_length > 2, config
+    own = build("marian", share_encoder_decoder_embeddings=False, decoder_vocab_size=VOCAB)
+    output = written(own, {"input_ids": ids}, NGRAM, **options)
+    assert output.speculation.mean_accepted_length < 1.3
 
 
 @pytest.mark.parametrize("family", ["marian", "t5"])

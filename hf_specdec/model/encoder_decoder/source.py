@@ -26,7 +26,7 @@ class Source:
     Attributes:
         outputs: the encoder's output, its tensors [1, S, ..].
         given: the encoder's arguments, its tensors [1, ..]; without a main one if the caller passed the encoder's output.
-        ids: the ids that the encoder has read, without padding; empty if it has read something else.
+        ids: the ids that the encoder has read, without padding; empty if it has read something else, or has a vocabulary of its own.
         num_rows: number of rows of the batch.
     """
 
@@ -64,6 +64,7 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
     given = {name: each for name, each in prepared.items() if torch.is_tensor(each) and not name.startswith("decoder_")}
     inputs = inputs.repeat_interleave(num_rows // inputs.shape[0], dim=0)
     are_ids = not inputs.is_floating_point() and bool((inputs >= 0).all())
+    is_text = are_ids and getattr(model.config, "share_encoder_decoder_embeddings", True)
     if are_ids or (inputs.is_floating_point() and "inputs_embeds" not in given):
         given[model.main_input_name] = inputs
     mask = given.get("attention_mask") if are_ids else None
@@ -71,7 +72,7 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
     for row in range(num_rows):
         here = slice(row, row + 1)
         tensors = {name: each[here] for name, each in outputs.items() if torch.is_tensor(each)}
-        ids = (inputs[row] if mask is None else inputs[row][mask[row] != 0]).tolist() if are_ids else []
+        ids = (inputs[row] if mask is None else inputs[row][mask[row] != 0]).tolist() if is_text else []
         arguments = {name: each[here] for name, each in given.items()}
         sources.append(Source(encoder_output(**tensors), arguments, ids, num_rows))
     return sources
