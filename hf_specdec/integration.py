@@ -24,7 +24,7 @@ from .core.ranks import ranks_of
 from .decoding import SpeculativeDecoder, decode
 from .decoding.ranked import agreed_call, decoder_of
 from .model.architectures import has_bidirectional_prompts
-from .model.encoder_decoder import is_encoder_decoder
+from .model.encoder_decoder import family_of, is_encoder_decoder
 from .model.encoder_decoder.source import sources_of
 from .model.prepare import ModelOptions, prepare
 from .model.self_test import check, is_intervened
@@ -196,8 +196,8 @@ def make_decoder(
         UnsupportedModel: the model attends to prompts bidirectionally, or has an encoder, so only `generate()` can read them.
         SpeculativeConfigError: the configuration has `trace`, which `generate()` returns.
     """
-    if has_bidirectional_prompts(model) or is_encoder_decoder(model):
-        why = "has an encoder for its inputs" if is_encoder_decoder(model) else "attends to its prompts bidirectionally"
+    if has_bidirectional_prompts(model) or family_of(model) is not None:
+        why = "has prompts for an encoder" if family_of(model) is not None else "attends to its prompts bidirectionally"
         raise UnsupportedModel(
             f"{type(model).__name__} {why}, so only its own generate() can read them: call generate(..., speculative_config=...) instead."
         )

@@ -199,8 +199,8 @@ class PackedModel:
         """
         if self.family is not None and source is None:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} is an encoder-decoder model, and this text has no input for an encoder: it works in "
-                "model.generate(), for encoder-decoder models."
+                f"{type(self.model).__name__} attends to what an encoder has read, and this text has no input for an encoder: it works for "
+                "encoder-decoder models, in model.generate()."
             )
         if self.family is not None and source is not None:
             read_source(self.model, cache, seq_id, source)
@@ -401,7 +401,7 @@ class PackedModel:
 
     def _states(self, output: Any) -> Any:
         """All hidden states of a forward."""
-        return output.hidden_states if self.family is None else output.decoder_hidden_states
+        return output.decoder_hidden_states if self.family is not None and self.family.prefix else output.hidden_states
 
     def _masks(self, batch: PackedBatch | CapturedBatch):
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged."""

@@ -230,6 +230,7 @@ class _Expected:
     def __init__(self, packed: PackedModel):
         self.packed = packed
         self._by_token = packed.recurrent is not None or is_intervened(packed)
+        self._ids = "input_ids" if packed.family is None else f"{packed.family.prefix}input_ids"
         self.paths = [torch.from_numpy(line).to(packed.device) for line in _TRIAL.lines(packed.vocab_size)]
         # Padding is on the right, where causal attention does not see it.
         batch = torch.nn.utils.rnn.pad_sequence(self.paths, batch_first=True, padding_value=int(self.paths[0][0]))
@@ -305,9 +306,7 @@ class _Expected:
             if self._by_token:
                 return self._token_by_token(ids, given)
             if given:
-                return self.packed.model(
-                    decoder_input_ids=ids, use_cache=False, return_dict=True, **given
-                ).logits.float()
+                return self.packed.model(**given, **{self._ids: ids}, use_cache=False, return_dict=True).logits.float()
             more = self._positions(ids)
             if architectures.has_bidirectional_prompts(self.packed.model):  # these make it causal
                 more["token_type_ids"] = torch.ones_like(ids)
@@ -336,7 +335,6 @@ class _Expected:
         return {"encoder_outputs": encoder_output(torch.cat([sources[min(line, 1)].outputs[0] for line in lines]))}
 
     def _token_by_token(self, ids: torch.Tensor, sources: dict[str, Any]) -> torch.Tensor:
-        name = "decoder_input_ids" if sources else "input_ids"
         given, cache, logits = {} if sources else self._positions(ids), None, []
         if self.packed.recurrent is not None:
             given = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)}
@@ -344,7 +342,9 @@ class _Expected:
             more = {name: positions[:, piece] for name, positions in given.items()} | {
                 self.packed.cache_argument: cache
             }
-            output = self.packed.model(use_cache=True, return_dict=True, **sources, **more, **{name: ids[:, piece]})
+            output = self.packed.model(
+                use_cache=True, return_dict=True, **sources, **more, **{self._ids: ids[:, piece]}
+            )
             cache = getattr(output, CACHE)
             logits.append(output.logits.float())
         return torch.cat(logits, dim=1)

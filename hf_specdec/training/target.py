@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..core.errors import UnsupportedModel
 from ..core.output import Taps
 from ..model.architectures import check_supported, tapping
-from ..model.encoder_decoder import is_encoder_decoder
+from ..model.encoder_decoder import family_of
 from .batch import Batch
 from .options import TrainingError
 
@@ -28,7 +28,7 @@ class TargetModel:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str):
         check_supported(model)
-        if is_encoder_decoder(model):
+        if family_of(model) is not None:
             raise UnsupportedModel(
                 f"{type(model).__name__} has an encoder, and heads are trained for decoder-only models: name one."
             )

@@ -279,9 +279,9 @@ def test_bad_calls(options, config, message):
 
 
 def test_what_needs_a_source_says_so(model):
-    with pytest.raises(ValueError, match="is an encoder-decoder model, and LlamaForCausalLM has no encoder"):
+    with pytest.raises(ValueError, match="needs what an encoder has read, and LlamaForCausalLM has no encoder"):
         model.generate(torch.arange(4, 9)[None], speculative_config=DRAFT, assistant_model=of("bart"))
-    with pytest.raises(UnsupportedModel, match="BartForConditionalGeneration has an encoder for its inputs"):
+    with pytest.raises(UnsupportedModel, match="BartForConditionalGeneration has prompts for an encoder"):
         hf_specdec.integration.make_decoder(of("bart"), hf_specdec.integration.parse_config(NGRAM))
     outputs = of("bart").get_encoder()(input_ids=inputs_for("bart")["input_ids"])
     assert_exact(of("bart"), {"encoder_outputs": outputs}, [NGRAM])

@@ -6,9 +6,11 @@ import functools
 import numpy as np
 import pytest
 import torch
-from families import perturbed
 from test_encoder_decoder import DRAFT, NGRAM, TREE, build
-from transformers import WhisperFeatureExtractor, WhisperTokenizer, pipeline
+from transformers import WhisperFeatureExtractor, WhisperForCausalLM, WhisperTokenizer, pipeline
+
+import hf_specdec
+from hf_specdec.core.errors import UnsupportedModel
 
 # 96 ids: 60 of text, marks, and times from 74 on
 END, START, ENGLISH, PREVIOUS, NO_TIMES = 60, 61, 62, 67, 73
@@ -94,13 +96,25 @@ def test_silence_is_still_detected_and_does_not_stop_drafts():
     assert counts[1] < counts[0]
 
 
-def test_a_drafter_by_name(tmp_path):
-    """`assistant_model=` makes Whisper drop begin_suppress_tokens; a drafter in the configuration does not."""
+@pytest.mark.parametrize(("layers", "kind"), [(1, "WhisperForConditionalGeneration"), (2, "WhisperForCausalLM")])
+def test_a_drafter_by_name(layers, kind, tmp_path):
+    """`assistant_model=` makes Whisper drop begin_suppress_tokens; a drafter in the configuration does not. A drafter whose encoder is as
+    large as the target's is only a decoder on the target's encoder output: where it is the target's own decoder, it knows the text."""
     model, inputs = whisper(), speech(130)
-    perturbed(model, 0.03).save_pretrained(tmp_path)
-    for options in ({"language": "en"}, TO_PREVIOUS):
-        drafted = transcript(model, inputs, {**options, "return_timestamps": True}, {**DRAFT, "model": str(tmp_path)})
-        assert torch.equal(drafted, transcript(model, inputs, {**options, "return_timestamps": True}))
+    drafter = model if layers == 2 else build("whisper", 3, encoder_layers=2)
+    drafter.save_pretrained(tmp_path)
+    counting, counts = model.proj_out.register_forward_hook(lambda *_: counts.append(1)), []
+    for options in ({"return_timestamps": True}, TO_PREVIOUS):
+        plain = transcript(model, inputs, options, {"method": "none"})
+        num_plain = len(counts)
+        counts.clear()
+        for config in (DRAFT, {"method": "draft_model", "speculative_token_tree": [[0], [1], [0, 0], [0, 0, 0]]}):
+            assert torch.equal(transcript(model, inputs, options, {**config, "model": str(tmp_path)}), plain)
+        assert (len(counts) / 2 < 0.7 * num_plain) == (layers == 2)
+        counts.clear()
+    counting.remove()
+    last = hf_specdec.integration.kept_decoders(model)[-1]
+    assert type(last.generator.drafter.model).__name__ == kind
 
 
 def test_pipeline():
@@ -127,3 +141,19 @@ def test_pipeline():
     assert texts(num_beams=1, speculative_config=NGRAM) == plain
     with pytest.raises(ValueError, match=r"cannot be combined with beam search.*num_beams=1"):
         texts(num_beams=5, speculative_config=NGRAM)
+
+
+def test_a_decoder_needs_an_encoder_of_its_width():
+    """A decoder that is passed reads the target's encoder, and is no target itself."""
+    model, inputs, options = whisper(), speech(130), {**TO_PREVIOUS, "begin_suppress_tokens": None}
+    drafter = WhisperForCausalLM(copy.deepcopy(model.config)).eval()
+    drafter.load_state_dict(model.state_dict(), strict=False)
+    plain = transcript(model, inputs, options)
+    assert torch.equal(transcript(model, inputs, options, DRAFT, assistant_model=drafter), plain)
+    wide = WhisperForCausalLM(build("whisper", d_model=96).config)
+    with pytest.raises(ValueError, match="reads the output of an encoder of width 96, and the target's has 48"):
+        transcript(model, inputs, options, DRAFT, assistant_model=wide)
+    with pytest.raises(
+        UnsupportedModel, match="WhisperForCausalLM attends to what an encoder has read, and this text has no"
+    ):
+        drafter.generate(torch.arange(3, 6)[None], speculative_config=NGRAM)

@@ -24,7 +24,7 @@ from ...core.outcome import StepOutcome
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.architectures import has_repository_code
-from ...model.encoder_decoder import FAMILIES
+from ...model.encoder_decoder import FAMILIES, is_encoder_decoder
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
@@ -115,7 +115,7 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         try:
             revision = config.revision or "main"
             trusted = has_repository_code(target.model) and not is_known(name, revision)
-            kind: Any = AutoModelForCausalLM if target.family is None else class_of(name, revision)
+            kind: Any = AutoModelForCausalLM if target.family is None else class_of(name, revision, target)
             model = kind.from_pretrained(
                 name, revision=revision, dtype=target.model.dtype, trust_remote_code=trusted, **sharding
             )
@@ -136,9 +136,13 @@ def is_known(name: str, revision: str) -> bool:
     return values.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def class_of(name: str, revision: str) -> Any:
-    """The class that a checkpoint names, so that an encoder-decoder model is loaded whole."""
+def class_of(name: str, revision: str, target: PackedModel) -> Any:
+    """The class that a checkpoint names, so that an encoder-decoder model is loaded whole; for a Whisper whose encoder has the sizes of the
+    target's, as distil-whisper's has, that of its decoder, which reads the target's encoder."""
     values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    ours, sizes = target.model.config.to_dict(), ("model_type", "d_model", "encoder_layers")
+    if ours["model_type"] == "whisper" and all(values.get(name) == ours[name] for name in sizes):
+        return AutoModelForCausalLM
     return getattr(transformers, (values.get("architectures") or ["AutoModelForCausalLM"])[0], AutoModelForCausalLM)
 
 
@@ -180,8 +184,14 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         self.drafter.window = config.draft_window
         if self.drafter.family is not None and target.family is None:
             raise config.fail(
-                "model", f"is an encoder-decoder model, and {type(target.model).__name__} has no encoder."
+                "model", f"needs what an encoder has read, and {type(target.model).__name__} has no encoder."
             )
+        if not is_encoder_decoder(model) and self.drafter.family is not None:
+            width, theirs = (each.model.config.hidden_size for each in (self.drafter, target))
+            if width != theirs:
+                raise config.fail(
+                    "model", f"reads the output of an encoder of width {width}, and the target's has {theirs}."
+                )
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
         self.has_graphs = self.drafter.graphs is not None
         self.grow_as(config.shape(), has_loop=self.has_loop and self.has_graphs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,14 @@ class Family:
         layers: the decoder's list of layers.
         cross: a layer's attention to the encoder's output.
         itself: a layer's attention to the text.
+        prefix: what the names of the decoder's arguments begin with; "": the model is only a decoder, which reads another model's encoder.
     """
 
     positions: str
     layers: str = "layers"
     cross: str = "encoder_attn"
     itself: str = "self_attn"
+    prefix: str = "decoder_"
 
 
 _T5 = Family("bias", "block", "layer.1.EncDecAttention", "layer.0.SelfAttention")
@@ -38,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "t5gemma": Family("argument", cross="cross_attn"),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
 }  # fmt: skip
+_DECODERS = {"WhisperForCausalLM": Family("argument", prefix="")}
 
 
 def is_encoder_decoder(model: PreTrainedModel) -> bool:
@@ -46,13 +50,13 @@ def is_encoder_decoder(model: PreTrainedModel) -> bool:
 
 
 def family_of(model: PreTrainedModel) -> Family | None:
-    """The family of an encoder-decoder model; None for decoder-only models.
+    """The family of an encoder-decoder model, or of the decoder of one; None for other models.
 
     Raises:
         UnsupportedModel: it is of a family that is not known here.
     """
     if not is_encoder_decoder(model):
-        return None
+        return _DECODERS.get(type(model).__name__)
     if model.config.model_type not in FAMILIES:
         raise UnsupportedModel(
             f"{type(model).__name__} is an encoder-decoder model of another family than {', '.join(FAMILIES)}. Call generate() without "
@@ -68,7 +72,7 @@ def decoder_layers(model: Any, family: Family) -> nn.ModuleList:
 
 def decoder_config(model: PreTrainedModel, family: Family) -> PreTrainedConfig:
     """The decoder's configuration, which counts the decoder's layers."""
-    config = model.config.get_text_config(decoder=True)
+    config = copy.copy(model.config.get_text_config(decoder=True))
     config.num_hidden_layers = len(decoder_layers(model, family))
     return config
 

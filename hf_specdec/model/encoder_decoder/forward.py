@@ -61,11 +61,11 @@ def arguments(model: Any, family: Family, batch: PackedBatch, masks: Any) -> dic
     given = {
         "encoder_outputs": encoder_output(torch.zeros(1, 1, 1, dtype=model.dtype, device=batch.input_ids.device)),
         CACHE: EncoderDecoderCache(batch.cache, _CrossCache(batch.cross)),
-        "decoder_input_ids": batch.input_ids,
-        "decoder_attention_mask": masks,
+        f"{family.prefix}input_ids": batch.input_ids,
+        f"{family.prefix}attention_mask": masks,
     }
     if family.positions == "argument":
-        given["decoder_position_ids"] = batch.position_ids
+        given[f"{family.prefix}position_ids"] = batch.position_ids
     return given
 
 

@@ -16,7 +16,7 @@ from ...core.errors import UnsupportedModel
 from ...core.names import CACHE
 from ..attention import own_attention
 from ..threads import for_this_thread
-from .families import decoder_layers, family_of
+from .families import decoder_layers, family_of, is_encoder_decoder
 
 
 @dataclass
@@ -36,11 +36,13 @@ class Source:
     num_rows: int = 1
 
     def read_by(self, model: Any) -> Source:
-        """The same input, read by another model's encoder.
+        """The same input, read by another model's encoder, if it has one.
 
         Raises:
             UnsupportedModel: that encoder takes other arguments, or the caller passed the encoder's output.
         """
+        if not is_encoder_decoder(model):
+            return self
         encoder = model.get_encoder()
         parameters = inspect.signature(encoder.forward).parameters
         given = {name: value for name, value in self.given.items() if name in parameters}
@@ -121,9 +123,11 @@ def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
     hook = first.register_forward_pre_hook(for_this_thread(note, lambda *_: None), with_kwargs=True)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     token = torch.zeros(1, 1, dtype=torch.int64, device=source.outputs[0].device)
-    arguments = {"decoder_input_ids": token, CACHE: cache, "use_cache": True, "return_dict": True}
+    arguments = {f"{family.prefix}input_ids": token, CACHE: cache, "use_cache": True, "return_dict": True}
+    if family.prefix:
+        arguments["attention_mask"] = source.given.get("attention_mask")
     try:
-        model(encoder_outputs=source.outputs, attention_mask=source.given.get("attention_mask"), **arguments)
+        model(encoder_outputs=source.outputs, **arguments)
     finally:
         hook.remove()
     seen: Any = slice(None)
