@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import transformers
 from families import perturbed
 from transformers import (
     AutoConfig,
@@ -114,7 +115,14 @@ def assert_exact(model, inputs, configs, **options):
         assert torch.equal(written(model, inputs, config, **options, **more).sequences, plain), config
 
 
-@pytest.mark.parametrize("family", SIZES)
+def _known(family: str):
+    broken = family == "umt5" and transformers.__version__.startswith("5.17.")
+    return pytest.param(
+        family, marks=pytest.mark.skipif(broken, reason="in transformers 5.17 its tokens see later ones")
+    )
+
+
+@pytest.mark.parametrize("family", map(_known, SIZES))
 def test_text_is_plain_generates(family):
     """One row and five ragged ones; chains, a tree, a draft model with its own encoder, and rows that are preempted."""
     model = of(family)
@@ -200,6 +208,20 @@ def test_decoder_prompts():
             written(of("m2m_100"), {**inputs_for("m2m_100", rows=3), **wrong}, NGRAM)
 
 
+def test_other_arguments():
+    """Forced and ending tokens, processors that look at the encoder's ids, and embeddings for the encoder."""
+    model, inputs = of("mbart"), inputs_for("mbart")
+    assert_exact(
+        model, inputs, [NGRAM, TREE], forced_bos_token_id=9, encoder_no_repeat_ngram_size=2, repetition_penalty=1.3
+    )
+    options = {"encoder_repetition_penalty": 1.5}
+    options["eos_token_id"] = written(model, inputs, **options).sequences[:3, 7].tolist()
+    assert torch.equal(written(model, inputs, TREE, **options).sequences, written(model, inputs, **options).sequences)
+    embedded = {**inputs, "inputs_embeds": model.get_encoder().embed_tokens(inputs["input_ids"]).detach()}
+    del embedded["input_ids"]
+    assert_exact(model, embedded, [NGRAM, DRAFT])
+
+
 def test_padding_that_the_model_writes():
     """In M2M100's table, a pad token has no position, wherever it stands."""
     inputs = inputs_for("m2m_100")
@@ -268,6 +290,11 @@ def _bad_calls():
         ({}, {**NGRAM, "compile": True}, "compile cannot be used with BartForConditionalGeneration"),
         ({}, {**NGRAM, "cuda_graphs": True}, "'cuda_graphs' cannot be used with BartForConditionalGeneration"),
         ({}, {**NGRAM, "target_quantization": "wint8"}, "quantization.* cannot be used with BartForCond"),
+        (
+            {},
+            {"method": "extract_hidden_states", "output_dir": "nowhere"},
+            "reads hidden states of decoder-only targets",
+        ),
         ({}, {"method": "draft_model", "early_exit": 1}, "early_exit cannot be used with BartForConditionalGeneration"),
     ]
 
