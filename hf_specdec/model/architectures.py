@@ -93,14 +93,6 @@ def is_multimodal(model: PreTrainedModel) -> bool:
     return not encoder_decoder.is_encoder_decoder(model) and whole.get_text_config(decoder=True) is not whole
 
 
-def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The configuration of the part that writes text, with the number of its layers."""
-    family = encoder_decoder.family_of(model)
-    if family is None:
-        return model.config.get_text_config(decoder=True)
-    return encoder_decoder.decoder_config(model, family)
-
-
 def has_bidirectional_prompts(model: PreTrainedModel) -> bool:
     """True if the tokens of any prompt see later ones, so that only the model itself can read it."""
     return model.config.model_type in _PREFIX_MODELS

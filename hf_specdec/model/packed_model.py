@@ -23,9 +23,8 @@ from ..core.errors import UnsupportedModel
 from ..core.names import cache_argument
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
-from . import alibi, architectures, attention
+from . import alibi, architectures, attention, encoder_decoder
 from .captures import Captures
-from .encoder_decoder import family_of as encoder_decoder_family
 from .encoder_decoder.forward import arguments, replaced
 from .encoder_decoder.source import Source, read_source
 from .graphs import CapturedBatch, GraphRunner
@@ -97,8 +96,8 @@ class PackedModel:
         architectures.check_supported(model)
         self.ranks = checked_ranks(model)
         self._model: Callable[[], PreTrainedModel | None] = weakref.ref(model) if borrowed else lambda: model
-        self.family = encoder_decoder_family(model)
-        self.config = architectures.text_config(model)
+        self.family = encoder_decoder.family_of(model)
+        self.config = encoder_decoder.text_config(model)
         self.taps = taps or Taps()
         self.num_layers = num_layers
         family = family_of(self.config)
@@ -197,13 +196,14 @@ class PackedModel:
         Raises:
             UnsupportedModel: this model cannot decode without a source.
         """
-        if self.family is not None and source is None:
+        if self.family is None:
+            return
+        if source is None:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} attends to what an encoder has read, and this text has no input for an encoder: it works for "
                 "encoder-decoder models, in model.generate()."
             )
-        if self.family is not None and source is not None:
-            read_source(self.model, cache, seq_id, source)
+        read_source(self.model, cache, seq_id, source)
 
     def free_bytes(self) -> int | None:
         """Free memory of the device, the least of all ranks; None if the system does not say."""
@@ -388,20 +388,18 @@ class PackedModel:
                 f"{type(model).__name__} ran {ran} of its {len(self.recurrent.mixers)} recurrent layers, so "
                 "their states cannot be trusted."
             )
-        returned = output.logits[0]
+        returned, states = output.logits[0], None
+        if all_hidden_states:
+            states = getattr(output, "hidden_states", None) or output.decoder_hidden_states
         logits = returned if model_selects or logit_index is None else returned.index_select(0, logit_index)
         return PackedOutput(
             logits=logits.to(torch.float32),
             last_hidden=tapped.get("last_hidden"),
             layers={index: tapped[index] for index in self.taps.layers},
-            hidden_states=tuple(map(_of_one_line, self._states(output))) if all_hidden_states else None,
+            hidden_states=None if states is None else tuple(map(_of_one_line, states)),
             input_ids=batch.input_ids[0],
             all_logits=returned if self.taps.logits else None,
         )
-
-    def _states(self, output: Any) -> Any:
-        """All hidden states of a forward."""
-        return output.decoder_hidden_states if self.family is not None and self.family.prefix else output.hidden_states
 
     def _masks(self, batch: PackedBatch | CapturedBatch):
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged."""

@@ -311,6 +311,7 @@ def test_what_needs_a_source_says_so(model):
     with pytest.raises(UnsupportedModel, match="BartForConditionalGeneration has prompts for an encoder"):
         hf_specdec.integration.make_decoder(of("bart"), hf_specdec.integration.parse_config(NGRAM))
     outputs = of("bart").get_encoder()(input_ids=inputs_for("bart")["input_ids"])
-    assert_exact(of("bart"), {"encoder_outputs": outputs}, [NGRAM])
+    for given in (outputs, (outputs.last_hidden_state,)):
+        assert_exact(of("bart"), {"encoder_outputs": given, "input_ids": inputs_for("bart")["input_ids"]}, [NGRAM])
     with pytest.raises(UnsupportedModel, match="cannot draft: its encoder needs input_ids"):
         written(of("bart"), {"encoder_outputs": outputs}, DRAFT, assistant_model=perturbed(of("bart"), 0.03))

@@ -70,10 +70,12 @@ def decoder_layers(model: Any, family: Family) -> nn.ModuleList:
     return getattr(model.get_decoder(), family.layers)
 
 
-def decoder_config(model: PreTrainedModel, family: Family) -> PreTrainedConfig:
-    """The decoder's configuration, which counts the decoder's layers."""
-    config = copy.copy(model.config.get_text_config(decoder=True))
-    config.num_hidden_layers = len(decoder_layers(model, family))
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The configuration of the part that writes text, with the number of its layers."""
+    config, family = model.config.get_text_config(decoder=True), family_of(model)
+    if family is not None:
+        config = copy.copy(config)
+        config.num_hidden_layers = len(decoder_layers(model, family))
     return config
 
 

@@ -62,8 +62,9 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
         prepared: the arguments that `generate()` prepared for the model's forward, [B, ..] each.
     """
     outputs: Any = prepared["encoder_outputs"]
-    num_rows = outputs[0].shape[0]
-    given = {name: each for name, each in prepared.items() if torch.is_tensor(each) and not name.startswith("decoder_")}
+    num_rows, returned = outputs[0].shape[0], outputs.get("attention_mask") if isinstance(outputs, dict) else None
+    batched = {name: each for name, each in prepared.items() if torch.is_tensor(each) and each.shape[:1] == (num_rows,)}
+    given = {name: each for name, each in batched.items() if not name.startswith("decoder_")}
     inputs = inputs.repeat_interleave(num_rows // inputs.shape[0], dim=0)
     are_ids = not inputs.is_floating_point() and bool((inputs >= 0).all())
     is_text = are_ids and getattr(model.config, "share_encoder_decoder_embeddings", True)
@@ -73,10 +74,10 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
     sources = []
     for row in range(num_rows):
         here = slice(row, row + 1)
-        tensors = {name: each[here] for name, each in outputs.items() if torch.is_tensor(each)}
+        output = encoder_output(outputs[0][here], None if returned is None else returned[here])
         ids = (inputs[row] if mask is None else inputs[row][mask[row] != 0]).tolist() if is_text else []
         arguments = {name: each[here] for name, each in given.items()}
-        sources.append(Source(encoder_output(**tensors), arguments, ids, num_rows))
+        sources.append(Source(output, arguments, ids, num_rows))
     return sources
 
 
