@@ -114,8 +114,10 @@ def _by_thread(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
     def implementation(self: PreTrainedConfig) -> str | None:
         # Layers are traced for us alone, and the tracer does not know threads.
-        ours = torch.compiler.is_compiling() or threading.get_ident() in _owners.get(id(self), ())
-        return ATTENTION_NAME if ours and not getattr(_here, "rests", False) else self._attn_implementation_internal
+        ours = torch.compiler.is_compiling() or (
+            threading.get_ident() in _owners.get(id(self), ()) and not getattr(_here, "rests", False)
+        )
+        return ATTENTION_NAME if ours else self._attn_implementation_internal
 
     def chosen(self: PreTrainedConfig) -> str | None:
         try:
