@@ -24,6 +24,8 @@ from .core.ranks import ranks_of
 from .decoding import SpeculativeDecoder, decode
 from .decoding.ranked import agreed_call, decoder_of
 from .model.architectures import has_bidirectional_prompts
+from .model.encoder_decoder import family_of, is_encoder_decoder
+from .model.encoder_decoder.source import sources_of
 from .model.prepare import ModelOptions, prepare
 from .model.self_test import check, is_intervened
 from .model.structure import hooks_in, structure_of
@@ -54,25 +56,26 @@ def specdec_decoding(
     assistant_model: PreTrainedModel | None = None,
     tokenizer=None,
     assistant_tokenizer=None,
-    inputs_tensor: torch.Tensor | None = None,
+    inputs_tensor: Any = None,
     **model_kwargs,
 ):
     """The generation mode of `speculative_config`: `generate()` calls it instead of `_sample`."""
     config: SpeculativeConfig = vars(generation_config)["speculative_config"]  # parsed: see check_call
     input_ids = cast(torch.LongTensor, input_ids.long())
     is_more_than_ids = check_inputs(model, input_ids, generation_config, model_kwargs)
+    with_encoder = is_encoder_decoder(model)
     seed = config.seed
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
     with contextlib.ExitStack() as stack:
-        ranks, mask = ranks_of(model), model_kwargs.get("attention_mask")
+        ranks, mask = ranks_of(model), model_kwargs.get("decoder_attention_mask" if with_encoder else "attention_mask")
         if ranks is not None:
             seed = stack.enter_context(agreed_call(ranks, seed, config, generation_config, input_ids, mask))
         # A decoder runs one batch at a time, and switches the models' attention while it runs.
         for each in sorted({model, assistant_model} - {None}, key=id):
             stack.enter_context(_kept(each).lock)
         decoder = get_decoder(model, config, DrafterContext(assistant_model, tokenizer, assistant_tokenizer))
-        return decode(
+        result = decode(
             decoder,
             input_ids,
             mask,
@@ -82,9 +85,13 @@ def specdec_decoding(
             seed,
             streamer=streamer,
             synced_gpus=synced_gpus,
-            cache=model_kwargs.get(CACHE),
+            cache=None if with_encoder else model_kwargs.get(CACHE),
             prompt_inputs=model_kwargs if is_more_than_ids else None,
+            sources=sources_of(model, inputs_tensor, model_kwargs) if with_encoder else None,
         )
+        if with_encoder and not torch.is_tensor(result) and generation_config.output_hidden_states:
+            result["encoder_hidden_states"] = model_kwargs["encoder_outputs"].get("hidden_states")
+        return result
 
 
 MOST_DECODERS = 16  # per model
@@ -186,13 +193,13 @@ def make_decoder(
     """A new decoder, which is not kept between calls of `generate()`. It reads prompts as token ids only.
 
     Raises:
-        UnsupportedModel: the model attends to prompts bidirectionally, so only `generate()` can read them.
+        UnsupportedModel: the model attends to prompts bidirectionally, or has an encoder, so only `generate()` can read them.
         SpeculativeConfigError: the configuration has `trace`, which `generate()` returns.
     """
-    if has_bidirectional_prompts(model):
+    if has_bidirectional_prompts(model) or family_of(model) is not None:
+        why = "has prompts for an encoder" if family_of(model) is not None else "attends to its prompts bidirectionally"
         raise UnsupportedModel(
-            f"{type(model).__name__} attends to its prompts bidirectionally, so only its own generate() can read them: call "
-            "generate(..., speculative_config=...) instead."
+            f"{type(model).__name__} {why}, so only its own generate() can read them: call generate(..., speculative_config=...) instead."
         )
     if config.trace:
         raise config.fail("trace", "is for generate() and `hf-specdec bench --trace`: leave it out here.")
@@ -248,4 +255,10 @@ def generator_for(model: PreTrainedModel, config: SpeculativeConfig, context: Dr
     names = ("prepack_weights", "cuda_graphs", "deterministic", "compile", "native", "recurrent_states")
     options = {name: getattr(config, name) for name in names}
     target = prepare(model, ModelOptions(quantization=config.target_quantization, **options))
-    return make_generator(config, target, context)
+    generator = make_generator(config, target, context)
+    if target.family is not None and (generator.taps.last_hidden or generator.taps.layers):
+        raise config.fail(
+            "method",
+            f"reads hidden states of decoder-only targets, and {type(model).__name__} has an encoder: use another method.",
+        )
+    return generator

@@ -17,6 +17,7 @@ from .core.errors import UnsupportedModel
 from .core.names import CACHE, NEWEST_TRANSFORMERS
 from .decoding.prompts import text_length
 from .model.architectures import all_modules, check_supported, has_bidirectional_prompts, is_multimodal
+from .model.encoder_decoder import is_encoder_decoder
 
 _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
 _OTHER_SPECULATION = (
@@ -197,6 +198,12 @@ def check_inputs(
     Returns: True if the prompt is more than token ids at consecutive positions (images, embeddings), so that the model must read
         it itself (`model.prompt`).
     """
+    if is_encoder_decoder(model):
+        own = {k for k, v in model_kwargs.items() if k.startswith("decoder_") and v is not None}
+        _check_known(model, sorted(own - {"decoder_attention_mask"}))
+        _check_prepared_inputs(model, input_ids, model_kwargs)
+        _cached_length(model_kwargs.get(CACHE), input_ids.shape[0], input_ids.shape[1])
+        return False
     given = {k for k, v in model_kwargs.items() if k not in _KNOWN_INPUTS and not _is_neutral(model, k, v)}
     in_prompt = {k for k in given if k in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
     if is_multimodal(model):

@@ -67,9 +67,11 @@ class PagedStaticCache(Cache):
             None: as they say.
         states: the pool of recurrent and convolutional states; None: no layer has a state. With states, a prefix is shared only if
             `prefix_states` has the states after it, because blocks hold no states.
+        has_sources: rows also attend to keys of something else than their text, in `cross`, so that equal texts have other keys.
     """
 
     layers: list[PagedLayer]  # pyright: ignore[reportIncompatibleVariableOverride] (made below, and never others)
+    cross: PagedStaticCache | None  # made when the first row's source is read
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class PagedStaticCache(Cache):
         keyless: frozenset[int] = frozenset(),
         states: StatePool | None = None,
         window: int | Window | None = None,
+        has_sources: bool = False,
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         weights = list(weights)
@@ -93,6 +96,7 @@ class PagedStaticCache(Cache):
         self.states, self.window = states, window
         self.prefix_states: PrefixStates | None = None
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
+        self.has_sources, self.cross = has_sources, None
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
         self.batch: RunningBatch | None = None  # see `running`
@@ -110,7 +114,8 @@ class PagedStaticCache(Cache):
     @property
     def share_prefixes(self) -> bool:
         """True if equal prefixes share blocks."""
-        return self._share_prefixes and (self.states is None or self.prefix_states is not None)
+        known = self.states is None or self.prefix_states is not None
+        return self._share_prefixes and known and not self.has_sources
 
     @share_prefixes.setter
     def share_prefixes(self, wanted: bool) -> None:
@@ -128,7 +133,8 @@ class PagedStaticCache(Cache):
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
         states = 0 if self.states is None else self.states.num_bytes
         states += 0 if self.prefix_states is None else self.prefix_states.num_bytes
-        return blocks * self.block_size * self.bytes_per_token + states
+        cross = 0 if self.cross is None else self.cross.num_bytes
+        return blocks * self.block_size * self.bytes_per_token + states + cross
 
     def can_serve(self, block_size: int) -> bool:
         """True if the pools exist and have blocks of this size."""
@@ -230,6 +236,8 @@ class PagedStaticCache(Cache):
         self.pool.release(self.tables.pop(seq_id).blocks)
         if self.states is not None:
             self.states.drop(seq_id)
+        if self.cross is not None and seq_id in self.cross.tables:
+            self.cross.remove(seq_id)
 
     def clear(self) -> None:
         """Release every sequence and forget all prefixes, because contents cannot be trusted after an error."""

@@ -17,7 +17,7 @@ LONGEST_NGRAM = 64  # the index has an entry per token and length
 @dataclass
 class NGramConfig(SpeculativeConfig):
     """Prompt lookup: the longest n-gram at the text's end, n in [prompt_lookup_min, prompt_lookup_max], is looked up in the text before
-    it. The tokens after its earliest occurrence are drafted. Needs no model."""
+    it, and in an encoder's input. The tokens after its earliest occurrence are drafted. Needs no model."""
 
     name = "ngram"
 
@@ -76,7 +76,7 @@ class NGramIndex:
 
 @register(NGramConfig)
 class NGramGenerator(CandidateGenerator, ContinuesDrafts):
-    """Drafts chains from the sequence's own text."""
+    """Drafts chains from the sequence's own text, and from what an encoder has read for it."""
 
     config: NGramConfig
 
@@ -97,8 +97,9 @@ class NGramGenerator(CandidateGenerator, ContinuesDrafts):
         for i, (seq, draft, limit) in enumerate(zip(sequences, drafts, limits, strict=True)):
             if limit > 0:
                 index = self.indices[seq.id]
-                index.extend(seq.tokens)  # only now: rows that do not draft need no index
-                added[i] = index.continuation(seq.tokens, limit, draft)
+                text = seq.read_ids + seq.tokens
+                index.extend(text)  # only now: rows that do not draft need no index
+                added[i] = index.continuation(text, limit, draft)
         return added
 
     def stop(self, seq: Sequence) -> None:

@@ -158,7 +158,7 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
         trees = self.running[seq.id][1].trees
         if seq.id not in self.known:
             prompt, tokens = tokens[: seq.prompt_length], tokens[seq.prompt_length :]
-            trees.start_request(seq.id, prompt)
+            trees.start_request(seq.id, np.concatenate([np.asarray(seq.read_ids, dtype=np.int32), prompt]))
             self.known[seq.id] = len(prompt)
         if len(tokens):
             trees.add_active_response(seq.id, tokens)

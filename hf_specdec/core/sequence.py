@@ -33,6 +33,7 @@ class Sequence:
         is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
             blocks. False: the prompt has images, embeddings or placeholder ids.
         position_offset: position minus index of every token after the prompt (negative with M-RoPE); per axis where they differ.
+        source: what the encoder of an encoder-decoder model has read for this row (`model.encoder_decoder.Source`); None: no encoder has.
         is_shared: what is learnt from this text may help to draft others, and what look-ups have learnt from others may help to draft it.
         space: name of the look-up tables that this text reads and adds to, if `is_shared`; texts of another space use other tables.
         files: files that the drafter has written for this sequence: kind of content → path. Complete once the sequence has left the
@@ -54,6 +55,7 @@ class Sequence:
     is_text: bool = True
     position_offset: int | tuple[int, ...] = 0
     chunked_length: int | None = None
+    source: Any = None
     is_shared: bool = True
     space: str = ""
     files: dict[str, str] = field(default_factory=dict)
@@ -71,6 +73,11 @@ class Sequence:
         if self.shown_prompt is None:
             return self.tokens
         return self.shown_prompt + self.tokens[self.prompt_length :]
+
+    @property
+    def read_ids(self) -> list[int]:
+        """The ids that an encoder has read for this row, which its text may repeat."""
+        return [] if self.source is None else self.source.ids
 
     @property
     def num_generated(self) -> int:

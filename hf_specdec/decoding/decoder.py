@@ -140,6 +140,7 @@ class SpeculativeDecoder:
         whole = seq.max_length + self.generator.max_draft_nodes if self._rows_have_places else 0
         self.cache.add(seq.id, self.cache.slots_each(whole, self._num_sequences))
         try:
+            self.target.read_source(self.cache, seq.id, seq.source)
             self.generator.start(seq)
         except BaseException:
             self.cache.remove(seq.id)

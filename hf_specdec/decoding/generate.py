@@ -13,6 +13,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
 from ..model.architectures import check_length, is_multimodal
+from ..model.encoder_decoder import position_offsets
+from ..model.encoder_decoder.source import Source
 from ..model.prompt import read_prompt, row_of
 from ..model.recurrent.families import stateful_layers, states_of
 from .batch_run import BatchRun, Returns
@@ -21,6 +23,7 @@ from .outputs import (
     RowTensors,
     Speculation,
     SpeculativeDecoderOnlyOutput,
+    SpeculativeEncoderDecoderOutput,
     at_step,
     fill_dynamic_cache,
     fill_states,
@@ -49,6 +52,7 @@ def decode(
     synced_gpus: bool = False,
     cache: Cache | None = None,
     prompt_inputs: dict[str, Any] | None = None,
+    sources: list[Source] | None = None,
 ):
     """Decode a static batch to its end.
 
@@ -61,8 +65,9 @@ def decode(
         cache: KV of a prefix of the prompts to start from; the KV of the result is written back to it.
         prompt_inputs: the arguments of the model's forward, as `generate()` prepared them, with which the model itself reads the
             prompts (see `model.prompt`), because they are more than ids; None: they are read as ids.
+        sources: what the encoder of an encoder-decoder model has read, by row; None: the model is decoder-only.
 
-    Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
+    Returns: int64 [B, S + n], or one of the classes in `outputs`.
 
     Raises:
         ValueError: the inputs cannot be decoded, or the drafter needs the ids of tokens that only `cache` has.
@@ -78,7 +83,13 @@ def decode(
         whole = whole.where(whole < decoder.target.vocab_size, pad_token)
         _check_methods(decoder, num_cached, prompt_inputs)
     columns = prompt_columns(whole, attention_mask)
-    sequences = sequences_of(whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed)
+    sequences = sequences_of(
+        whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed, sources
+    )
+    if sources is not None:
+        offsets = position_offsets(decoder.target.model, columns, [seq.tokens for seq in sequences])
+        for seq, offset in zip(sequences, offsets, strict=True):
+            seq.position_offset = offset
     for seq in sequences:
         check_length(decoder.target.model, seq.prompt_length, seq.max_length)
     num_cached = _num_reused(decoder, cache, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
@@ -257,4 +268,6 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
             found[name] = tuple(at_step(rows, step) for step in range(steps))
     if returns.hidden:
         found["hidden_states"] = hidden_per_step(tensors, columns, num_fed, steps, returns.layers)
-    return SpeculativeDecoderOnlyOutput(**found)
+    if run.decoder.target.family is None:
+        return SpeculativeDecoderOnlyOutput(**found)
+    return SpeculativeEncoderDecoderOutput.of(**found)

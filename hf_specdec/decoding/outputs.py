@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..cache import PagedStaticCache
 from ..cache.state_pool import KeptStates
@@ -20,6 +20,21 @@ class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     """transformers' own output with `.speculation` (see `Speculation`)."""
 
     speculation: dict[str, Any] | None = None
+
+
+class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """transformers' own output for encoder-decoder models, with `.speculation`, which is no item: Whisper splits every item by row."""
+
+    speculation: Speculation
+
+    @classmethod
+    def of(
+        cls, speculation: Speculation, hidden_states: tuple | None = None, **found: Any
+    ) -> SpeculativeEncoderDecoderOutput:
+        """The output of a call; `hidden_states` are the decoder's."""
+        output = cls(decoder_hidden_states=hidden_states, **found)
+        output.speculation = speculation
+        return output
 
 
 class Speculation(dict):

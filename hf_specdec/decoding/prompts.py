@@ -44,13 +44,14 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
 
 
 def sequences_of(
-    whole, unseen: int, columns, logits_processor, stopping_criteria, generation_config, seed: int
+    whole, unseen: int, columns, logits_processor, stopping_criteria, generation_config, seed: int, sources=None
 ) -> list[Sequence]:
     """The rows of a batch.
 
     Args:
         whole: int64 [B, S], the texts.
         unseen: number of leading columns that the caller did not pass. Processors, criteria and lengths do not count them.
+        sources: see `decode`.
     """
     input_ids = whole[:, unseen:]
     # Criteria are checked after each new token, so a criterion that is already met still lets one token through.
@@ -65,7 +66,8 @@ def sequences_of(
     )
     rows = whole.cpu().numpy()
     prompts = [row[own].tolist() for row, own in zip(rows, columns, strict=True)]
-    seeds = stream_seeds(seed, prompts)
+    read = [[]] * len(prompts) if sources is None else [source.ids for source in sources]
+    seeds = stream_seeds(seed, [ids + prompt for ids, prompt in zip(read, prompts, strict=True)])
     return [
         Sequence(
             tokens=prompt,
@@ -76,6 +78,7 @@ def sequences_of(
             processors=processors,
             row=i,
             shown_prompt=row[unseen:].tolist(),
+            source=None if sources is None else sources[i],
         )
         for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
     ]

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UnsupportedModel
 from ..core.rows import Chunks
+from . import encoder_decoder
 from .recurrent.families import family_of, mixers_of
 from .threads import FalseInThisThread, FirstLayers, for_this_thread
 
@@ -31,16 +32,16 @@ _PREFIX_MODELS = {"paligemma"}
 _IMAGES_WITHOUT_IDS = {"git"}
 # Model types with a sliding cache but full masks, so plain generate() depends on how many tokens each forward was given.
 _WINDOWED_BY_CACHE = {"moshi", "kyutai_speech_to_text"}
+# Model types whose biases or tables of positions grow with the text.
+_ENDLESS = {"bloom", "m2m_100"}
+_POSITION_LIMITS = {"mpt": "max_seq_len", "whisper": "max_target_positions", "speech_to_text": "max_target_positions"}
 
 
 def check_supported(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel for models whose outputs would not be exact with this library."""
     name, config = type(model).__name__, model.config
+    encoder_decoder.family_of(model)
     text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(
-            f"{name} is an encoder-decoder model; speculative_config works with decoder-only models."
-        )
     if config.model_type in _IMAGES_WITHOUT_IDS:
         raise UnsupportedModel(
             f"{name} caches keys of images for which a prompt has no ids. Call generate() without speculative_config."
@@ -82,7 +83,8 @@ def has_repository_code(model: PreTrainedModel) -> bool:
 
 def is_multimodal(model: PreTrainedModel) -> bool:
     """True if a text model is only a part of the model: prompts may hold more than text."""
-    return model.config.get_text_config(decoder=True) is not model.config
+    whole = model.config
+    return not encoder_decoder.is_encoder_decoder(model) and whole.get_text_config(decoder=True) is not whole
 
 
 def has_bidirectional_prompts(model: PreTrainedModel) -> bool:
@@ -103,12 +105,21 @@ def reads_pages(model: PreTrainedModel) -> bool:
     # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
     drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION
+    family = encoder_decoder.family_of(model)
+    drops |= family is not None and family.positions == "bias"  # which our attention does not add
     return model._can_set_attn_implementation() and not (drops or latent or shared or uncapped or _has_chunks(text))
 
 
 def _has_chunks(text: Any) -> bool:
     """True if some layers attend within chunks, which only masks can say."""
     return "chunked_attention" in (getattr(text, "layer_types", None) or [])
+
+
+def position_limit(text: PreTrainedConfig) -> int | None:
+    """Number of positions a model was built for; None if there is no limit, or its configuration does not say."""
+    if text.model_type in _ENDLESS:
+        return None
+    return getattr(text, _POSITION_LIMITS.get(text.model_type, "max_position_embeddings"), None)
 
 
 def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
@@ -118,9 +129,9 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
         prompt_length, max_length: tokens of the prompt, and of prompt and output together.
     """
     text: Any = model.config.get_text_config(decoder=True)
-    limit = getattr(text, "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings", None)
+    limit = position_limit(text)
     rope = getattr(text, "rope_parameters", None)
-    ends = not rope and text.model_type != "bloom"  # rotary frequencies and BLOOM's biases go on
+    ends = not rope  # rotary frequencies go on
     name = type(model).__name__
     if ends and limit is not None and prompt_length >= limit:
         raise ValueError(f"The prompt has {prompt_length} tokens; {name} has {limit} positions. Shorten the prompt.")

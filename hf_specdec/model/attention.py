@@ -31,6 +31,7 @@ def paged_attention_forward(
     """
     if specdec is TRACED:
         return traced_attention(query, key, value, scaling=scaling, **kwargs), None
+    specdec = vars(_here).pop("batch", None) or specdec
     if specdec is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
@@ -50,11 +51,24 @@ def paged_attention_forward(
     if batch.cache.window is not None:
         window = min(window, window_parts(batch.cache.window)[0]) if window else batch.cache.window
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    padding = key.shape[3] - layer.keys.shape[2]  # Moonshine pads its heads after they were cached
+    query = query[..., :-padding] if padding else query
     attend, packed = batch.on(query.device).attend, tokens_first(query)
     options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     with contextlib.nullcontext() if batch.invariant is None else batch.invariant.direct():
         out = attend(packed, layer.keys, layer.values, batch, scaling, **options)
+    if padding:
+        out = torch.nn.functional.pad(out, (0, padding))
     return out[None].contiguous(), None  # as transformers' own functions: layers reshape it, and some take views
+
+
+# For this thread, `batch`: what the next call of our attention reads, whatever it is given; `rests`: see `own_attention`.
+_here = threading.local()
+
+
+def attend_next_to(batch: PackedBatch | None) -> None:
+    """Let this thread's next call of our attention read another batch than it is given. None: let it not."""
+    _here.batch = batch
 
 
 _lock = threading.Lock()
@@ -85,13 +99,25 @@ def replaced_attention(configs: list[PreTrainedConfig]) -> Iterator[None]:
                     config.__class__ = type(config).__base__  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@contextlib.contextmanager
+def own_attention() -> Iterator[None]:
+    """Inside the context, the modules of `replaced_attention` attend with their own functions in this thread, too."""
+    before, _here.rests = getattr(_here, "rests", False), True
+    try:
+        yield
+    finally:
+        _here.rests = before
+
+
 @functools.cache
 def _by_thread(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """A class of configurations that name our attention function in the thread that owns them. Copies are of the class `kind`."""
 
     def implementation(self: PreTrainedConfig) -> str | None:
         # Layers are traced for us alone, and the tracer does not know threads.
-        ours = torch.compiler.is_compiling() or threading.get_ident() in _owners.get(id(self), ())
+        ours = torch.compiler.is_compiling() or (
+            threading.get_ident() in _owners.get(id(self), ()) and not getattr(_here, "rests", False)
+        )
         return ATTENTION_NAME if ours else self._attn_implementation_internal
 
     def chosen(self: PreTrainedConfig) -> str | None:

@@ -194,6 +194,8 @@ def capture_obstacle(model: Capturable) -> str | None:
     name, devices = type(model.module).__name__, {parameter.device for parameter in model.module.parameters()}
     if getattr(model, "recurrent", None) is not None:
         return f"cannot be used with {name}: its recurrent layers are run token by token, outside of graphs"
+    if getattr(model, "family", None) is not None:
+        return f"cannot be used with {name}: its decoder reads the encoder's output outside of graphs"
     if not model.gather and can_capture_steps(model.device) and len(devices) == 1:
         return None
     return (

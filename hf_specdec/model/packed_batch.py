@@ -165,6 +165,21 @@ class PackedBatch:
             self._masks[key] = functools.reduce(torch.minimum, masks)[None, None].to(device)
         return self._masks[key]
 
+    @functools.cached_property
+    def cross(self) -> PackedBatch:
+        """The same tokens before the keys of their rows' sources, of which each token sees all of its row (encoder-decoder models)."""
+        pools, rows = self.cache.cross, []
+        assert pools is not None
+        for row in self.inputs:
+            start = pools.tables[row.seq_id].length - row.num_tokens
+            seen = np.ones((row.num_tokens, 1), dtype=bool)
+            rows.append(RowInput(row.seq_id, row.tokens, start, visibility=seen, drafts=row.drafts))
+        num_keys = sum(row.start + row.num_tokens for row in rows)
+        return PackedBatch(
+            self.input_ids, self.position_ids, rows, self.starts, None, pools, self.gather, self.write_slots, num_keys,
+            with_native=self.with_native,
+        )  # fmt: skip
+
     def key_positions(self) -> np.ndarray:
         """Positions of the S_total gathered keys, numpy."""
         positions = []

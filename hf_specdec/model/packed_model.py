@@ -1,4 +1,4 @@
-"""PackedModel: any decoder-only transformers model over ragged rows and a paged cache."""
+"""PackedModel: any transformers model that decodes text over ragged rows and a paged cache."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from ..core.names import cache_argument
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
 from ..kernels.attention.inputs import Window
-from . import alibi, architectures, attention
+from . import alibi, architectures, attention, encoder_decoder
 from .captures import Captures
+from .encoder_decoder.forward import arguments, replaced
+from .encoder_decoder.source import Source, read_source
 from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
@@ -74,6 +76,7 @@ class PackedModel:
         borrowed: hold the model weakly, because the caller owns it. By default the model is kept alive.
 
     Attributes:
+        family: of encoder-decoder models; None: the model is decoder-only.
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
         recurrent: its layers with a recurrent or convolutional state; None: it has none.
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
@@ -94,7 +97,8 @@ class PackedModel:
         architectures.check_supported(model)
         self.ranks = checked_ranks(model)
         self._model: Callable[[], PreTrainedModel | None] = weakref.ref(model) if borrowed else lambda: model
-        self.config = model.config.get_text_config(decoder=True)
+        self.family = encoder_decoder.family_of(model)
+        self.config = encoder_decoder.text_config(model)
         self.taps = taps or Taps()
         self.num_layers = num_layers
         family = family_of(self.config)
@@ -165,7 +169,7 @@ class PackedModel:
     @property
     def max_positions(self) -> int | None:
         """Number of positions the model was built for; None if its configuration does not say."""
-        return getattr(self.config, "max_position_embeddings", None)
+        return architectures.position_limit(self.config)
 
     def new_cache(
         self, num_blocks: int, block_size: int, share_prefixes: bool = True, grows: bool = False
@@ -183,7 +187,24 @@ class PackedModel:
         states = None if self.recurrent is None else StatePool(self.replays_drafts)
         return PagedStaticCache(
             num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states, window=self.window,
+            has_sources=self.family is not None,
         )  # fmt: skip
+
+    def read_source(self, cache: PagedStaticCache, seq_id: int, source: Source | None) -> None:
+        """Let the encoder-decoder model read what its encoder has read for a row, before the row's first forward. `source` None: for other
+        models, which do nothing.
+
+        Raises:
+            UnsupportedModel: this model cannot decode without a source.
+        """
+        if self.family is None:
+            return
+        if source is None:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} attends to what an encoder has read, and this text has no input for an encoder: it works for "
+                "encoder-decoder models, in model.generate()."
+            )
+        read_source(self.model, cache, seq_id, source)
 
     def free_bytes(self) -> int | None:
         """Free memory of the device, the least of all ranks; None if the system does not say."""
@@ -325,15 +346,15 @@ class PackedModel:
         all_hidden_states: bool = False,
     ) -> PackedOutput:
         """`forward` over a packed batch. `logit_index` int64 [R]: tokens that need logits; None: all tokens."""
-        kwargs = {
-            "input_ids": batch.input_ids,
-            self.cache_argument: batch.cache,
-            "use_cache": True,
-            "attention_mask": self._masks(batch),
-            "return_dict": True,
-        }
-        if "position_ids" in self.forward_parameters:
-            kwargs["position_ids"] = batch.position_ids
+        kwargs: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        if self.family is not None:
+            assert isinstance(batch, PackedBatch)  # such models have no graphs
+            kwargs |= arguments(self.model, self.family, batch, self._masks(batch))
+        else:
+            kwargs |= {"input_ids": batch.input_ids, "attention_mask": self._masks(batch)}
+            kwargs[self.cache_argument] = batch.cache
+            if "position_ids" in self.forward_parameters:
+                kwargs["position_ids"] = batch.position_ids
         model_selects = logit_index is not None and "logits_to_keep" in self.forward_parameters and not self.taps.logits
         if model_selects:
             kwargs["logits_to_keep"] = logit_index
@@ -352,6 +373,9 @@ class PackedModel:
             if self._has_alibi:
                 assert isinstance(batch, PackedBatch)  # such models gather
                 stack.enter_context(alibi.packed(model, batch))
+            if self.family is not None:
+                assert isinstance(batch, PackedBatch)
+                stack.enter_context(replaced(model, self.family, batch))
             if batch.invariant is not None:
                 stack.enter_context(batch.invariant)
             output = model(**kwargs)
@@ -365,13 +389,15 @@ class PackedModel:
                 f"{type(model).__name__} ran {ran} of its {len(self.recurrent.mixers)} recurrent layers, so "
                 "their states cannot be trusted."
             )
-        returned = output.logits[0]
+        returned, states = output.logits[0], None
+        if all_hidden_states:
+            states = getattr(output, "hidden_states", None) or output.decoder_hidden_states
         logits = returned if model_selects or logit_index is None else returned.index_select(0, logit_index)
         return PackedOutput(
             logits=logits.to(torch.float32),
             last_hidden=tapped.get("last_hidden"),
             layers={index: tapped[index] for index in self.taps.layers},
-            hidden_states=tuple(map(_of_one_line, output.hidden_states)) if all_hidden_states else None,
+            hidden_states=None if states is None else tuple(map(_of_one_line, states)),
             input_ids=batch.input_ids[0],
             all_logits=returned if self.taps.logits else None,
         )

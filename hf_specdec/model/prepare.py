@@ -71,13 +71,15 @@ def prepare(
     """
     packed = PackedModel(model, taps, num_layers, borrowed)
     if packed.recurrent is not None:
-        _check_options_of_recurrent(packed, options)
+        _check_options(packed, options, "whose layers have a recurrent state")
         packed.chooses_states = options.recurrent_states == "auto"
         packed.replays_drafts = options.recurrent_states == "replayed"
     elif options.recurrent_states != "auto":
         raise UnsupportedModel(
             f"'recurrent_states' is for models with recurrent layers; {type(model).__name__} has none. Leave it out."
         )
+    if packed.family is not None:
+        _check_options(packed, options, "an encoder-decoder model")
     # Prepacked products depend on the number of rows, which determinism forbids; and they cannot be compiled.
     keeps_linears = options.deterministic or options.keep_linears
     wants_prepacked = False if keeps_linears or options.compile else options.prepack_weights
@@ -133,8 +135,8 @@ def prepare(
     return packed
 
 
-def _check_options_of_recurrent(packed: PackedModel, options: ModelOptions) -> None:
-    """Raise UnsupportedModel for options that are not shown to be right with recurrent layers."""
+def _check_options(packed: PackedModel, options: ModelOptions, what: str) -> None:
+    """Raise UnsupportedModel for options that are not shown to be right with such a model."""
     wanted = {
         "early_exit": packed.num_layers is not None, "deterministic": options.deterministic, "compile": bool(options.compile),
         "target_quantization or quantization": options.quantization is not None,
@@ -142,5 +144,5 @@ def _check_options_of_recurrent(packed: PackedModel, options: ModelOptions) -> N
     for name, is_set in wanted.items():
         if is_set:
             raise UnsupportedModel(
-                f"{name} cannot be used with {type(packed.model).__name__}, whose layers have a recurrent state. Leave the key out."
+                f"{name} cannot be used with {type(packed.model).__name__}, {what}. Leave the key out."
             )

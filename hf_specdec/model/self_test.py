@@ -21,6 +21,7 @@ from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME, CACHE
 from ..core.rows import RowInput
 from . import architectures
+from .encoder_decoder.source import dummy_sources, encoder_output
 from .rounded_inputs import rounding_layers
 from .structure import forwards_of, interventions
 
@@ -92,10 +93,12 @@ class Trial:
         """The same logits [T, V] from two packed forwards."""
         first, second, nodes = self.texts(packed.vocab_size)
         cache = packed.new_cache(num_blocks=2, block_size=16, share_prefixes=False)
+        sources = [None, None] if packed.family is None else dummy_sources(packed.model, 2, packed.device)
         read, split, rows = self.read, self.lengths[0] - self.read, []
         for row, text in enumerate((first, second)):
             cache.add(row)
             cache.reserve(row, 16)
+            packed.read_source(cache, row, sources[row])
             rows.append(RowInput(row, text[:read], 0, logits=read, prompt=read))
         with packed.active():
             beginnings = packed.forward(rows, cache).logits
@@ -234,6 +237,7 @@ class _Expected:
     def __init__(self, packed: PackedModel):
         self.packed, self.rounds = packed, False
         self._by_token = packed.recurrent is not None or is_intervened(packed)
+        self._ids = "input_ids" if packed.family is None else f"{packed.family.prefix}input_ids"
         self.paths = [torch.from_numpy(line).to(packed.device) for line in _TRIAL.lines(packed.vocab_size)]
         # Padding is on the right, where causal attention does not see it.
         batch = torch.nn.utils.rnn.pad_sequence(self.paths, batch_first=True, padding_value=int(self.paths[0][0]))
@@ -272,7 +276,7 @@ class _Expected:
         token, and of a model spread over several processes.
         """
         model, embeddings = self.packed.model, []
-        if self._by_token or self.packed.ranks is not None:
+        if self._by_token or self.packed.ranks is not None or self.packed.family is not None:
             return False
 
         def follow(module, args, output):
@@ -320,8 +324,7 @@ class _Expected:
     def noise(self) -> float:
         """Relative difference between the logits of the lines run as one batch and one by one; where layers round their inputs, also if
         these are changed a little."""
-        lines = [self._plain_forward(path[None])[0] for path in self.paths]
-        noise = relative_error(_TRIAL.in_packed_order(lines), self.logits)
+        noise = relative_error(self._one_by_one(), self.logits)
         if not self.rounds:
             return noise
 
@@ -331,15 +334,22 @@ class _Expected:
 
         handle = self.packed.model.get_input_embeddings().register_forward_hook(nudge)
         try:
-            lines = [self._plain_forward(path[None])[0] for path in self.paths]
+            return max(noise, relative_error(self._one_by_one(), self.logits))
         finally:
             handle.remove()
-        return max(noise, relative_error(_TRIAL.in_packed_order(lines), self.logits))
 
-    def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def _one_by_one(self) -> torch.Tensor:
+        lines = [self._plain_forward(path[None], [i])[0] for i, path in enumerate(self.paths)]
+        return _TRIAL.in_packed_order(lines)
+
+    def _plain_forward(self, ids: torch.Tensor, lines: list[int] | None = None) -> torch.Tensor:
+        """Logits [B, S, V] of texts [B, S], which are these `lines` of the trial; None: all of them."""
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
+            given = self._sources_of(range(len(ids)) if lines is None else lines)
             if self._by_token:
-                return self._token_by_token(ids)
+                return self._token_by_token(ids, given)
+            if given:
+                return self.packed.model(**given, **{self._ids: ids}, use_cache=False, return_dict=True).logits.float()
             more = self._positions(ids)
             if architectures.has_bidirectional_prompts(self.packed.model):  # these make it causal
                 more["token_type_ids"] = torch.ones_like(ids)
@@ -360,15 +370,24 @@ class _Expected:
         given = inputs.get("position_ids")
         return {} if given is None else {"position_ids": given}
 
-    def _token_by_token(self, ids: torch.Tensor) -> torch.Tensor:
-        given, cache, logits = self._positions(ids), None, []
+    def _sources_of(self, lines: Sequence[int]) -> dict[str, Any]:
+        """The encoder's output for some lines of the trial, whose first text has the first source, and all others the second."""
+        if self.packed.family is None:
+            return {}
+        sources = dummy_sources(self.packed.model, 2, self.packed.device)
+        return {"encoder_outputs": encoder_output(torch.cat([sources[min(line, 1)].outputs[0] for line in lines]))}
+
+    def _token_by_token(self, ids: torch.Tensor, sources: dict[str, Any]) -> torch.Tensor:
+        given, cache, logits = {} if sources else self._positions(ids), None, []
         if self.packed.recurrent is not None:
             given = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)}
         for piece in (slice(0, _TRIAL.read), *(slice(i, i + 1) for i in range(_TRIAL.read, ids.shape[1]))):
             more = {name: positions[:, piece] for name, positions in given.items()} | {
                 self.packed.cache_argument: cache
             }
-            output = self.packed.model(input_ids=ids[:, piece], use_cache=True, return_dict=True, **more)
+            output = self.packed.model(
+                use_cache=True, return_dict=True, **sources, **more, **{self._ids: ids[:, piece]}
+            )
             cache = getattr(output, CACHE)
             logits.append(output.logits.float())
         return torch.cat(logits, dim=1)

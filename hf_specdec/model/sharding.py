@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..core.errors import UnsupportedModel
 from ..core.ranks import Ranks, ranks_of
 from .architectures import setting
+from .encoder_decoder import is_encoder_decoder
 
 if TYPE_CHECKING:  # older versions of transformers lack it, and shard nothing
     from transformers.distributed.tensor_parallel import TensorParallelLayer
@@ -39,6 +40,10 @@ def checked_ranks(model: PreTrainedModel) -> Ranks | None:
     ranks = ranks_of(model)
     if ranks is None:
         return None
+    if is_encoder_decoder(model):
+        raise UnsupportedModel(
+            f"{name} is a sharded encoder-decoder model: load it whole, or call generate() without speculative_config."
+        )
     if sizes.get("fsdp", 1) > 1 or sizes.get("dp_replicate", 1) > 1:
         raise UnsupportedModel(
             f"{name} is sharded by tp_size and by fsdp_size: ranks with different batches would have to take the same number of steps. Use "

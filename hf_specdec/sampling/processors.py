@@ -36,7 +36,10 @@ _ROW_WISE = _known(
     "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor",
     "SequenceBiasLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
     "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
 ) + (OutputPenaltyLogitsProcessor,)  # fmt: skip
+# These look at the whole batch when its texts begin, `begin_index` tokens long, and change no score.
+_AT_BEGINNING = _known("WhisperNoSpeechDetection")
 # These act the same on every prefix shorter than a length, and not on longer ones. The values return this length.
 _SHORT_PREFIXES: dict[type, Callable[..., int]] = {
     hf.MinLengthLogitsProcessor: lambda processor: processor.min_length,
@@ -46,7 +49,15 @@ _SHORT_PREFIXES: dict[type, Callable[..., int]] = {
 _STATEFUL = _known("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 
 
-_KNOWN = {*_STATELESS, *_ROW_WISE, *_SHORT_PREFIXES, *_STATEFUL, FusedSamplingLogitsWarper, GrammarLogitsProcessor}
+_KNOWN = {
+    *_STATELESS,
+    *_ROW_WISE,
+    *_AT_BEGINNING,
+    *_SHORT_PREFIXES,
+    *_STATEFUL,
+    FusedSamplingLogitsWarper,
+    GrammarLogitsProcessor,
+}
 
 _SAMPLING = {  # in the order of transformers
     hf.TemperatureLogitsWarper: "temperature",
@@ -89,7 +100,7 @@ class NodeProcessors:
         only_sampling: the list holds nothing else.
         grammar: the grammar that the only row of the batch follows, or None.
         needs_prefix: some processor looks at the prefix.
-        in_step: the list holds unknown processors, so all rows of the batch must begin together.
+        in_step: the list holds processors that see batches, so all rows of the batch must begin together.
         calls_in_order: nothing may be drafted, because a processor keeps state from call to call, or may do so and has not been
             called yet. It is called once per token, in order, as plain decoding calls it.
 
@@ -114,7 +125,7 @@ class NodeProcessors:
         self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
         own = [code for code in map(_code_of_user, self.processors) if code is not None]
         self._watched = [KeptState(code) for code in own if getattr(code, "keeps_state", None) is not False]
-        self.in_step = bool(self._watched)
+        self.in_step = bool(self._watched) or any(type(each) in _AT_BEGINNING for each in self.processors)
         self._keeps_state = False
         self.calls_in_order = bool(self._watched)
         for state in self._watched:
@@ -222,6 +233,8 @@ class NodeProcessors:
                 continue
             if prefixes is None:
                 prefixes = self._prefixes(sequences, paths, logits.device)
+            if type(processor) in _AT_BEGINNING and all(len(each) != processor.begin_index for each in prefixes):
+                continue
             if type(processor) in _ROW_WISE and getattr(processor, "prompt_ignore_length", None) is None:
                 scores = self._by_length(processor, prefixes, scores)
             elif type(processor) in _PER_ROW and not (self._keeps_state and _code_of_user(processor) is not None):

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..core.errors import UnsupportedModel
 from ..core.output import Taps
 from ..model.architectures import check_supported, tapping
+from ..model.encoder_decoder import family_of
 from .batch import Batch
 from .options import TrainingError
 
@@ -26,6 +28,10 @@ class TargetModel:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str):
         check_supported(model)
+        if family_of(model) is not None:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has an encoder, and heads are trained for decoder-only models: name one."
+            )
         self.model, self.tokenizer, self.name = model.eval().requires_grad_(False), tokenizer, name
         self.config = model.config.get_text_config(decoder=True)
         self.hidden_size, self.num_layers = self.config.hidden_size, self.config.num_hidden_layers

@@ -16,8 +16,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import hf_specdec
@@ -152,15 +150,6 @@ def test_missing_package(model, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_arctic)
     with pytest.raises(ImportError, match=r"pip install"):
         model.generate(**ONE, max_new_tokens=3, speculative_config={"method": "suffix"})
-
-
-def test_encoder_decoder_is_refused_before_the_encoder_runs():
-    t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    )
-    t5.encoder.register_forward_pre_hook(lambda *_: pytest.fail("the encoder ran"))
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        t5.generate(input_ids=torch.tensor([[1, 2]]), max_new_tokens=3, speculative_config=NGRAM)
 
 
 def test_nothing_is_streamed_of_a_refused_call(model):

@@ -262,6 +262,16 @@ def test_borders_of_blocks_tiles_and_splits(length):
 
 
 @needs_triton
+def test_keys_of_something_else():
+    """Cross-attention: every token sees all keys of its row, which may be fewer than the tokens."""
+    shapes = [(5, 3), (1, 40), (17, 1), (4, 90), (2, 17)]
+    rows = [RowDescription([], tokens, keys, np.ones((tokens, 1), dtype=bool)) for tokens, keys in shapes]
+    batch = Batch(rows, 4, 2, 16, 16, torch.float32, 16)
+    for launch in LAUNCHES:
+        check(batch.run(launch=launch), batch.plain())
+
+
+@needs_triton
 @pytest.mark.parametrize("words", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_wide_trees(words):
     """Regions of more than 32 keys: bit 31, the next word, a bucket with words left over."""

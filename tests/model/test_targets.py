@@ -15,7 +15,7 @@ import transformers
 from families import FAMILIES, VOCAB, WINDOW, build, make, perturbed
 from near_ties import TIE
 from torch import nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 from transformers.models.falcon import modeling_falcon
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
@@ -261,9 +261,8 @@ REFUSED = {
 
 
 def count_forwards(model) -> list[int]:
-    """Lengths of the inputs of every forward from now on, also those of an encoder."""
+    """Lengths of the inputs of every forward from now on."""
     calls = []
-    parts = [model, model.get_encoder()] if model.config.is_encoder_decoder else [model]
 
     def counting(call):
         def counted(*args, **kwargs):
@@ -272,8 +271,7 @@ def count_forwards(model) -> list[int]:
 
         return counted
 
-    for part in parts:
-        part._call_impl = counting(part._call_impl)  # not a hook: models with hooks are tested otherwise
+    model._call_impl = counting(model._call_impl)  # not a hook: models with hooks are tested otherwise
     return calls
 
 
@@ -339,16 +337,6 @@ def test_falcon_has_its_own_biases():
     hook.remove()
     seen.append(modeling_falcon.build_alibi_tensor(mask, 4, torch.float32))
     assert len(seen) > 1 and all(torch.equal(each, original(mask, 4, torch.float32)) for each in seen)
-
-
-def test_encoder_decoder_is_refused():
-    """T5 has no single sequence to continue; its encoder does not run either."""
-    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0)).eval()
-    calls = count_forwards(model)
-    with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration is an encoder-decoder model"):
-        model.generate(input_ids=torch.arange(1, 6)[None], max_new_tokens=4, do_sample=False, speculative_config=NGRAM)
-    assert not calls
 
 
 def test_recurrent_drafter_is_refused(family_models):

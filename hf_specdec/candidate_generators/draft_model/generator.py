@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -24,6 +25,7 @@ from ...core.outcome import StepOutcome
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.architectures import has_repository_code
+from ...model.encoder_decoder import FAMILIES, is_encoder_decoder
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
@@ -72,7 +74,7 @@ class DraftModelConfig(TreeDraftingConfig):
 
 
 def _matches(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and checkpoint.any(
+    return checkpoint.config.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES} and checkpoint.any(
         r"(model|transformer|gpt_neox|decoder|backbone)\."
     )
 
@@ -114,7 +116,8 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         try:
             revision = config.revision or "main"
             trusted = has_repository_code(target.model) and not is_known(name, revision)
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            kind: Any = AutoModelForCausalLM if target.family is None else class_of(name, revision, target)
+            model = kind.from_pretrained(
                 name, revision=revision, dtype=target.model.dtype, trust_remote_code=trusted, **sharding
             )
         except (OSError, ValueError) as error:
@@ -133,6 +136,16 @@ def is_known(name: str, revision: str) -> bool:
     """True if transformers has the code of a model: then no code of its repository is run."""
     values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     return values.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def class_of(name: str, revision: str, target: PackedModel) -> Any:
+    """The class that a checkpoint names, so that an encoder-decoder model is loaded whole; for a Whisper whose encoder has the sizes of the
+    target's, as distil-whisper's has, that of its decoder, which reads the target's encoder."""
+    values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    ours, sizes = target.model.config.to_dict(), ("model_type", "d_model", "encoder_layers")
+    if ours["model_type"] == "whisper" and all(values.get(name) == ours[name] for name in sizes):
+        return AutoModelForCausalLM
+    return getattr(transformers, (values.get("architectures") or ["AutoModelForCausalLM"])[0], AutoModelForCausalLM)
 
 
 @register(DraftModelConfig)
@@ -171,6 +184,16 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         borrowed = model is context.assistant_model
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
         self.drafter.window = config.window
+        if self.drafter.family is not None and target.family is None:
+            raise config.fail(
+                "model", f"needs what an encoder has read, and {type(target.model).__name__} has no encoder."
+            )
+        if not is_encoder_decoder(model) and self.drafter.family is not None:
+            width, theirs = (each.model.config.hidden_size for each in (self.drafter, target))
+            if width != theirs:
+                raise config.fail(
+                    "model", f"reads the output of an encoder of width {width}, and the target's has {theirs}."
+                )
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
         self.has_graphs = self.drafter.graphs is not None
         self.grow_as(config.shape(), has_loop=self.has_loop and self.has_graphs)
@@ -233,6 +256,9 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
     def _make_room(self, seq: Sequence, text: list[int], limit: int, share_now: bool) -> bool:
         if self.drafter.max_positions is not None and len(text) + limit > self.drafter.max_positions:
             return False
+        if self.drafter.family is not None and (self.cache.cross is None or seq.id not in self.cache.cross.tables):
+            source = None if seq.source is None else seq.source.read_by(self.drafter.model)
+            self.drafter.read_source(self.cache, seq.id, source)
         self.cache.truncate(seq.id, self.bridge.num_unchanged(seq, text))
         self.cache.match_prefix(seq.id, text)
         if not self.try_reserve(seq, len(text) + self.shape.num_expanded(limit)):

@@ -1,0 +1,123 @@
+"""The forward of an encoder-decoder model over packed rows: its arguments, and what is replaced in its decoder meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ...cache.paged_layer import PagedLayer
+from ...core.names import CACHE
+from ..attention import attend_next_to
+from ..packed_batch import PackedBatch
+from ..threads import for_this_thread
+from .families import Family, decoder_layers
+from .source import encoder_output
+
+
+class _CrossLayer:
+    """One layer's keys and values of the rows' sources, as the model's layers read them. Reading the keys lets the next call of our
+    attention read these, because nothing else tells a layer's two calls apart."""
+
+    def __init__(self, batch: PackedBatch, pools: PagedLayer):
+        self._batch, self._pools = batch, pools
+
+    @property
+    def keys(self) -> torch.Tensor:
+        if not self._batch.gather:
+            attend_next_to(self._batch)
+        return self._of_rows(self._pools.keys)
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._of_rows(self._pools.values)
+
+    def _of_rows(self, pool: torch.Tensor) -> torch.Tensor:
+        """[1, heads, S_total, width]; where attention reads pages, one of them stands for all."""
+        read = self._batch.on(pool.device).read_slots
+        return (pool[:1] if read is None else pool.index_select(0, read)).transpose(0, 1)[None]
+
+
+class _CrossCache(Cache):
+    """The keys and values of the rows' sources, for a forward of a batch."""
+
+    def __init__(self, batch: PackedBatch):
+        self._num_keys, layers = batch.num_keys, [_CrossLayer(batch, pools) for pools in batch.cache.layers]
+        super().__init__(layers=layers)  # pyright: ignore[reportArgumentType] (the model's layers only read them)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of keys of all rows; transformers reads them only if there are some."""
+        return self._num_keys
+
+
+def arguments(model: Any, family: Family, batch: PackedBatch, masks: Any) -> dict[str, Any]:
+    """The arguments of the model's forward over a batch, all but those that every model takes."""
+    attend_next_to(None)
+    given = {
+        "encoder_outputs": encoder_output(torch.zeros(1, 1, 1, dtype=model.dtype, device=batch.input_ids.device)),
+        CACHE: EncoderDecoderCache(batch.cache, _CrossCache(batch.cross)),
+        f"{family.prefix}input_ids": batch.input_ids,
+        f"{family.prefix}attention_mask": masks,
+    }
+    if family.positions == "argument":
+        given[f"{family.prefix}position_ids"] = batch.position_ids
+    return given
+
+
+@contextlib.contextmanager
+def replaced(model: Any, family: Family, batch: PackedBatch) -> Iterator[None]:
+    """Inside the context, the decoder's positions and masks are those of the batch, for this thread."""
+    layers, embed = decoder_layers(model, family), getattr(model.get_decoder(), "embed_positions", None)
+    with contextlib.ExitStack() as stack:
+
+        def replace(module: Any, name: str, ours: Callable) -> None:
+            own, original = vars(module).get(name), getattr(module, name)
+            setattr(module, name, for_this_thread(functools.partial(ours, batch, original), original))
+            stack.callback(delattr, module, name) if own is None else stack.callback(setattr, module, name, own)
+
+        if family.positions == "table":
+            replace(embed, "forward", _at_positions)
+        elif family.positions == "ids":
+            replace(embed, "create_position_ids_from_input_ids", _numbered)
+        elif family.positions == "bias":
+            for attention in [layer.get_submodule(family.itself) for layer in layers]:
+                if attention.has_relative_attention_bias:
+                    replace(attention, "compute_bias", _biases)
+        for layer in layers if batch.gather else ():
+            replace(layer.get_submodule(family.cross), "forward", _masked)
+        yield
+
+
+def _at_positions(batch: PackedBatch, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The table's rows [1, T, H] or [T, H]."""
+    return original(*args, **{**kwargs, "position_ids": batch.position_ids[0]})
+
+
+def _numbered(
+    batch: PackedBatch, original: Callable, input_ids: torch.Tensor, padding_idx: int, *_: Any
+) -> torch.Tensor:
+    """Rows [1, T] of a table that has a vector for padding, and positions after it."""
+    return torch.where(input_ids == padding_idx, padding_idx, batch.position_ids + padding_idx + 1)
+
+
+def _masked(batch: PackedBatch, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The attention to the sources: every token sees the keys of its row."""
+    name, states = "mask" if "mask" in kwargs else "attention_mask", args[0] if args else kwargs["hidden_states"]
+    return original(*args, **{**kwargs, name: batch.cross.dense_mask(None, states.dtype, states.device)})
+
+
+def _biases(
+    batch: PackedBatch, original: Callable, num_queries: int, num_keys: int, device: Any = None, **_: Any
+) -> torch.Tensor:
+    """Biases [1, heads, T, S_total] by the distances of real positions; a decoder's biases for later keys are those of distance 0."""
+    keys = batch.key_positions()
+    ends = np.cumsum([row.start + row.num_tokens for row in batch.inputs])
+    queries = np.concatenate([keys[end - row.num_tokens : end] for row, end in zip(batch.inputs, ends, strict=True)])
+    last = int(queries.max())
+    distances = torch.from_numpy(np.minimum(keys - queries[:, None], 0) + last)
+    return original(1, last + 1, device=device, past_seen_tokens=last)[:, :, 0][:, :, distances.to(device)]

@@ -1,0 +1,139 @@
+"""Source: what the encoder has read for one row, and the keys that the decoder's layers make of it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from ...cache import PagedStaticCache
+from ...core.errors import UnsupportedModel
+from ...core.names import CACHE
+from ..attention import own_attention
+from ..threads import for_this_thread
+from .families import decoder_layers, family_of, is_encoder_decoder
+
+
+@dataclass
+class Source:
+    """What the encoder has read for one row.
+
+    Attributes:
+        outputs: the encoder's output, its tensors [1, S, ..].
+        given: the encoder's arguments, its tensors [1, ..]; without a main one if the caller passed the encoder's output.
+        ids: the ids that the encoder has read, without padding; empty if it has read something else, or has a vocabulary of its own.
+        num_rows: number of rows of the batch.
+    """
+
+    outputs: BaseModelOutput
+    given: dict[str, Any] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    num_rows: int = 1
+
+    def read_by(self, model: Any) -> Source:
+        """The same input, read by another model's encoder, if it has one.
+
+        Raises:
+            UnsupportedModel: that encoder takes other arguments, or the caller passed the encoder's output.
+        """
+        if not is_encoder_decoder(model):
+            return self
+        encoder = model.get_encoder()
+        parameters = inspect.signature(encoder.forward).parameters
+        given = {name: value for name, value in self.given.items() if name in parameters}
+        if not {encoder.main_input_name, "inputs_embeds"} & given.keys():
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot draft: its encoder needs {encoder.main_input_name}, which generate() was not given."
+            )
+        with own_attention():
+            return Source(encoder(**given, return_dict=True), given, self.ids, self.num_rows)
+
+
+def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str, Any]) -> list[Source]:
+    """The sources of a batch.
+
+    Args:
+        inputs: what the caller passed for the encoder, [B / n, ..] for n returned sequences each; -100 if it is the encoder's output.
+        prepared: the arguments that `generate()` prepared for the model's forward, [B, ..] each.
+    """
+    outputs: Any = prepared["encoder_outputs"]
+    num_rows, returned = outputs[0].shape[0], outputs.get("attention_mask") if isinstance(outputs, dict) else None
+    batched = {name: each for name, each in prepared.items() if torch.is_tensor(each) and each.shape[:1] == (num_rows,)}
+    given = {name: each for name, each in batched.items() if not name.startswith("decoder_")}
+    inputs = inputs.repeat_interleave(num_rows // inputs.shape[0], dim=0)
+    are_ids = not inputs.is_floating_point() and bool((inputs >= 0).all())
+    is_text = are_ids and getattr(model.config, "share_encoder_decoder_embeddings", True)
+    if are_ids or (inputs.is_floating_point() and "inputs_embeds" not in given):
+        given[model.main_input_name] = inputs
+    mask = given.get("attention_mask") if are_ids else None
+    sources = []
+    for row in range(num_rows):
+        here = slice(row, row + 1)
+        output = encoder_output(outputs[0][here], None if returned is None else returned[here])
+        ids = (inputs[row] if mask is None else inputs[row][mask[row] != 0]).tolist() if is_text else []
+        arguments = {name: each[here] for name, each in given.items()}
+        sources.append(Source(output, arguments, ids, num_rows))
+    return sources
+
+
+def encoder_output(last_hidden_state: torch.Tensor, attention_mask: torch.Tensor | None = None) -> BaseModelOutput:
+    """An encoder's output [B, S, H], with the mask that some encoders return."""
+    output = BaseModelOutput(last_hidden_state=last_hidden_state)  # pyright: ignore[reportArgumentType]
+    output.attention_mask = attention_mask  # pyright: ignore[reportAttributeAccessIssue]
+    return output
+
+
+def dummy_sources(model: PreTrainedModel, count: int, device: torch.device) -> list[Source]:
+    """Sources of three states each, all different, which no encoder has read: for tests of a decoder."""
+    width = getattr(model.config, "encoder", model.config).hidden_size
+    states = torch.sin(torch.arange(1, 3 * count * width + 1, dtype=torch.float32)).view(count, 1, 3, width)
+    return [Source(encoder_output(own), num_rows=count) for own in states.to(device, model.dtype)]
+
+
+@torch.no_grad()
+@own_attention()
+def read_source(model: PreTrainedModel, cache: PagedStaticCache, seq_id: int, source: Source) -> None:
+    """Write the keys and values that a row's layers make of its source to `cache.cross`, which begins with the first row of a batch."""
+    layers = _cross_keys(model, source)
+    if cache.cross is None:
+        num_blocks = source.num_rows * -(-source.outputs[0].shape[1] // cache.block_size)
+        cache.cross = PagedStaticCache(len(layers), num_blocks, cache.block_size, share_prefixes=False)
+    cache.cross.add(seq_id)
+    cache.cross.reserve(seq_id, layers[0][0].shape[0])
+    cache.cross.load_all(seq_id, layers)
+
+
+def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
+    """By layer, the keys and values [n, heads, width] of the n states that the decoder may see, from the model's own forward over a token.
+
+    Which ones these are, the mask says that the model gives to its first layer: some encoders shorten the caller's mask, others ignore it.
+    """
+    family = family_of(model)
+    assert family is not None
+    masks: list[torch.Tensor | None] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        masks.append(kwargs.get("attention_mask", kwargs.get("mask")))
+
+    first = decoder_layers(model, family)[0].get_submodule(family.cross)
+    hook = first.register_forward_pre_hook(for_this_thread(note, lambda *_: None), with_kwargs=True)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    token = torch.zeros(1, 1, dtype=torch.int64, device=source.outputs[0].device)
+    arguments = {f"{family.prefix}input_ids": token, CACHE: cache, "use_cache": True, "return_dict": True}
+    if family.prefix:
+        arguments["attention_mask"] = source.given.get("attention_mask")
+    try:
+        model(encoder_outputs=source.outputs, **arguments)
+    finally:
+        hook.remove()
+    seen: Any = slice(None)
+    if masks[0] is not None:  # [1, S], or [1, 1, 1, S] of truth values or of numbers that are added to scores
+        own = masks[0].reshape(-1)
+        seen = own == 0 if own.is_floating_point() else own != 0
+    layers: Any = cache.cross_attention_cache.layers
+    return [tuple(states[0, :, seen].transpose(0, 1) for states in (layer.keys, layer.values)) for layer in layers]

@@ -1,0 +1,319 @@
+"""Encoder-decoder targets write the text of plain generate(), whatever drafts, however their rows are packed."""
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+import transformers
+from families import perturbed
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessor,
+)
+
+import hf_specdec
+from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.names import CACHE
+from hf_specdec.model import architectures
+
+VOCAB, NEW = 96, 20
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+TREE = {"method": "token_recycling", "num_successors": 4, "speculative_token_tree": PATHS}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
+SUFFIX = [{"method": "suffix"}] if importlib.util.find_spec("arctic_inference") else []
+_IDS = {
+    "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "forced_eos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+_BART = {
+    "d_model": 48, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+_SPEECH = {**_BART, "max_target_positions": 64}
+_T5 = {
+    "d_model": 48, "d_kv": 12, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
+}  # fmt: skip
+_PART = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": None,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+_HEADS = {f"{part}_num_{kind}_heads": 4 for part in ("encoder", "decoder") for kind in ("attention", "key_value")}
+SIZES = {
+    **dict.fromkeys(("bart", "mbart", "plbart", "marian", "pegasus", "blenderbot", "blenderbot-small", "m2m_100"), _BART),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
+    "whisper": {**_SPEECH, "max_source_positions": 20, "num_mel_bins": 8},
+    "speech_to_text": {**_SPEECH, "max_source_positions": 60, "input_feat_per_channel": 8, "conv_channels": 16},
+    "moonshine": {
+        **_HEADS, "hidden_size": 36, "intermediate_size": 64, "encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 2,
+        "max_position_embeddings": 64, "pad_head_dim_to_multiple_of": 8,
+    },
+    "t5gemma": {
+        "encoder": _PART,
+        "decoder": {**_PART, "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    },
+}  # fmt: skip
+SPEECH = ("whisper", "speech_to_text", "moonshine")
+
+
+def build(family: str, seed: int = 0, **options):
+    """A small random model whose text is varied."""
+    config = AutoConfig.for_model(family, **{**_IDS, **SIZES[family], **options})
+    torch.manual_seed(seed)
+    model = (AutoModelForSpeechSeq2Seq if family in SPEECH else AutoModelForSeq2SeqLM).from_config(config).eval()
+    gain = 2.0 if "t5" in family else 6.0
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                table = any(part in name for part in ("embed", "shared", "lm_head", "proj_out"))
+                weight.copy_(torch.randn_like(weight) * (0.35 if table else gain * weight[0].numel() ** -0.5))
+            else:
+                weight += 0.1 * torch.randn_like(weight)
+    for name, value in (("eos_token_id", None), ("suppress_tokens", None), ("begin_suppress_tokens", None)):
+        setattr(model.generation_config, name, value)
+    return model
+
+
+@functools.cache
+def of(family: str):
+    return build(family)
+
+
+def inputs_for(family: str, rows: int = 5, seed: int = 1) -> dict[str, torch.Tensor]:
+    """A ragged batch for the encoder."""
+    generator = torch.Generator().manual_seed(seed)
+    if family == "whisper":
+        return {"input_features": torch.randn(rows, 8, 40, generator=generator)}
+    lengths = torch.tensor([30, 17, 24, 9, 30])[:rows, None]
+    if family == "moonshine":
+        mask = (torch.arange(12000) < 400 * lengths).long()
+        return {"input_values": torch.randn(mask.shape, generator=generator), "attention_mask": mask}
+    mask = (torch.arange(30) < lengths).long()
+    if family == "speech_to_text":
+        return {"input_features": torch.randn(rows, 30, 8, generator=generator), "attention_mask": mask}
+    return {"input_ids": mask * torch.randint(3, VOCAB, (rows, 30), generator=generator), "attention_mask": mask}
+
+
+def written(model, inputs, config=None, **options):
+    """The output as a dict, whose ids Whisper then returns with the prompt."""
+    given = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 1, "return_dict_in_generate": True, **options}
+    return model.generate(**inputs, speculative_config=config, **given)
+
+
+def assert_exact(model, inputs, configs, **options):
+    plain = written(model, inputs, **options).sequences
+    assert len(plain) == 1 or (len(set(map(tuple, plain.tolist()))) == len(plain) and len(plain.unique()) > 4), (
+        "too plain a text"
+    )
+    for config in configs:
+        more = {"assistant_model": perturbed(model, 0.03)} if config["method"] == "draft_model" else {}
+        assert torch.equal(written(model, inputs, config, **options, **more).sequences, plain), config
+
+
+def _known(family: str):
+    broken = family == "umt5" and transformers.__version__.startswith("5.17.")
+    return pytest.param(
+        family, marks=pytest.mark.skipif(broken, reason="in transformers 5.17 its tokens see later ones")
+    )
+
+
+@pytest.mark.parametrize("family", map(_known, SIZES))
+def test_text_is_plain_generates(family):
+    """One row and five ragged ones; chains, a tree, a draft model with its own encoder, and rows that are preempted."""
+    model = of(family)
+    assert_exact(model, inputs_for(family, rows=1, seed=2), [NGRAM])
+    few_blocks = {**DRAFT, "num_blocks": 7, "block_size": 4}
+    assert_exact(model, inputs_for(family), [NGRAM, TREE, DRAFT, few_blocks])
+
+
+@pytest.mark.parametrize("family", ["bart", "m2m_100", "whisper", "moonshine", "t5gemma"])
+def test_gathered_keys(family, monkeypatch):
+    """Where attention cannot read pages, the model attends to the sources of all rows under one mask."""
+    monkeypatch.setattr(architectures, "reads_pages", lambda model: False)
+    model = build(family, seed=1)
+    assert_exact(model, inputs_for(family), [NGRAM, TREE])
+    assert all(entry.target.gather for entry in hf_specdec.integration.kept_decoders(model))
+
+
+def test_every_method_and_sampling():
+    """What is learnt in a text does not change it; samples depend on seeds, not on drafts."""
+    model, inputs = of("mbart"), inputs_for("mbart")
+    methods = [*SUFFIX, *({"method": name} for name in ("none", "lookahead", "auto"))]
+    assert_exact(model, inputs, methods)
+    sampled = [
+        written(model, inputs, {**method, "seed": 5}, do_sample=True, num_return_sequences=2).sequences
+        for method in (*methods[:-1], NGRAM, TREE)
+    ]
+    assert all(torch.equal(each, sampled[0]) for each in sampled) and len(set(map(tuple, sampled[0].tolist()))) == 10
+    output = written(model, inputs, NGRAM)
+    assert output.speculation.num_new_tokens == 5 * NEW and "speculation" not in output
+
+
+class Repeats(LogitsProcessor):
+    """Lets every row repeat its source, but for every 12th token."""
+
+    def __init__(self, sources):
+        self.sources = sources
+
+    def __call__(self, input_ids, scores):
+        at = input_ids.shape[1] - 1
+        if at % 12:
+            scores = scores.index_put(
+                tuple(torch.stack([torch.arange(len(scores)), self.sources[:, at]])), torch.tensor(1e4)
+            )
+        return scores
+
+
+def test_lookups_in_the_source():
+    """n-grams and suffixes of what the encoder has read are drafted, unless the encoder has a vocabulary of its own."""
+    ids = torch.randint(3, VOCAB, (3, 30), generator=torch.Generator().manual_seed(1))
+    options = {"logits_processor": [Repeats(ids)], "max_new_tokens": 28}
+    plain = written(of("marian"), {"input_ids": ids}, **options).sequences
+    for config in (NGRAM, *SUFFIX):
+        output = written(of("marian"), {"input_ids": ids}, config, **options)
+        assert torch.equal(output.sequences, plain) and output.speculation.mean_accepted_length > 2, config
+    own = build("marian", share_encoder_decoder_embeddings=False, decoder_vocab_size=VOCAB)
+    output = written(own, {"input_ids": ids}, NGRAM, **options)
+    assert output.speculation.mean_accepted_length < 1.3
+
+
+@pytest.mark.parametrize("family", ["marian", "t5"])
+def test_returned_tensors(family):
+    model, inputs = of(family), inputs_for(family)
+    options = {"output_logits": True, "output_hidden_states": True}
+    plain, output = written(model, inputs, **options), written(model, inputs, NGRAM, **options)
+    assert torch.allclose(torch.stack(output.logits), torch.stack(plain.logits), atol=2e-3)
+    for ours, theirs in zip(output.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
+        assert torch.allclose(torch.stack(ours), torch.stack(theirs), atol=2e-3)
+    for ours, theirs in zip(output.encoder_hidden_states, plain.encoder_hidden_states, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_decoder_prompts():
+    """BART's positions count the padding of a decoder prompt, Whisper's do not; Marian's prompt may be anything without padding."""
+    prompts = torch.tensor([[1, 0, 0, 7, 8], [1, 5, 9, 7, 8], [0, 0, 0, 1, 4]])
+    mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
+    for family in ("bart", "whisper", "t5", "t5gemma"):
+        given = {**inputs_for(family, rows=3), "decoder_input_ids": prompts, "decoder_attention_mask": mask}
+        assert_exact(of(family), given, [NGRAM, {**TREE, "num_blocks": 7, "block_size": 4}])
+    given = {**inputs_for("m2m_100", rows=3), "decoder_input_ids": prompts[:, 3:]}
+    assert_exact(of("m2m_100"), given, [NGRAM])
+    for wrong in ({"decoder_input_ids": prompts}, {"decoder_input_ids": prompts, "decoder_attention_mask": mask}):
+        with pytest.raises(UnsupportedModel, match="M2M100ForConditionalGeneration counts positions in padded"):
+            written(of("m2m_100"), {**inputs_for("m2m_100", rows=3), **wrong}, NGRAM)
+
+
+def test_other_arguments():
+    """Forced and ending tokens, processors that look at the encoder's ids, and embeddings for the encoder."""
+    model, inputs = of("mbart"), inputs_for("mbart")
+    assert_exact(
+        model, inputs, [NGRAM, TREE], forced_bos_token_id=9, encoder_no_repeat_ngram_size=2, repetition_penalty=1.3
+    )
+    options = {"encoder_repetition_penalty": 1.5}
+    options["eos_token_id"] = written(model, inputs, **options).sequences[:3, 7].tolist()
+    assert torch.equal(written(model, inputs, TREE, **options).sequences, written(model, inputs, **options).sequences)
+    embedded = {**inputs, "inputs_embeds": model.get_encoder().embed_tokens(inputs["input_ids"]).detach()}
+    del embedded["input_ids"]
+    assert_exact(model, embedded, [NGRAM, DRAFT])
+
+
+def test_padding_that_the_model_writes():
+    """In M2M100's table, a pad token has no position, wherever it stands."""
+    inputs = inputs_for("m2m_100")
+    for pad in range(3, VOCAB):
+        model = build("m2m_100", pad_token_id=pad)
+        plain = written(model, inputs, output_logits=True)
+        if (plain.sequences[:, 1:-4] == pad).any():
+            break
+    output = written(model, inputs, NGRAM, output_logits=True)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert torch.allclose(torch.stack(output.logits), torch.stack(plain.logits), atol=2e-3)
+
+
+def test_soft_capping():
+    """Eager attention caps scores in both attentions; sdpa cannot, and refuses."""
+    capped = {part: {**sizes, "attn_logit_softcapping": 2.0} for part, sizes in SIZES["t5gemma"].items()}
+    model = build("t5gemma", attn_implementation="eager", **capped)
+    assert_exact(model, inputs_for("t5gemma"), [NGRAM, TREE])
+
+
+def test_tables_that_grow_and_tables_that_end():
+    """M2M100 computes more positions when it needs them; where a table ends, a request beyond it is refused."""
+    model = build("m2m_100", max_position_embeddings=8)
+    assert_exact(model, inputs_for("m2m_100"), [NGRAM])
+    for family in ("bart", "whisper"):
+        with pytest.raises(ValueError, match=r"101 tokens .* were requested from .*, which has 64 positions|exceeds"):
+            written(of(family), inputs_for(family), NGRAM, max_new_tokens=100)
+
+
+def test_a_hook_is_compared_token_by_token():
+    model, inputs = build("bart"), inputs_for("bart")
+    layer = model.model.decoder.layers[0]
+    layer.register_forward_hook(lambda module, args, output: output * 1.5)
+    assert_exact(model, inputs, [NGRAM])
+    layer.register_forward_hook(lambda module, args, output: output - output.mean(1, keepdim=True))
+    with pytest.raises(UnsupportedModel, match="a hook on BartDecoderLayer"):
+        written(model, inputs, NGRAM)
+
+
+# ---- refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_other_families_are_refused_before_any_work():
+    sizes = {
+        **_BART,
+        "attention_window": 8,
+        "max_encoder_position_embeddings": 64,
+        "max_decoder_position_embeddings": 64,
+    }
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("led", **_IDS, **sizes)).eval()
+    model.get_encoder().register_forward_pre_hook(lambda *_: pytest.fail("the encoder ran"))
+    with pytest.raises(
+        UnsupportedModel, match="LEDForConditionalGeneration is an encoder-decoder model of another family"
+    ):
+        written(model, inputs_for("bart"), NGRAM)
+
+
+def _bad_calls():
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    return [
+        ({"num_beams": 2}, NGRAM, "cannot be combined with beam search.*num_beams=1"),
+        ({"output_attentions": True}, NGRAM, "cannot return attention weights"),
+        ({CACHE: cache}, NGRAM, "not a EncoderDecoderCache"),
+        ({"decoder_inputs_embeds": torch.zeros(5, 1, 48)}, NGRAM, "not supported with it: decoder_inputs_embeds"),
+        ({}, {**NGRAM, "deterministic": True}, "deterministic cannot be used with BartForConditionalGeneration"),
+        ({}, {**NGRAM, "compile": True}, "compile cannot be used with BartForConditionalGeneration"),
+        ({}, {**NGRAM, "cuda_graphs": True}, "'cuda_graphs' cannot be used with BartForConditionalGeneration"),
+        ({}, {**NGRAM, "target_quantization": "wint8"}, "quantization.* cannot be used with BartForCond"),
+        (
+            {},
+            {"method": "extract_hidden_states", "output_dir": "nowhere"},
+            "reads hidden states of decoder-only targets",
+        ),
+        ({}, {"method": "draft_model", "early_exit": 1}, "early_exit cannot be used with BartForConditionalGeneration"),
+    ]
+
+
+@pytest.mark.parametrize(("options", "config", "message"), _bad_calls())
+def test_bad_calls(options, config, message):
+    with pytest.raises(ValueError, match=message):
+        written(of("bart"), inputs_for("bart"), config, **options)
+
+
+def test_what_needs_a_source_says_so(model):
+    with pytest.raises(ValueError, match="needs what an encoder has read, and LlamaForCausalLM has no encoder"):
+        model.generate(torch.arange(4, 9)[None], speculative_config=DRAFT, assistant_model=of("bart"))
+    with pytest.raises(UnsupportedModel, match="BartForConditionalGeneration has prompts for an encoder"):
+        hf_specdec.integration.make_decoder(of("bart"), hf_specdec.integration.parse_config(NGRAM))
+    outputs = of("bart").get_encoder()(input_ids=inputs_for("bart")["input_ids"])
+    for given in (outputs, (outputs.last_hidden_state,)):
+        assert_exact(of("bart"), {"encoder_outputs": given, "input_ids": inputs_for("bart")["input_ids"]}, [NGRAM])
+    with pytest.raises(UnsupportedModel, match="cannot draft: its encoder needs input_ids"):
+        written(of("bart"), {"encoder_outputs": outputs}, DRAFT, assistant_model=perturbed(of("bart"), 0.03))
