@@ -61,7 +61,7 @@ ROWS = [
     ("DFlash, DFlash2, DSpark", SPECULATORS, "test_authors_code.py", "dflash_of_speculators"),
     ("DSpark, DFlash of Qwen3, Gemma 4", "DeepSpec", "test_authors_code.py", "dspark_of_deepspec"),
     ("DFlash of Muse Glimmer", TRANSFORMERS, "test_dflash.py", "transformers_own_drafter"),
-    ("DFlash, all layouts", FORMULA, "test_dflash.py", "those_of_the_formula or of_gemma4"),
+    ("DFlash, DFlare, PARD-2, all layouts", FORMULA, "test_dflash.py", "those_of_the_formula or of_gemma4"),
     ("DSpark, Domino, all layouts", FORMULA, "test_dspark.py", "formula_says or of_speculators"),
     ("MTP of DeepSeek-V3, GLM-4.5", TRANSFORMERS, "test_mtp.py", "transformers_own"),
     ("MTP of Qwen3, Qwen3.5", SPECULATORS, "test_authors_code.py", "mtp_of_speculators"),
@@ -69,7 +69,7 @@ ROWS = [
     ("Gemma 4 assistant", TRANSFORMERS, "test_gemma4_assistant.py", "transformers_own"),
     ("MLP speculator", "fms-extras", "test_authors_code.py", "of_fms"),
     ("Arctic's speculators", FORMULA, "test_arctic_speculator.py", "formula_s"),
-    ("Medusa", FORMULA, "test_medusa.py", "logits_are_the_formula_s"),
+    ("Medusa (speculators' too)", FORMULA, "test_medusa.py", "logits_are_the_formula_s"),
     ("Hydra", FORMULA, "test_hydra.py", "logits_are_the_formula_s or prefix_layer_and"),
     ("PARD", FORMULA, "test_pard.py", "plain_forward"),
 ]  # fmt: skip
@@ -90,24 +90,23 @@ def fetch(folder: Path) -> None:
 class Differences:
     """A pytest plugin: the largest difference of what the tests compare, and how many tests passed."""
 
-    def __init__(self, measured: list[float]):
-        self.measured, self.passed, self.assert_close = measured, 0, torch.testing.assert_close
+    def __init__(self, differences: Any):
+        self.differences, self.passed, self.assert_close = differences, 0, torch.testing.assert_close
 
     def compare(self, found: Any, expected: Any, **kwargs: Any) -> None:
         """In place of `torch.testing.assert_close`."""
         self.assert_close(found, expected, **kwargs)
-        finite = torch.isfinite(expected)
-        self.measured.append(float((found.double() - expected.double())[finite].abs().max()))
+        self.differences.measure(found, expected)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed += report.when == "call" and report.passed
 
 
 def run(file: str, words: str) -> tuple[int, float]:
-    """How many tests passed, and the largest difference they measured."""
-    measured: list[float] = importlib.import_module("differences").measured
-    measured.clear()
-    plugin = Differences(measured)
+    """How many tests passed, and the largest difference they measured, as a share of the largest logit."""
+    differences: Any = importlib.import_module("differences")
+    differences.measured.clear()
+    plugin = Differences(differences)
     torch.testing.assert_close = plugin.compare
     try:
         status = pytest.main(["-q", "-p", "no:cacheprovider", f"{ROOT / TESTS / file}", "-k", words], plugins=[plugin])
@@ -115,7 +114,7 @@ def run(file: str, words: str) -> tuple[int, float]:
         torch.testing.assert_close = plugin.assert_close
     if status or not plugin.passed:
         raise SystemExit(f"{file} -k {words!r}: {plugin.passed} tests passed, exit status {status}")
-    return plugin.passed, max(measured)
+    return plugin.passed, max(differences.measured)
 
 
 def main() -> None:
