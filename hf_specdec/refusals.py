@@ -31,8 +31,10 @@ _KNOWN_INPUTS = {
 _SAME_TEXT_CACHES = ("static", "hybrid", "hybrid_chunked", "sliding_window")
 _PREPARE = "prepare_inputs_for_generation"
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
-# Inputs of multimodal models that say where an image's patches and tokens are, which matters in the prompt only.
-_FOR_POSITIONS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids"}
+# Inputs of multimodal models that say where an image's patches and tokens are, or audio's frames: this matters in the prompt only.
+_FOR_POSITIONS = {
+    "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids", "feature_attention_mask",
+}  # fmt: skip
 # Substrings in the names of inputs other than text.
 _OTHER_THAN_TEXT = ("pixel", "image", "video", "audio", "input_features")
 

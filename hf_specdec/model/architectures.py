@@ -24,7 +24,7 @@ _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
 _SHARES_ATTENTION = {"zamba2"}
 # Model types whose attention derives positions or masks from a key's place in memory, which is wrong for packed rows.
-_POSITION_BY_SLOT = {"gpt_neo", "xglm", "ctrl", "codegen", "doge"}
+_POSITION_BY_SLOT = {"doge"}
 # Model types whose prompts are a prefix with bidirectional attention.
 _PREFIX_MODELS = {"paligemma"}
 # Model types that cache an image's keys before those of the ids, and expect room for an image in every padding mask.
