@@ -162,7 +162,7 @@ def layer_windows(config) -> dict[str, int | Chunks | None]:
         return {"full_attention": None, "chunked_attention": Chunks(config.attention_chunk_size)}
     if hasattr(config, "layer_types"):
         stateful = {} if family_of(config) is None else dict.fromkeys({"linear_attention", *config.layer_types})
-        return {"full_attention": None, "sliding_attention": window, **stateful}
+        return {**stateful, "full_attention": None, "sliding_attention": window}
     return {"attention": window}
 
 

@@ -259,6 +259,15 @@ def test_parallel_drafts(name, states, models):
     assert_clean(model)
 
 
+def test_gathered_keys_have_windows_beside_states(monkeypatch):
+    monkeypatch.setattr(packed_model.architectures, "reads_pages", lambda model: False)
+    model, inputs = make("LaraMini"), batch((30, 17))
+    expected = plain(model, inputs)
+    assert torch.equal(plain(model, inputs, speculative_config=METHODS["token_recycling"]), expected)
+    model.config.sliding_window = 60
+    assert not torch.equal(plain(model, inputs), expected)
+
+
 # ---- sampling, bfloat16 -----------------------------------------------------------------------------------------------------
 
 
@@ -367,8 +376,8 @@ def test_the_returned_cache_continues(name, end, models):
     }
     again = plain(model, longer, 8, **{CACHE: copy.deepcopy(expected.past_key_values)})
     assert torch.equal(plain(model, longer, 8, **{CACHE: copy.deepcopy(out.past_key_values)}), again)
-    if name in ("Nemotron-H", "Zamba2"):
-        with pytest.raises(ValueError, match="pass the whole text"):
+    if name in ("Nemotron-H", "Zamba2", "LaraMini", "LFM3"):  # two rules, or windows
+        with pytest.raises(ValueError, match="[Pp]ass the whole text"):
             speculative(model, drafter, longer, CHAIN, 8, **{CACHE: out.past_key_values})
     else:
         for config in ({**CHAIN, **REPLAYED}, CHAIN):

@@ -40,6 +40,8 @@ FAMILIES = {
     "qwen3_5_moe_text": RecurrentFamily("Qwen3_5MoeGatedDeltaNet", GATED_DELTA),
     "olmo_hybrid": RecurrentFamily("OlmoHybridGatedDeltaNet", GATED_DELTA),
     "kimi_linear": RecurrentFamily("KimiLinearDeltaAttention", KIMI_DELTA),
+    "lara_mini": RecurrentFamily("LaraMiniGatedDeltaNet", GATED_DELTA),
+    "bailing_hybrid": RecurrentFamily("BailingHybridDeltaAttention", KIMI_DELTA),
     "granitemoehybrid": RecurrentFamily("GraniteMoeHybridMambaLayer", MAMBA2),
     "bamba": RecurrentFamily("BambaMixer", MAMBA2),
     "falcon_h1": RecurrentFamily("FalconH1Mixer", MAMBA2),
@@ -48,6 +50,7 @@ FAMILIES = {
     "jamba": RecurrentFamily("JambaMambaMixer", MAMBA1),
     "lfm2": RecurrentFamily("Lfm2ShortConv", None),
     "lfm2_moe": RecurrentFamily("Lfm2MoeShortConv", None),
+    "lfm3": RecurrentFamily("Lfm3ShortConv", None),
 }
 _KEYLESS = {"linear_attention", "conv", "mamba", "mlp", "moe"}  # layer types without keys and values
 
