@@ -17,6 +17,7 @@ from .core.errors import UnsupportedModel
 from .core.names import CACHE, NEWEST_TRANSFORMERS
 from .decoding.prompts import text_length
 from .model.architectures import all_modules, check_supported, has_bidirectional_prompts, is_multimodal
+from .model.recurrent.families import num_cached
 
 _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
 _OTHER_SPECULATION = (
@@ -313,13 +314,13 @@ def _cached_length(cache: Any, num_rows: int, text_length: int) -> int:
     """How many tokens the caller's cache holds; 0 without one. Raises ValueError: it cannot be continued from."""
     if not getattr(cache, "_is_user_defined", False):
         return 0
-    length = int(cache.get_seq_length())
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         what = "an offloaded DynamicCache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
         raise ValueError(
             f"speculative_config uses its own paged KV cache; {CACHE} can be a DynamicCache to continue from and to "
             f"fill, not {what}. Call generate() without {CACHE}."
         )
+    length = num_cached(cache)
     if length == 0:
         return 0
     if any(getattr(layer, "is_sliding", False) for layer in cache.layers):

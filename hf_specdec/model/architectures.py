@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UnsupportedModel
 from ..core.rows import Chunks
-from .recurrent.families import family_of, mixers_of
+from .recurrent.families import attends, family_of, mixers_of
 from .threads import FalseInThisThread, FirstLayers, for_this_thread
 
 if TYPE_CHECKING:
@@ -103,7 +103,11 @@ def reads_pages(model: PreTrainedModel) -> bool:
     # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
     drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION
-    return model._can_set_attn_implementation() and not (drops or latent or shared or uncapped or _has_chunks(text))
+    return (
+        attends(text)
+        and model._can_set_attn_implementation()
+        and not (drops or latent or shared or uncapped or _has_chunks(text))
+    )
 
 
 def _has_chunks(text: Any) -> bool:

@@ -362,7 +362,7 @@ class _Expected:
 
     def _token_by_token(self, ids: torch.Tensor) -> torch.Tensor:
         given, cache, logits = self._positions(ids), None, []
-        if self.packed.recurrent is not None:
+        if self.packed.recurrent is not None and "position_ids" in self.packed.forward_parameters:
             given = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)}
         for piece in (slice(0, _TRIAL.read), *(slice(i, i + 1) for i in range(_TRIAL.read, ids.shape[1]))):
             more = {name: positions[:, piece] for name, positions in given.items()} | {

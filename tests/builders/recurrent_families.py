@@ -59,6 +59,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "Falcon-H1": ("falcon_h1", {**_MAMBA2, "mamba_d_ssm": 96, "head_dim": 12}),
     "Bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1]}),
+    "Mamba-2": ("mamba2", {"num_heads": 6, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 16}),
+    "Mamba": ("mamba", {"state_size": 8, "time_step_rank": 8}),
+    "FalconMamba": ("falcon_mamba", {"state_size": 8, "time_step_rank": 8}),
     "LFM2": ("lfm2", {"layer_types": ["conv", _FULL, "conv"], "block_multiple_of": 8, "conv_L_cache": 3}),
     "LFM2-MoE": ("lfm2_moe", {**_MOE, "layer_types": ["conv", _FULL, "conv"], "num_dense_layers": 1, "conv_L_cache": 3}),
     "LFM3": (

@@ -255,7 +255,7 @@ def test_layers_that_run_several_times(caplog):
 # ---- refused --------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "mamba2": ({"head_dim": 12, "num_heads": 8, "n_groups": 1, "state_size": 8, "expand": 2}, "linear_attention|recurrent"),
+    "recurrent_gemma": ({"lru_width": 48, "attention_window_size": 16}, "linear_attention|recurrent"),
     "doge": ({}, "memory order"),
 }  # fmt: skip
 
@@ -354,8 +354,8 @@ def test_encoder_decoder_is_refused():
 def test_recurrent_drafter_is_refused(family_models):
     """The same holds for what drafts."""
     llama, _ = family_models("Llama")
-    drafter = build("mamba2", **REFUSED["mamba2"][0])
-    with pytest.raises(UnsupportedModel, match="Mamba2ForCausalLM has"):
+    drafter = build("recurrent_gemma", **REFUSED["recurrent_gemma"][0])
+    with pytest.raises(UnsupportedModel, match="RecurrentGemmaForCausalLM has"):
         speculative(llama, prompts(1), CHAIN, assistant_model=drafter)
 
 
