@@ -31,7 +31,8 @@ def is_needed(model: PreTrainedModel) -> bool:
 def packed(model: PreTrainedModel, batch: PackedBatch) -> Iterator[None]:
     """Inside the context, the biases of a model for which this `is_needed` follow the packed keys' real positions."""
     if model.config.model_type == "gpt_neo":
-        layers = [block.attn.attention for block in model.transformer.h]
+        decoder: Any = model.transformer
+        layers = [block.attn.attention for block in decoder.h]
         for layer in layers:
             window = model.config.window_size if layer.attention_type == "local" else None
             mask = batch.dense_mask(window, torch.float32, layer.bias.device) == 0
