@@ -18,6 +18,7 @@ from .core.names import CACHE, NEWEST_TRANSFORMERS
 from .decoding.prompts import text_length
 from .model.architectures import all_modules, check_supported, has_bidirectional_prompts, is_multimodal
 from .model.encoder_decoder import is_encoder_decoder
+from .model.recurrent.families import num_cached
 
 _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
 _OTHER_SPECULATION = (
@@ -32,8 +33,10 @@ _KNOWN_INPUTS = {
 _SAME_TEXT_CACHES = ("static", "hybrid", "hybrid_chunked", "sliding_window")
 _PREPARE = "prepare_inputs_for_generation"
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
-# Inputs of multimodal models that say where an image's patches and tokens are, which matters in the prompt only.
-_FOR_POSITIONS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids"}
+# Inputs of multimodal models that say where an image's patches and tokens are, or audio's frames: this matters in the prompt only.
+_FOR_POSITIONS = {
+    "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids", "feature_attention_mask",
+}  # fmt: skip
 # Substrings in the names of inputs other than text.
 _OTHER_THAN_TEXT = ("pixel", "image", "video", "audio", "input_features")
 
@@ -318,13 +321,13 @@ def _cached_length(cache: Any, num_rows: int, text_length: int) -> int:
     """How many tokens the caller's cache holds; 0 without one. Raises ValueError: it cannot be continued from."""
     if not getattr(cache, "_is_user_defined", False):
         return 0
-    length = int(cache.get_seq_length())
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         what = "an offloaded DynamicCache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
         raise ValueError(
             f"speculative_config uses its own paged KV cache; {CACHE} can be a DynamicCache to continue from and to "
             f"fill, not {what}. Call generate() without {CACHE}."
         )
+    length = num_cached(cache)
     if length == 0:
         return 0
     if any(getattr(layer, "is_sliding", False) for layer in cache.layers):

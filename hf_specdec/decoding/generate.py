@@ -16,7 +16,8 @@ from ..model.architectures import check_length, is_multimodal
 from ..model.encoder_decoder import position_offsets
 from ..model.encoder_decoder.source import Source
 from ..model.prompt import read_prompt, row_of
-from ..model.recurrent.families import stateful_layers, states_of
+from ..model.recurrent.families import attends, stateful_layers, states_of
+from ..model.recurrent.families import num_cached as count_cached
 from .batch_run import BatchRun, Returns
 from .decoder import SpeculativeDecoder
 from .outputs import (
@@ -75,7 +76,7 @@ def decode(
     returns = Returns.of(generation_config)
     pad_token = int(0 if generation_config._pad_token_tensor is None else generation_config._pad_token_tensor)
     unseen = text_length(input_ids, attention_mask, generation_config) - input_ids.shape[1]
-    num_cached = 0 if cache is None else int(cache.get_seq_length())
+    num_cached = 0 if cache is None else count_cached(cache)
     # Whether the ids alone determine the text. The target does not read placeholder ids, but drafters see them.
     is_text = not (unseen or prompt_inputs is not None or (num_cached and is_multimodal(decoder.target.model)))
     whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)
@@ -176,6 +177,10 @@ def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: 
         raise UnsupportedModel(
             f"{type(decoder.target.model).__name__} has layers with a state, so a prompt with images, embeddings or other positions cannot "
             f"continue {CACHE}: pass the whole prompt without them."
+        )
+    if prompt_inputs is not None and not attends(decoder.target.config):
+        raise UnsupportedModel(
+            f"{type(decoder.target.model).__name__} has no keys, which count the tokens of prompts of embeddings: pass input_ids."
         )
     if prompt_inputs is not None and decoder.target.deterministic:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""ALiBi over packed rows: attention biases that follow each key's position in its own text, not its place in memory."""
+"""ALiBi, and GPT-Neo's masks, over packed rows: biases follow each key's position in its own text, not its place in memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,27 @@ if TYPE_CHECKING:
 def is_needed(model: PreTrainedModel) -> bool:
     """True if `packed` changes anything for the model."""
     kind = model.config.model_type
-    return bool(kind == "falcon" and model.config.alibi) or (kind in _BUILDERS and hasattr(model, "transformer"))
+    if kind == "falcon":
+        return model.config.alibi
+    return (kind in _BUILDERS or kind == "gpt_neo") and hasattr(model, "transformer")
 
 
 @contextlib.contextmanager
 def packed(model: PreTrainedModel, batch: PackedBatch) -> Iterator[None]:
-    """Inside the context, the ALiBi biases of a model for which this `is_needed` follow the packed keys' real positions."""
+    """Inside the context, the biases of a model for which this `is_needed` follow the packed keys' real positions."""
+    if model.config.model_type == "gpt_neo":
+        decoder: Any = model.transformer
+        layers = [block.attn.attention for block in decoder.h]
+        for layer in layers:
+            window = model.config.window_size if layer.attention_type == "local" else None
+            mask = batch.dense_mask(window, torch.float32, layer.bias.device) == 0
+            vars(layer)["bias"] = _Sliced(for_this_thread(lambda _, mask=mask: mask, layer.bias.__getitem__))
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del vars(layer)["bias"]
+        return
     if model.config.model_type == "falcon":
         functions = ModuleFunctions.of(modeling_falcon, biases="build_alibi_tensor")
         with functions.replaced(biases=functools.partial(_falcon_biases, torch.from_numpy(batch.key_positions()))):
@@ -40,6 +55,16 @@ def packed(model: PreTrainedModel, batch: PackedBatch) -> Iterator[None]:
         yield
     finally:
         delattr(inner, name)
+
+
+class _Sliced:
+    """What GPT-Neo's layers take in place of their causal buffer, which they slice by places in memory."""
+
+    def __init__(self, slice_of: Callable[[Any], torch.Tensor]):
+        self._slice_of = slice_of
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._slice_of(index)
 
 
 def _bloom(original: Callable[..., torch.Tensor], batch: PackedBatch) -> Callable[..., torch.Tensor]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.errors import UnsupportedModel
 from ..core.rows import Chunks
 from . import encoder_decoder
-from .recurrent.families import family_of, mixers_of
+from .recurrent.families import attends, family_of, mixers_of
 from .threads import FalseInThisThread, FirstLayers, for_this_thread
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
 _SHARES_ATTENTION = {"zamba2"}
 # Model types whose attention derives positions or masks from a key's place in memory, which is wrong for packed rows.
-_POSITION_BY_SLOT = {"gpt_neo", "xglm", "ctrl", "codegen", "doge"}
+_POSITION_BY_SLOT = {"doge"}
 # Model types whose prompts are a prefix with bidirectional attention.
 _PREFIX_MODELS = {"paligemma"}
 # Model types that cache an image's keys before those of the ids, and expect room for an image in every padding mask.
@@ -107,7 +107,8 @@ def reads_pages(model: PreTrainedModel) -> bool:
     drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION
     family = encoder_decoder.family_of(model)
     drops |= family is not None and family.positions == "bias"  # which our attention does not add
-    return model._can_set_attn_implementation() and not (drops or latent or shared or uncapped or _has_chunks(text))
+    fits = attends(text) and model._can_set_attn_implementation()
+    return fits and not (drops or latent or shared or uncapped or _has_chunks(text))
 
 
 def _has_chunks(text: Any) -> bool:
@@ -173,7 +174,7 @@ def layer_windows(config) -> dict[str, int | Chunks | None]:
         return {"full_attention": None, "chunked_attention": Chunks(config.attention_chunk_size)}
     if hasattr(config, "layer_types"):
         stateful = {} if family_of(config) is None else dict.fromkeys({"linear_attention", *config.layer_types})
-        return {"full_attention": None, "sliding_attention": window, **stateful}
+        return {**stateful, "full_attention": None, "sliding_attention": window}
     return {"attention": window}
 
 

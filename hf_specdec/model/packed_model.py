@@ -32,7 +32,7 @@ from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
-from .recurrent.families import family_of, layers_without_keys
+from .recurrent.families import attends, family_of, layers_without_keys
 from .recurrent.mixers import RecurrentLayers
 from .recurrent.plan import make_plan
 from .sharding import checked_ranks
@@ -403,7 +403,9 @@ class PackedModel:
         )
 
     def _masks(self, batch: PackedBatch | CapturedBatch):
-        """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged."""
+        """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged; None: no layer attends."""
+        if not attends(self.config):
+            return None
         masks = dict.fromkeys(self._windows, self._unread_mask)
         if self.gather:
             assert isinstance(batch, PackedBatch)

@@ -23,7 +23,7 @@ from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from . import architectures
 from .packed_model import PackedModel
-from .recurrent.families import states_of
+from .recurrent.families import num_cached, states_of
 from .self_test import evaluating, relative_error
 
 # by layer: keys and values, [n, heads, width] each; None: the layer reads another layer's
@@ -78,10 +78,10 @@ def read_prompt(
     """
     given = inputs.get(CACHE)
     cache: Any = given
-    if not isinstance(given, DynamicCache) or not given.get_seq_length():
+    if not isinstance(given, DynamicCache) or not num_cached(given):
         # With a layer of its kind for each recurrent layer.
         cache = DynamicCache() if packed.recurrent is None else DynamicCache(config=packed.config)
-    cached, end = int(cache.get_seq_length()), text.shape[1]
+    cached, end = num_cached(cache), text.shape[1]
     inputs = {**inputs, CACHE: cache, "use_cache": True, **_wanted(packed, inputs, all_hidden_states)}
     if all_hidden_states or "mm_encoder_outputs" not in inputs:  # transformers can chunk only ids and features
         generation_config.prefill_chunk_size = None

@@ -15,20 +15,26 @@ from .architectures import all_modules
 _WITH_OTHERS, _NONLINEAR = 5e-3, 1e-3
 
 
-def rounding_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+def rounding_layers(model: PreTrainedModel, device: torch.device) -> tuple[list[str], list[str]]:
     """The kinds of linear layers that round their inputs by the other rows of a product; and, in float32, those that round each row
-    alone. One layer of a kind is run. The model has run before: some layers quantize at their first call.
+    alone. One layer of a kind is run, in models that were loaded quantized, or whose weights or layers are of a library that quantizes.
+    The model has run before: some layers quantize at their first call.
     """
-    kinds = {}
+    kinds, is_quantized = {}, getattr(model, "hf_quantizer", None) is not None
     for module in all_modules(model):
-        weight = getattr(module, "weight", None)
-        plain = type(module) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(module)
-        if isinstance(getattr(module, "in_features", None), int) and not plain:
-            kinds.setdefault(f"{type(module).__name__} ({_library(module, weight)})", module)
+        weight, owner = getattr(module, "weight", None), _replaced_by(module)
+        kind = type(weight) if type(module) is nn.Linear else type(module)
+        library = owner or kind.__module__.split(".")[0]
+        of_another = isinstance(weight, torch.Tensor) and type(weight) not in (torch.Tensor, nn.Parameter)
+        suspect = is_quantized or of_another or kind.__module__.startswith("torch.ao.")
+        usual = type(module) is nn.Linear or kind.__module__.startswith("transformers.models.")  # routers, too
+        plain = usual and not of_another and owner in (None, "accelerate")
+        if suspect and not plain and library != "peft" and isinstance(getattr(module, "in_features", None), int):
+            kinds.setdefault(f"{type(module).__name__} ({library})", module)
     others, alone = [], []
     for name, layer in kinds.items():
         rows = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
-        first, second, third = rows.to(model.device, model.dtype)[:, None, None]
+        first, second, third = rows.to(device, model.dtype)[:, None, None]
         by_itself = layer(first)
         if _difference(layer(torch.cat([first, 100 * second], dim=1))[:, :1], by_itself) > _WITH_OTHERS:
             others.append(name)
@@ -39,14 +45,12 @@ def rounding_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     return others, alone
 
 
-def _library(module: nn.Module, weight: Any) -> str:
-    """Whose layer it is: by its forward, its weight's class or its class."""
-    forward = vars(module).get("forward")
-    own = getattr(forward, "__func__", forward)
-    origin = getattr(own, "__globals__", {}).get("__name__") or (
-        type(weight).__module__ if type(module) is nn.Linear else type(module).__module__
-    )
-    return origin.split(".")[0]
+def _replaced_by(module: nn.Module) -> str | None:
+    """The library that has replaced a module's forward; None: it is its class's."""
+    forward: Any = vars(module).get("forward")
+    function = getattr(forward, "func", forward)
+    name = getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__")
+    return name if name is None else name.split(".")[0]
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:

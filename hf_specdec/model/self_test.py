@@ -309,7 +309,9 @@ class _Expected:
             UnsupportedModel: in float32, a layer rounds by what else is in a forward, so a token's logits change with the drafts.
         """
         name = type(self.packed.model).__name__
-        others, alone = rounding_layers(self.packed.model) if self.packed.ranks is None else ([], [])
+        others, alone = (
+            rounding_layers(self.packed.model, self.packed.device) if self.packed.ranks is None else ([], [])
+        )
         self.rounds = bool(others or alone)
         what = "{} of {} rounds its inputs by all tokens of a forward, so a token's logits change with the drafts beside it"
         if others and self.packed.model.dtype in _MOST_NOISE:
@@ -379,7 +381,7 @@ class _Expected:
 
     def _token_by_token(self, ids: torch.Tensor, sources: dict[str, Any]) -> torch.Tensor:
         given, cache, logits = {} if sources else self._positions(ids), None, []
-        if self.packed.recurrent is not None:
+        if self.packed.recurrent is not None and "position_ids" in self.packed.forward_parameters:
             given = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)}
         for piece in (slice(0, _TRIAL.read), *(slice(i, i + 1) for i in range(_TRIAL.read, ids.shape[1]))):
             more = {name: positions[:, piece] for name, positions in given.items()} | {

@@ -417,7 +417,7 @@ def _num_blocks(
         ValueError: not one block fits, or the amount of free memory is unknown.
     """
     wanted = max_num_seqs * (-(-most_tokens // block_size) + 1)
-    per_block = target.bytes_per_token() * block_size
+    per_block = max(target.bytes_per_token(), 1) * block_size  # 0: no layer has keys
     if memory_bytes is None:
         free = target.free_bytes()
         if free is None:

@@ -69,6 +69,13 @@ FAMILIES: dict[str, tuple[str, dict]] = {
          "layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "no_rope_layers": [1, 0, 1],
          "attention_chunk_size": 8},
     ),
+    "CodeGen": ("codegen", {**_GPT2, **_IDS, "rotary_dim": 8, "tie_word_embeddings": False}),
+    "CTRL": ("ctrl", {**_GPT2, **_IDS, "initializer_range": 0.6, "dff": 64, "tie_word_embeddings": False}),
+    "GPT-Neo": (
+        "gpt_neo",
+        {"num_layers": 3, "num_heads": 4, "attention_types": [[["global", "local", "global"], 1]], "window_size": WINDOW},
+    ),
+    "XGLM": ("xglm", {"d_model": 48, "attention_heads": 4, "num_layers": 3, "ffn_dim": 64, "init_std": 0.3}),
     "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1], "sliding_window": None}),
 }  # fmt: skip
 

@@ -37,6 +37,17 @@ FAMILIES: dict[str, tuple[str, dict]] = {
          "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 12, "linear_num_heads": 4,
          "mlp_layer_types": ["dense", "sparse", "sparse"], "n_shared_experts": 1},
     ),
+    "LaraMini": (
+        "lara_mini",
+        {**_DELTA, **_MOE, "layer_types": [_LINEAR, "sliding_attention", _LINEAR, _FULL], "num_hidden_layers": 4,
+         "sliding_window": 12, "shared_expert_intermediate_size": 32},
+    ),
+    "Bailing-hybrid": (
+        "bailing_hybrid",
+        {**_MOE, "layer_types": [_LINEAR, _FULL, _LINEAR], "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16,
+         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 12, "n_group": 1, "topk_group": 1,
+         "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     "Nemotron-H": (
         "nemotron_h",
         {"layer_types": [_LINEAR, "mlp", _FULL, _LINEAR], "num_hidden_layers": 4, "head_dim": 12, "ssm_state_size": 8,
@@ -48,8 +59,16 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "Falcon-H1": ("falcon_h1", {**_MAMBA2, "mamba_d_ssm": 96, "head_dim": 12}),
     "Bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1]}),
+    "Mamba-2": ("mamba2", {"num_heads": 6, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 16}),
+    "Mamba": ("mamba", {"state_size": 8, "time_step_rank": 8}),
+    "FalconMamba": ("falcon_mamba", {"state_size": 8, "time_step_rank": 8}),
     "LFM2": ("lfm2", {"layer_types": ["conv", _FULL, "conv"], "block_multiple_of": 8, "conv_L_cache": 3}),
     "LFM2-MoE": ("lfm2_moe", {**_MOE, "layer_types": ["conv", _FULL, "conv"], "num_dense_layers": 1, "conv_L_cache": 3}),
+    "LFM3": (
+        "lfm3",
+        {"layer_types": ["conv", "sliding_attention", "conv", _FULL], "num_hidden_layers": 4, "sliding_window": 12,
+         "conv_L_cache": 3, "head_dim": 12},
+    ),
     "Jamba": (
         "jamba",
         {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1, "expert_layer_period": 2,

@@ -315,7 +315,7 @@ def test_other_files(tmp_path, model):
         model.generate(**RAGGED, max_new_tokens=3, speculative_config={"method": "mlp_speculator"})
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "mlp"}))
     save_file({"emb_layers.0.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
-    fails(model, tmp_path, "is in no known format")
+    fails(model, tmp_path, "is of speculators type 'mlp', whose drafts no method here can make")
     mlp_checkpoint(tmp_path)
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from families import perturbed
+from oracle import tiny_llama
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -20,6 +21,7 @@ import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.names import CACHE
 from hf_specdec.model import architectures
+from hf_specdec.model.encoder_decoder import forward
 
 VOCAB, NEW = 96, 20
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -307,6 +309,39 @@ def test_bad_calls(options, config, message):
         written(of("bart"), inputs_for("bart"), config, **options)
 
 
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_a_row_of_padding_alone(family):
+    """No key for its tokens to attend to: an error, whichever way it attends."""
+    inputs = inputs_for(family)
+    inputs["attention_mask"][2] = 0
+    with pytest.raises(ValueError, match="attention_mask hides all of a row's input"):
+        written(of(family), inputs, NGRAM)
+
+
+def test_an_interrupt_leaves_no_mark(monkeypatch):
+    """Between a layer's keys and its attention: the next call of another model attends to its own keys."""
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(forward._CrossLayer, "values", property(interrupt))
+        written(of("bart"), inputs_for("bart"), {**NGRAM, "native": False})
+    model, inputs = tiny_llama(), {"input_ids": torch.arange(4, 12)[None]}
+    plain = model.generate(**inputs, max_new_tokens=6)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6, speculative_config={**NGRAM, "native": False}), plain)
+
+
+def test_drafters_whose_encoder_reads_otherwise():
+    """Another precision drafts; positions or features that do not fit are named."""
+    inputs = inputs_for("moonshine")
+    plain = written(of("moonshine"), inputs).sequences
+    drafter = build("moonshine", 2).bfloat16()
+    assert torch.equal(written(of("moonshine"), inputs, DRAFT, assistant_model=drafter).sequences, plain)
+    with pytest.raises(UnsupportedModel, match=r"BartFor.* cannot draft: its encoder cannot read the target's input"):
+        written(of("bart"), inputs_for("bart"), DRAFT, assistant_model=build("bart", 3, max_position_embeddings=12))
+
+
 def test_what_needs_a_source_says_so(model):
     with pytest.raises(ValueError, match="needs what an encoder has read, and LlamaForCausalLM has no encoder"):
         model.generate(torch.arange(4, 9)[None], speculative_config=DRAFT, assistant_model=of("bart"))
@@ -315,5 +350,7 @@ def test_what_needs_a_source_says_so(model):
     outputs = of("bart").get_encoder()(input_ids=inputs_for("bart")["input_ids"])
     for given in (outputs, (outputs.last_hidden_state,)):
         assert_exact(of("bart"), {"encoder_outputs": given, "input_ids": inputs_for("bart")["input_ids"]}, [NGRAM])
+    mask = inputs_for("bart")["attention_mask"]
+    assert_exact(of("bart"), {"encoder_outputs": outputs, "attention_mask": mask}, [NGRAM])
     with pytest.raises(UnsupportedModel, match="cannot draft: its encoder needs input_ids"):
         written(of("bart"), {"encoder_outputs": outputs}, DRAFT, assistant_model=perturbed(of("bart"), 0.03))

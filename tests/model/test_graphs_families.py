@@ -15,6 +15,8 @@ GATHERED = {
     "BLOOM",
     "StableLM",
     "DeepSeek-V3",
+    "GPT-Neo",
+    "XGLM",
     "Llama4",
 }  # `cuda_graphs` refuses them, and says so
 

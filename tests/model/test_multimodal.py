@@ -4,14 +4,22 @@ import copy
 
 import pytest
 import torch
-from families import VOCAB, make, perturbed
+from families import VOCAB, drawn_vectors, make, perturbed
 from helpers_eagle import layer_shapes, save_checkpoint, weights
 from multimodal import IMAGE, MULTIMODAL, build_multimodal, image_prompts, token_types
 from oracle import assert_clean, ragged
 from PIL import Image
 from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 from safetensors import safe_open
-from transformers import DynamicCache, LlavaProcessor, MllamaConfig, MllamaForConditionalGeneration, pipeline
+from transformers import (
+    DynamicCache,
+    LlavaProcessor,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    pipeline,
+)
 from transformers.generation import GenerationMixin
 from transformers.models.clip import CLIPImageProcessorPil
 
@@ -624,6 +632,37 @@ def test_a_video(qwen):
     for config in (NGRAM, TREE):
         assert torch.equal(qwen.generate(**inputs, **GREEDY, speculative_config=config), plain)
     hf_specdec.release(qwen)
+
+
+def test_audio():
+    """Qwen2-Audio: rows with and without sound, of two lengths."""
+    tower = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16,
+             "max_source_positions": 16}  # fmt: skip
+    text = make("Qwen2").config.to_dict()
+    config = Qwen2AudioConfig(audio_config=tower, text_config=text, audio_token_index=IMAGE)
+    torch.manual_seed(0)
+    model = drawn_vectors(Qwen2AudioForConditionalGeneration(config).eval())
+    for weight in (w for n, w in model.named_parameters() if "audio_tower" in n or "multi_modal" in n):
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, 0, 0.3)
+    ids = torch.randint(4, 100, (3, 20))
+    ids[0, 3:11], ids[2, 8:13] = IMAGE, IMAGE  # of 32 frames, and of 20
+    mask = torch.ones_like(ids)
+    mask[2, :4] = 0
+    heard = torch.zeros(2, 32, dtype=torch.long)
+    heard[0], heard[1, :20] = 1, 1
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "input_features": torch.randn(2, 8, 32),
+        "feature_attention_mask": heard,
+    }
+    options = {**GREEDY, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(**inputs, **options)
+    for method in ("ngram", "token_recycling"):
+        assert torch.equal(model.generate(**inputs, **options, speculative_config=METHODS[method]), expected), method
+    inputs["input_features"] = inputs["input_features"].flip(-1)
+    assert not torch.equal(model.generate(**inputs, **options), expected)
 
 
 @pytest.fixture(scope="module")

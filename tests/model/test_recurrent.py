@@ -259,6 +259,33 @@ def test_parallel_drafts(name, states, models):
     assert_clean(model)
 
 
+def test_gathered_keys_have_windows_beside_states(monkeypatch):
+    monkeypatch.setattr(packed_model.architectures, "reads_pages", lambda model: False)
+    model, inputs = make("LaraMini"), batch((30, 17))
+    expected = plain(model, inputs)
+    assert torch.equal(plain(model, inputs, speculative_config=METHODS["token_recycling"]), expected)
+    model.config.sliding_window = 60
+    assert not torch.equal(plain(model, inputs), expected)
+
+
+def test_models_without_keys(models, caplog):
+    """Nothing about gathered keys is logged; the engine serves them; caches with states and embeddings are refused."""
+    model, _ = models("Mamba-2")
+    inputs, ngram = {"input_ids": torch.arange(5, 35).view(2, 15)}, METHODS["ngram"]
+    out = plain(model, inputs, 8, speculative_config=ngram, return_dict_in_generate=True)
+    expected = plain(model, inputs, 8)
+    assert torch.equal(out.sequences, expected) and "gathered keys" not in caplog.text
+    with pytest.raises(ValueError, match="pass the whole text without"):
+        plain(model, {"input_ids": out.sequences}, 8, speculative_config=ngram, **{CACHE: out.past_key_values})
+    with pytest.raises(UnsupportedModel, match="pass input_ids"):
+        embeds = 2 * model.get_input_embeddings()(inputs["input_ids"])
+        plain(model, {"inputs_embeds": embeds}, 8, speculative_config=ngram)
+    llm = LLM(model, speculative_config={"method": "token_recycling"}, max_model_len=64, max_num_seqs=3)
+    outputs = llm.generate(inputs["input_ids"].tolist(), SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+    assert [list(each.outputs[0].token_ids) for each in outputs] == expected[:, 15:].tolist()
+    llm.close()
+
+
 # ---- sampling, bfloat16 -----------------------------------------------------------------------------------------------------
 
 
@@ -367,8 +394,16 @@ def test_the_returned_cache_continues(name, end, models):
     }
     again = plain(model, longer, 8, **{CACHE: copy.deepcopy(expected.past_key_values)})
     assert torch.equal(plain(model, longer, 8, **{CACHE: copy.deepcopy(out.past_key_values)}), again)
-    if name in ("Nemotron-H", "Zamba2"):
-        with pytest.raises(ValueError, match="pass the whole text"):
+    if name in (
+        "Nemotron-H",
+        "Zamba2",
+        "LaraMini",
+        "LFM3",
+        "Mamba",
+        "Mamba-2",
+        "FalconMamba",
+    ):  # two rules, windows, no keys
+        with pytest.raises(ValueError, match=r"[Pp]ass the whole text"):
             speculative(model, drafter, longer, CHAIN, 8, **{CACHE: out.past_key_values})
     else:
         for config in ({**CHAIN, **REPLAYED}, CHAIN):
@@ -545,8 +580,7 @@ def test_the_key_for_states_needs_states(model):
 
 
 UNKNOWN = {
-    "mamba": {"state_size": 4}, "falcon_mamba": {"state_size": 4}, "recurrent_gemma": {"lru_width": 48, "attention_window_size": 16},
-    "mamba2": {"head_dim": 12, "num_heads": 8, "n_groups": 1, "state_size": 8},
+    "recurrent_gemma": {"lru_width": 48, "attention_window_size": 16},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 5, "n_mamba_heads": 2,
               "mamba_d_state": 4},
     "minimax": {"layer_types": ["full_attention", "linear_attention", "full_attention"], "num_local_experts": 2},

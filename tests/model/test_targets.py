@@ -30,8 +30,8 @@ from hf_specdec.model.prepare import prepare
 NEW_TOKENS = 32
 CHAIN, TREE = {"method": "draft_model"}, {"method": "draft_model", "branching_factors": [3, 2, 1]}
 NGRAM, EARLY_EXIT = {"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "early_exit": 1}
-GATHERED = {"Falcon", "Falcon ALiBi", "MPT", "BLOOM", "StableLM", "DeepSeek-V3", "Llama4"}
-SLIDING = {"Mistral", "Gemma2", "Gemma3 text", "Cohere2", "StarCoder2", "gpt-oss"}
+GATHERED = {"Falcon", "Falcon ALiBi", "MPT", "BLOOM", "StableLM", "DeepSeek-V3", "Llama4", "GPT-Neo", "XGLM"}
+SLIDING = {"Mistral", "Gemma2", "Gemma3 text", "Cohere2", "StarCoder2", "gpt-oss", "GPT-Neo"}
 
 near_ties: list[str] = []
 
@@ -179,7 +179,7 @@ def test_own_first_layer_drafts(family_models, plain_once, family):
 @pytest.mark.parametrize("family", sorted(SLIDING))
 def test_windows_matter(plain_once, family):
     """The windows of these models are short enough to change their text: equality above says something about them."""
-    wide = make(family, sliding_window=4 * WINDOW + 60)
+    wide = make(family, **{"window_size" if family == "GPT-Neo" else "sliding_window": 4 * WINDOW + 60})
     assert not torch.equal(plain_once(family, 1).sequences, plain(wide, prompts(1)).sequences)
 
 
@@ -255,8 +255,8 @@ def test_layers_that_run_several_times(caplog):
 # ---- refused --------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "mamba2": ({"head_dim": 12, "num_heads": 8, "n_groups": 1, "state_size": 8, "expand": 2}, "linear_attention|recurrent"),
-    "xglm": ({"d_model": 48, "attention_heads": 4, "num_layers": 3, "ffn_dim": 64}, "memory order"),
+    "recurrent_gemma": ({"lru_width": 48, "attention_window_size": 16}, "linear_attention|recurrent"),
+    "doge": ({}, "memory order"),
 }  # fmt: skip
 
 
@@ -342,8 +342,8 @@ def test_falcon_has_its_own_biases():
 def test_recurrent_drafter_is_refused(family_models):
     """The same holds for what drafts."""
     llama, _ = family_models("Llama")
-    drafter = build("mamba2", **REFUSED["mamba2"][0])
-    with pytest.raises(UnsupportedModel, match="Mamba2ForCausalLM has"):
+    drafter = build("recurrent_gemma", **REFUSED["recurrent_gemma"][0])
+    with pytest.raises(UnsupportedModel, match="RecurrentGemmaForCausalLM has"):
         speculative(llama, prompts(1), CHAIN, assistant_model=drafter)
 
 

@@ -74,6 +74,7 @@ def replaced(model: Any, family: Family, batch: PackedBatch) -> Iterator[None]:
     """Inside the context, the decoder's positions and masks are those of the batch, for this thread."""
     layers, embed = decoder_layers(model, family), getattr(model.get_decoder(), "embed_positions", None)
     with contextlib.ExitStack() as stack:
+        stack.callback(attend_next_to, None)  # an error may come between a layer's keys and its attention
 
         def replace(module: Any, name: str, ours: Callable) -> None:
             own, original = vars(module).get(name), getattr(module, name)

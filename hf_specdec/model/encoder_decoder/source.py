@@ -39,7 +39,7 @@ class Source:
         """The same input, read by another model's encoder, if it has one.
 
         Raises:
-            UnsupportedModel: that encoder takes other arguments, or the caller passed the encoder's output.
+            UnsupportedModel: that encoder takes other arguments, cannot read these, or the caller passed the encoder's output.
         """
         if not is_encoder_decoder(model):
             return self
@@ -50,8 +50,14 @@ class Source:
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot draft: its encoder needs {encoder.main_input_name}, which generate() was not given."
             )
-        with own_attention():
-            return Source(encoder(**given, return_dict=True), given, self.ids, self.num_rows)
+        given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
+        try:
+            with own_attention():
+                return Source(encoder(**given, return_dict=True), given, self.ids, self.num_rows)
+        except (RuntimeError, IndexError) as error:  # features of another size, or a longer text than its positions
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot draft: its encoder cannot read the target's input ({error})."
+            ) from error
 
 
 def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str, Any]) -> list[Source]:
@@ -66,7 +72,8 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
     batched = {name: each for name, each in prepared.items() if torch.is_tensor(each) and each.shape[:1] == (num_rows,)}
     given = {name: each for name, each in batched.items() if not name.startswith("decoder_")}
     inputs = inputs.repeat_interleave(num_rows // inputs.shape[0], dim=0)
-    are_ids = not inputs.is_floating_point() and bool((inputs >= 0).all())
+    whole = inputs.shape[1] == outputs[0].shape[1]  # else ids that generate() made up beside the encoder's output
+    are_ids = whole and not inputs.is_floating_point() and bool((inputs >= 0).all())
     is_text = are_ids and getattr(model.config, "share_encoder_decoder_embeddings", True)
     if are_ids or (inputs.is_floating_point() and "inputs_embeds" not in given):
         given[model.main_input_name] = inputs
@@ -135,5 +142,9 @@ def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
     if masks[0] is not None:  # [1, S], or [1, 1, 1, S] of truth values or of numbers that are added to scores
         own = masks[0].reshape(-1)
         seen = own == 0 if own.is_floating_point() else own != 0
+        if not seen.any():
+            raise ValueError(
+                "attention_mask hides all of a row's input from the decoder: leave at least one position unmasked."
+            )
     layers: Any = cache.cross_attention_cache.layers
     return [tuple(states[0, :, seen].transpose(0, 1) for states in (layer.keys, layer.values)) for layer in layers]

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from ...cache.state_pool import KeptStates
 from ...core.errors import UnsupportedModel
+from ...core.names import CACHE
 from .rules import GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Rule
 
 CONVOLUTION = "causal_conv1d_fn"  # each module's short convolution: channels [B, C, L] → [B, C, L]
@@ -40,14 +41,20 @@ FAMILIES = {
     "qwen3_5_moe_text": RecurrentFamily("Qwen3_5MoeGatedDeltaNet", GATED_DELTA),
     "olmo_hybrid": RecurrentFamily("OlmoHybridGatedDeltaNet", GATED_DELTA),
     "kimi_linear": RecurrentFamily("KimiLinearDeltaAttention", KIMI_DELTA),
+    "lara_mini": RecurrentFamily("LaraMiniGatedDeltaNet", GATED_DELTA),
+    "bailing_hybrid": RecurrentFamily("BailingHybridDeltaAttention", KIMI_DELTA),
     "granitemoehybrid": RecurrentFamily("GraniteMoeHybridMambaLayer", MAMBA2),
     "bamba": RecurrentFamily("BambaMixer", MAMBA2),
     "falcon_h1": RecurrentFamily("FalconH1Mixer", MAMBA2),
     "nemotron_h": RecurrentFamily("NemotronHMamba2Mixer", MAMBA2, two_rules=True),
     "zamba2": RecurrentFamily("Zamba2MambaMixer", MAMBA2, two_rules=True),
     "jamba": RecurrentFamily("JambaMambaMixer", MAMBA1),
+    "mamba2": RecurrentFamily("Mamba2Mixer", MAMBA2),
+    "mamba": RecurrentFamily("MambaMixer", MAMBA1),
+    "falcon_mamba": RecurrentFamily("FalconMambaMixer", MAMBA1),
     "lfm2": RecurrentFamily("Lfm2ShortConv", None),
     "lfm2_moe": RecurrentFamily("Lfm2MoeShortConv", None),
+    "lfm3": RecurrentFamily("Lfm3ShortConv", None),
 }
 _KEYLESS = {"linear_attention", "conv", "mamba", "mlp", "moe"}  # layer types without keys and values
 
@@ -88,6 +95,26 @@ def layers_without_keys(config: PretrainedConfig) -> frozenset[int]:
     if family_of(config) is None:
         return frozenset()
     return frozenset(index for index, kind in enumerate(config.layer_types) if kind in _KEYLESS)
+
+
+def attends(config: PretrainedConfig) -> bool:
+    """True if a layer has keys and values."""
+    return len(layers_without_keys(config)) < config.num_hidden_layers
+
+
+def num_cached(cache: Cache) -> int:
+    """Tokens in transformers' cache. Where no layer has keys, nothing counts them: 0.
+
+    Raises:
+        ValueError: such a cache has states.
+    """
+    if not cache.layers or any(hasattr(layer, "get_seq_length") for layer in cache.layers):
+        return int(cache.get_seq_length())
+    if stateful_layers(cache):
+        raise ValueError(
+            f"{CACHE} has recurrent states and no keys, so its tokens are not counted: pass the whole text without it."
+        )
+    return 0
 
 
 def stateful_layers(cache: Cache) -> list[tuple[int, Any]]:
