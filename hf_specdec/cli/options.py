@@ -160,6 +160,8 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
+    from ..model.encoder_decoder import check_decoder_only
+
     folder = hf_specdec.resolve_model(args.model)
     if folder.startswith(("/", ".", "~")) and not Path(folder).is_dir():
         beside = [path.name for path in Path(folder).parent.glob("*") if path.is_dir()]
@@ -170,6 +172,7 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
         transformers_logging.disable_progress_bar()
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     options = {"trust_remote_code": args.trust_remote_code}
+    check_decoder_only(folder, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **options)
     size = getattr(args, "tensor_parallel_size", 1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **sharding(size), **options)

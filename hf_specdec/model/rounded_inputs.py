@@ -13,6 +13,8 @@ from .architectures import all_modules
 # Relative errors of products of random rows. Measured on CPUs: a layer that rounds with other rows (bitsandbytes int8) differs by 8e-3; one
 # that rounds by itself is nonlinear by 3e-3 (bf16) to 4e-2 (fp8); weight-only formats by 4e-7 in float32 and 4e-3 in bfloat16.
 _WITH_OTHERS, _NONLINEAR = 5e-3, 1e-3
+# Layers of these round nothing, or are no products.
+_PLAIN = ("torch.nn.", "torch.distributed.", "transformers.models.", "peft.")
 
 
 def rounding_layers(model: PreTrainedModel, device: torch.device) -> tuple[list[str], list[str]]:
@@ -22,15 +24,10 @@ def rounding_layers(model: PreTrainedModel, device: torch.device) -> tuple[list[
     """
     kinds, is_quantized = {}, getattr(model, "hf_quantizer", None) is not None
     for module in all_modules(model):
-        weight, owner = getattr(module, "weight", None), _replaced_by(module)
-        kind = type(weight) if type(module) is nn.Linear else type(module)
-        library = owner or kind.__module__.split(".")[0]
-        of_another = isinstance(weight, torch.Tensor) and type(weight) not in (torch.Tensor, nn.Parameter)
-        suspect = is_quantized or of_another or kind.__module__.startswith("torch.ao.")
-        usual = type(module) is nn.Linear or kind.__module__.startswith("transformers.models.")  # routers, too
-        plain = usual and not of_another and owner in (None, "accelerate")
-        if suspect and not plain and library != "peft" and isinstance(getattr(module, "in_features", None), int):
-            kinds.setdefault(f"{type(module).__name__} ({library})", module)
+        origin = _origin(module)
+        suspect = is_quantized or origin.startswith("torch.ao.") or _is_of_own_class(getattr(module, "weight", None))
+        if suspect and not origin.startswith(_PLAIN) and isinstance(getattr(module, "in_features", None), int):
+            kinds.setdefault(f"{type(module).__name__} ({origin.split('.')[0]})", module)
     others, alone = [], []
     for name, layer in kinds.items():
         rows = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
@@ -45,12 +42,18 @@ def rounding_layers(model: PreTrainedModel, device: torch.device) -> tuple[list[
     return others, alone
 
 
-def _replaced_by(module: nn.Module) -> str | None:
-    """The library that has replaced a module's forward; None: it is its class's."""
+def _origin(module: nn.Module) -> str:
+    """The Python module of what computes a layer's output: a forward in place of its own, its weight's class, or its class."""
     forward: Any = vars(module).get("forward")
     function = getattr(forward, "func", forward)
-    name = getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__")
-    return name if name is None else name.split(".")[0]
+    replaced = getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__")
+    weight = getattr(module, "weight", None)
+    made = type(weight) if type(module) is nn.Linear and _is_of_own_class(weight) else type(module)
+    return f"{made.__module__ if replaced is None or replaced.startswith('accelerate.') else replaced}."
+
+
+def _is_of_own_class(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and type(weight) not in (torch.Tensor, nn.Parameter)
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:

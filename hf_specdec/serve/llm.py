@@ -27,6 +27,7 @@ from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
 from ..decoding.decoder import SpeculativeDecoder
 from ..integration import make_decoder, model_lock
+from ..model.encoder_decoder import check_decoder_only
 from ..model.options.fingerprints import fingerprints
 from ..model.structure import structure_of
 from .engine.engine import Engine
@@ -354,6 +355,7 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
 
             experts = size if given["enable_expert_parallel"] else 1
             sharding = {"distributed_config": DistributedConfig(tp_size=size, ep_size=experts)}
+        check_decoder_only(name, **origin)
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
         on_one = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         model = loaded.to(on_one) if size == 1 else loaded

@@ -175,7 +175,7 @@ class DFlashTrainer(HeadTrainer):
             right = logits[counts].argmax(-1) == labels
             if (
                 self.head.candidate_selector is not None
-            ):  # other tokens than its candidates: so that every loss is finite
+            ):  # it gives other tokens minus infinity; a loss of these must be finite
                 logits = torch.where(logits.isneginf(), base, logits)
             logits = logits[counts]
             losses = added = token_loss(loss, logits, labels, teacher)

@@ -159,6 +159,19 @@ def gemma_layers(**changes):
     return config, Rotary
 
 
+def of_deepspec(package, name, family, folder, monkeypatch, own):
+    """A random head of DeepSpec, saved."""
+    modeling = importlib.import_module(f"deepspec.modeling.{package}.{family}.modeling")
+    if family == "gemma4":
+        config, rotary = gemma_layers(**own)
+        monkeypatch.setattr(modeling, "Gemma4TextRotaryEmbedding", rotary)
+    else:
+        config = layers_config(**own)
+    author = randomized(getattr(modeling, family.title() + name)(config))
+    author.save_pretrained(folder)
+    return author
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma4"])
 @pytest.mark.parametrize("kind", [None, "vanilla", "gated", "rnn"])
 def test_dspark_of_deepspec(tmp_path, monkeypatch, kind, family):
@@ -172,14 +185,7 @@ def test_dspark_of_deepspec(tmp_path, monkeypatch, kind, family):
         "block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [-1, 1], "num_anchors": 4, "num_target_layers": 3,
         "enable_confidence_head": kind is not None,
     }  # fmt: skip
-    modeling = importlib.import_module(f"deepspec.modeling.dspark.{family}.modeling")
-    if family == "gemma4":
-        config, rotary = gemma_layers(**own)
-        monkeypatch.setattr(modeling, "Gemma4TextRotaryEmbedding", rotary)
-    else:
-        config = layers_config(**own)
-    author = randomized(getattr(modeling, f"{family.title()}DSparkModel")(config))
-    author.save_pretrained(tmp_path)
+    author = of_deepspec("dspark", "DSparkModel", family, tmp_path, monkeypatch, own)
 
     def expected(text, path, states):
         hidden = author._forward_backbone(
@@ -241,7 +247,7 @@ def test_dflash_of_speculators(tmp_path, name):
     first = 0 if own.get("sample_from_anchor") else 1
 
     def expected(text, path, states):
-        # The library drafts behind an anchor within a text; what follows the anchor, no slot may see.
+        # The library drafts after an anchor within a text. No slot may see what follows the anchor.
         ids = torch.tensor([[*text] + [MASK] * (2 * BLOCK)])
         noise = torch.randn(1, ids.shape[1] - len(text) + 1, 64, generator=torch.Generator().manual_seed(1))
         anchors = torch.zeros_like(ids)
@@ -270,7 +276,7 @@ def test_dflash_of_speculators(tmp_path, name):
 
 
 def grown(path, features, tokens, run, read):
-    """Logits behind a path: the head reads (feature, next token) rows, then (its own state, drafted token) rows, one at a time."""
+    """Logits after a path: the head reads (feature, next token) rows, then (its own state, drafted token) rows, one at a time."""
     rows = run(features, torch.tensor([tokens]))
     for token in path:
         features = torch.cat([features, rows[:, -1:]], dim=1)
@@ -346,14 +352,7 @@ def test_eagle3_of_deepspec(tmp_path, monkeypatch, family):
         "num_hidden_layers": 1, "layer_types": ["full_attention"], "target_layer_ids": [0, 1, 2, 4, 5], "ttt_length": 5,
         "step_loss_decay": 0.8, "draft_num_hidden_layers": 1, "num_target_layers": 7,
     }  # fmt: skip
-    modeling = importlib.import_module(f"deepspec.modeling.eagle3.{family}.modeling")
-    if family == "gemma4":
-        config, rotary = gemma_layers(**own)
-        monkeypatch.setattr(modeling, "Gemma4TextRotaryEmbedding", rotary)
-    else:
-        config = layers_config(**own)
-    author = randomized(getattr(modeling, f"{family.title()}Eagle3Model")(config))
-    author.save_pretrained(tmp_path)
+    author = of_deepspec("eagle3", "Eagle3Model", family, tmp_path, monkeypatch, own)
 
     def expected(text, path, states):
         cache, ids, features, start = DynamicCache(), torch.tensor([text[1:]]), taps(states, (1, 2, 3, 5, 6)), 0

@@ -247,6 +247,9 @@ BAD = {
     "a table without its head": (
         lambda t: t.update({"d2t": D2T, L + "shared_head.head.weight": torch.zeros(9, 48)}), {}, r"d2t has shape \[30\] .* of 9 tokens",
     ),
+    "a head of no module": (
+        lambda t: t.update({"d2t": D2T, "lm_head.weight": torch.zeros(30, 48)}), {}, r"lm_head\.weight has the 30 tokens .* no MTP module",
+    ),
     "a head without its table": (
         lambda t: t.update({L + "shared_head.head.weight": torch.zeros(9, 48)}), {}, r"has 9 tokens; the target has 128, and there is no",
     ),

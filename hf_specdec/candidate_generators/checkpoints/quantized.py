@@ -160,10 +160,8 @@ def _form(checkpoint: Stored, config: dict[str, Any], module: str) -> dict[str, 
 
 def _awq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
     """AWQ of version "gemm": 4 bits, packed along the outputs in an order of its own."""
-    form, modules = (
-        (config.get("bits", 4), str(config.get("version", "gemm")).lower()),
-        _modules(checkpoint, ".qweight"),
-    )
+    form = config.get("bits", 4), str(config.get("version", "gemm")).lower()
+    modules = _modules(checkpoint, ".qweight")
     if modules and form != (4, "gemm"):
         raise checkpoint.error(f"is quantized by AWQ with bits, version = {form}; only {(4, 'gemm')} is supported.")
     for module in modules:

@@ -95,6 +95,8 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
         raise checkpoint.error(f"holds MTP tensors in no known layout ({some}, ..). Tried: {tried}.")
     plan = _planned(checkpoint, layout, num_layers)
     ids, shapes = _own_tables(plan, target)
+    if ids is not None and not any(name.endswith(".lm_head.weight") for name in shapes):
+        _check_other_head(source, len(ids), target)
     numbers = (int(name.partition(".")[0]) for name in plan.sources if name[0].isdigit())
     count = counted(checkpoint, numbers, "MTP module")
     stated = source.config.get("num_nextn_predict_layers", count)
@@ -125,6 +127,16 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
         PackedHead(module, module.config, count, family.gather, prepack_weights, device, dtype) for module in modules
     ]
     return LoadedMtp(layout, modules, heads, ids, proposed_length(source))
+
+
+def _check_other_head(source: Checkpoint, size: int, target: PackedModel) -> None:
+    """Raise CheckpointError if the file has a head of the draft vocabulary that belongs to no module: the target's rows would be used."""
+    whole = Checkpoint(source.folder, source.name)
+    if "lm_head.weight" in whole and whole.shape("lm_head.weight")[0] == size < target.vocab_size:
+        raise source.error(
+            f"lm_head.weight has the {size} tokens of the draft vocabulary (d2t), and belongs to no MTP module: store it under the name "
+            "that the module's head has."
+        )
 
 
 def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:

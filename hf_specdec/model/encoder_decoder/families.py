@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...core.errors import UnsupportedModel
 
@@ -47,6 +47,13 @@ _DECODERS = {"WhisperForCausalLM": Family("argument", prefix="")}
 def is_encoder_decoder(model: PreTrainedModel) -> bool:
     """True if an encoder reads the caller's input, and a decoder writes the text."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def check_decoder_only(folder: str, **origin: Any) -> None:
+    """Raise UnsupportedModel for the folder or Hub id of an encoder-decoder model, of which transformers would load the decoder alone.
+    `origin`: further arguments of `from_pretrained`."""
+    if getattr(AutoConfig.from_pretrained(folder, **origin), "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{folder} is an encoder-decoder model: it works in model.generate() only, not here.")
 
 
 def family_of(model: PreTrainedModel) -> Family | None:
