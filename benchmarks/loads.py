@@ -11,10 +11,13 @@ SIZES = {  # of the bundled model inflated: hidden size, layers, heads, KV heads
     "50m": dict(hidden_size=512, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=4, intermediate_size=1536),
     "100m": dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=24, num_key_value_heads=6, intermediate_size=2304),
     "300m": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=8, intermediate_size=2816),
+    # Llama-3.1-8B's, for a GPU
+    "8b": dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+               head_dim=128, vocab_size=128256),
 }  # fmt: skip
 
 
-def larger(size: str, dtype: str = "float32") -> tuple[Any, Any]:
+def larger(size: str, dtype: str = "float32", device: str = "cpu") -> tuple[Any, Any]:
     """(the bundled model at the cost of `size`, its tokenizer). Texts and acceptance are the bundled model's."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,7 +26,7 @@ def larger(size: str, dtype: str = "float32") -> tuple[Any, Any]:
     from hf_specdec.inflation import inflate
 
     folder = hf_specdec.bundled("tiny")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     own = SIZES[size]
     if own is not None:
         model = inflate(model, **own).eval()

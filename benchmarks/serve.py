@@ -3,11 +3,13 @@
     scripts/peers_venv.sh ~/peers vllm
     python benchmarks/serve.py --vllm-python ~/peers/vllm/bin/python --json benchmarks/results/serve-cpu-bf16-85M.json
     python benchmarks/serve.py --servers plain n-gram transformers --clients 1 8 --rounds 1
+    python benchmarks/serve.py --device cuda --size 8b --servers plain n-gram EAGLE-3 transformers --clients 1 16 64 256
 
 One model for all: the bundled one at the cost of a larger one (loads.py), bfloat16, one thread, greedy, answers of equal length.
 Prompts have a shared beginning: GSM8K-like questions for 1 to 64 clients that ask one request after the other, code edits for 8
 clients, and questions that arrive at random times (Poisson). Servers take turns within each round, and those whose turn it is not are
-stopped. Every request's text is its own but for the beginning, so that prefix caches help with that and nothing else.
+stopped; on a GPU, whose memory they would share, one runs after the other. Every request's text is its own but for the beginning, so
+that prefix caches help with that and nothing else.
 
 Per server and load: output tokens per second of wall time and per second of the server's CPU time (all its processes), the median time
 to the first token (TTFT), the median time per further token (TPOT), and goodput: requests per second with TTFT and TPOT within limits.
@@ -43,6 +45,11 @@ OURS = {
     "plain": None,
     "n-gram": {**NGRAM, "num_speculative_tokens": "auto"},
     "draft model": {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": "auto"},
+    "EAGLE-3": {
+        "method": "eagle3",
+        "model": "eagle3",
+        "num_speculative_tokens": "auto",
+    },  # the head in the model's folder
 }
 SERVERS = [*OURS, "transformers", "vLLM", "vLLM n-gram"]
 BEGINNING = (
@@ -55,7 +62,10 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="100m", help="see loads.py (default: %(default)s, of 85 M parameters)")
-    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--servers", nargs="+", choices=SERVERS, default=[each for each in SERVERS if each != "EAGLE-3"]
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
@@ -139,9 +149,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def make_server(name: str, model: str, vllm_python: str | None) -> Server:
+def make_server(name: str, model: str, options: argparse.Namespace) -> Server:
     """Start a server of the list."""
-    port = free_port()
+    port, vllm_python, most = free_port(), options.vllm_python, str(max(64, *options.clients))
     if name in OURS:
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from hf_specdec.cli import main; sys.exit(main())"
         command = [
@@ -155,9 +165,13 @@ def make_server(name: str, model: str, vllm_python: str | None) -> Server:
             "--max-model-len",
             "512",
             "--max-num-seqs",
-            "64",
+            most,
+            "--device",
+            options.device,
         ]
-        config = OURS[name]
+        config: dict[str, Any] | None = OURS[name]
+        if name == "EAGLE-3":
+            config = {**OURS[name], "model": str(Path(model, "eagle3"))}
         return Server(name, command if config is None else [*command, "--speculative-config", json.dumps(config)], port)
     if name == "transformers":
         command = [
@@ -170,7 +184,9 @@ def make_server(name: str, model: str, vllm_python: str | None) -> Server:
         ]
         # 512 pages of 64 tokens hold what 64 texts of this benchmark take; on a CPU it finds no bound of its own.
         pages = ["--cb-block-size", "64", "--cb-num-blocks", "512", "--cb-max-batch-tokens", "2048"]
-        return Server(name, [*command, *pages, "--device", "cpu", "--dtype", "bfloat16", "--log-level", "error"], port)
+        pages = pages if options.device == "cpu" else []
+        command += [*pages, "--device", options.device, "--dtype", "bfloat16", "--log-level", "error"]
+        return Server(name, command, port)
     assert vllm_python is not None
     command = [
         vllm_python,
@@ -183,7 +199,7 @@ def make_server(name: str, model: str, vllm_python: str | None) -> Server:
         "--dtype",
         "bfloat16",
     ]
-    command += ["--max-model-len", "512", "--max-num-seqs", "64", "--disable-log-stats"]
+    command += ["--max-model-len", "512", "--max-num-seqs", most, "--disable-log-stats"]
     if name == "vLLM n-gram":
         command += ["--speculative-config", json.dumps(NGRAM)]
     environment = {
@@ -254,15 +270,27 @@ def measure(server: Server, model: str, load: dict[str, Any], options: argparse.
     }  # fmt: skip
 
 
-def save_model(size: str, folder: str) -> int:
-    """Write the model for all servers; its number of parameters. No token ends a text."""
+def save_model(options: argparse.Namespace, folder: str) -> int:
+    """Write the model for all servers, and its head; the model's number of parameters. No token ends a text."""
+    import torch
     from loads import larger
+    from transformers import AutoConfig
 
-    model, tokenizer = larger(size, "bfloat16")
+    import hf_specdec
+    from hf_specdec.inflation import inflate_eagle3
+
+    model, tokenizer = larger(options.size, "bfloat16", options.device)
     model.generation_config.eos_token_id = -1
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+    if "EAGLE-3" in options.servers:
+        source, head = AutoConfig.from_pretrained(hf_specdec.bundled("tiny")), hf_specdec.bundled("tiny-eagle3")
+        inflate_eagle3(head, source, model.config, Path(folder, "eagle3"), torch.bfloat16, model.device)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if options.device == "cuda":
+        del model
+        torch.cuda.empty_cache()
+    return count
 
 
 def show(load: str, results: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -290,33 +318,43 @@ def main() -> None:
     results: dict[str, dict[str, list[dict[str, float]]]] = {}
     servers: list[Server] = []
     with tempfile.TemporaryDirectory() as folder:
-        parameters = save_model(options.size, folder)
+        parameters = save_model(options, folder)
+
+        def start(name: str) -> Server:
+            servers.append(make_server(name, folder, options))
+            servers[-1].wait()
+            count = min(32, *options.clients) if options.device == "cuda" else 2  # a GPU's kernels are compiled
+            warm = {"clients": max(count, 2), "texts": [f"{BEGINNING}{i}, two, three." for i in range(max(count, 2))]}
+            measure(servers[-1], folder, warm, options)
+            print(f"{name} is up", flush=True)
+            return servers[-1]
+
+        def run(server: Server, round_: int, load: str, what: dict[str, Any]) -> None:
+            found = measure(server, folder, what, options)
+            results.setdefault(load, {}).setdefault(server.name, []).append(found)
+            print(round_, load, server.name, {key: round(value, 2) for key, value in found.items()}, flush=True)
+
         try:
-            for name in names:
-                servers.append(make_server(name, folder, options.vllm_python))
-                servers[-1].wait()
-                warm = {"clients": 2, "texts": [BEGINNING + "One.", BEGINNING + "Two, two, two."]}
-                measure(servers[-1], folder, warm, options)
-                servers[-1].send(signal.SIGSTOP)
-                print(f"{name} is up", flush=True)
-            for round_ in range(options.rounds):
-                for load, what in loads(options, round_).items():
-                    for server in servers[round_ % len(servers) :] + servers[: round_ % len(servers)]:
-                        server.send(signal.SIGCONT)
-                        found = measure(server, folder, what, options)
-                        server.send(signal.SIGSTOP)
-                        results.setdefault(load, {}).setdefault(server.name, []).append(found)
-                        print(
-                            round_,
-                            load,
-                            server.name,
-                            {key: round(value, 2) for key, value in found.items()},
-                            flush=True,
-                        )
+            if options.device == "cuda":
+                for name in names:
+                    server = start(name)
+                    for round_ in range(options.rounds):
+                        for load, what in loads(options, round_).items():
+                            run(server, round_, load, what)
+                    server.stop()
+            else:
+                for name in names:
+                    start(name).send(signal.SIGSTOP)
+                for round_ in range(options.rounds):
+                    for load, what in loads(options, round_).items():
+                        for server in servers[round_ % len(servers) :] + servers[: round_ % len(servers)]:
+                            server.send(signal.SIGCONT)
+                            run(server, round_, load, what)
+                            server.send(signal.SIGSTOP)
         finally:
             for server in servers:
                 server.stop()
-    report = {load: show(load, {name: own[name] for name in names}) for load, own in results.items()}
+    report = {load: show(load, {name: own[name] for name in names if name in own}) for load, own in results.items()}
     if options.json:
         settings = {
             "parameters": parameters,

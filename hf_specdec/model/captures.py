@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -16,15 +17,12 @@ from .structure import state_of
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2**31  # limit for the outputs of one model's graphs: float32 logits of every token of each bucket
-
 
 class Captures:
     """Captured functions by bucket.
 
     All are dropped when the pools that they read are replaced, or when the modules have changed (see `state_of`), which takes longer to
-    find out than a small step: modules are compared once in each context in which models run. The least recently used are dropped
-    while all outputs together exceed MOST_BYTES.
+    find out than a small step: modules are compared once in each context in which models run.
 
     Args:
         name: of the model or function, for log messages.
@@ -77,18 +75,12 @@ class Captures:
                 self.clear()
                 logger.warning("%s runs without CUDA graphs: %s", self.name, error)
                 return None
-            sizes = {key: num_bytes(outputs) for key, (_, outputs, _) in self._found.items()}
-            while sum(sizes.values()) > MOST_BYTES and len(sizes) > 1:
-                if torch.cuda.is_available():  # the graph to delete may still be running
-                    torch.cuda.synchronize()
-                oldest = next(iter(sizes))
-                del self._found[oldest], sizes[oldest]
-        self._found[key] = self._found.pop(key)  # most recently used last
         return self._found[key]
 
 
 class CudaGraphCapture:
-    """Captures functions as CUDA graphs that share one memory pool: a graph's outputs must be read before another graph runs."""
+    """Captures functions as CUDA graphs that share one memory pool, so that all together need little more than the largest: a graph's
+    outputs must be read before another graph runs."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -114,17 +106,40 @@ class CudaGraphCapture:
                 output = function()
         finally:
             torch.cuda.set_stream(current_stream)  # a failed capture leaves its own stream set
-        return output, graph.replay
+        return _borrowed(output, (graph, function)), graph.replay
 
 
-def num_bytes(outputs: Any) -> int:
-    """Bytes of all tensors in a function's output: a tensor, a sequence or dict of outputs, or an object with such fields."""
+class _Memory:
+    """A tensor's memory for `torch.as_tensor`: not held, but kept for as long as the owner is, which the tensor made of it keeps."""
+
+    def __init__(self, tensor: torch.Tensor, owner: Any):
+        storage = tensor.untyped_storage()
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _borrowed(outputs: Any, owner: Any) -> Any:
+    """A function's outputs with tensors that leave their memory to the pool, for the graphs captured next."""
     if torch.is_tensor(outputs):
-        return outputs.nbytes
-    if isinstance(outputs, (list, tuple)):
-        return sum(map(num_bytes, outputs))
-    fields = outputs if isinstance(outputs, dict) else getattr(outputs, "__dict__", {})
-    return sum(map(num_bytes, fields.values()))
+        if not outputs.is_cuda or not outputs.numel():
+            return outputs
+        whole = torch.as_tensor(_Memory(outputs, owner), device=outputs.device).view(outputs.dtype)
+        return whole.as_strided(outputs.shape, outputs.stride(), outputs.storage_offset())
+    if isinstance(outputs, dict):
+        return {name: _borrowed(each, owner) for name, each in outputs.items()}
+    if isinstance(outputs, tuple):
+        return tuple(_borrowed(each, owner) for each in outputs)
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        return dataclasses.replace(
+            outputs,
+            **{field.name: _borrowed(getattr(outputs, field.name), owner) for field in dataclasses.fields(outputs)},
+        )
+    return outputs
 
 
 # ---- which models and heads run as CUDA graphs ----

@@ -123,17 +123,19 @@ def stands_for_a_kernel(function):
 
 
 class CaptureInPython:
-    """Replaying runs the same once more and writes into the first run's outputs, as a graph does.
+    """Replaying runs the same once more and writes into the first run's outputs, as a graph does, and over those of all other graphs,
+    which share their memory.
 
     Attributes:
         count: functions captured.
     """
 
     def __init__(self):
-        self.count = 0
+        self.count, self.outputs = 0, []
 
     def forget(self):
-        """There is nothing to give back."""
+        """A new memory pool."""
+        self.outputs = []
 
     def __call__(self, function):
         self.count += 1
@@ -142,14 +144,22 @@ class CaptureInPython:
             out = function()
 
         def replay():
+            for other in self.outputs:
+                overwrite(other if other is not out else ())
             with as_if_captured():
                 again = function()
             for kept, new in zip(tensors_of(out), tensors_of(again), strict=True):
                 kept.copy_(new)
 
-        for tensor in tensors_of(out):
-            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)  # capturing computes nothing
+        self.outputs.append(out)
+        overwrite(out)  # capturing computes nothing
         return out, replay
+
+
+def overwrite(output):
+    """What nobody may read."""
+    for tensor in tensors_of(output):
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
 
 def tensors_of(output):

@@ -57,6 +57,7 @@ def compared(monkeypatch):
 
     def both(self, growth, roots):
         drafter, before = self.drafter, None
+        roots = tuple(root.clone() for root in roots)  # the growing path's forwards may overwrite what a graph returned
         cache = getattr(drafter, "cache", None)
         pools = (
             []

@@ -94,34 +94,28 @@ def test_asking_for_graphs_without_a_gpu_is_one_clear_error(tiny_model):
         tiny_model.generate(ids, max_new_tokens=2, speculative_config={"method": "ngram", "cuda_graphs": True})
 
 
-class Once:
-    """Runs a function when it is captured."""
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_share_the_memory_of_their_outputs():
+    """Many graphs need the memory of one, and an output stays readable for as long as it is held."""
+    found, weight = Captures("a model", list), torch.ones(1024, 1024, device="cuda")
 
-    def forget(self):
-        pass
+    def get(rows):
+        x = torch.full((rows, 1024), float(rows), device="cuda")
+        return found.get(rows, (), lambda: (x, lambda: SimpleNamespace(logits=x @ weight).logits))
 
-    def __call__(self, function):
-        return function(), lambda: None
-
-
-def test_the_graph_used_longest_ago_makes_room(monkeypatch):
-    monkeypatch.setattr("hf_specdec.model.captures.MOST_BYTES", 100)
-    made = []
-    monkeypatch.setattr(capturing, "CudaGraphCapture", Once)
-    found = Captures("a model", list)
-
-    def get(key):
-        def function():
-            made.append(key)
-            return SimpleNamespace(logits=torch.zeros(10), layers={1: torch.zeros(2)}, hidden_states=None)  # 48 bytes
-
-        return found.get(key, (), lambda: (None, function))
-
-    for key in "abacabc":
-        assert get(key) is not None
-    assert made == ["a", "b", "c", "b", "c"] and len(found) == 2
-    monkeypatch.setattr("hf_specdec.model.captures.MOST_BYTES", 1)
-    assert get("d") is not None and len(found) == 1  # the one in use stays
+    get(4096)[2]()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    for rows in range(4095, 4085, -1):
+        _, output, replay = get(rows)
+        replay()
+        assert output.shape == (rows, 1024) and output[-1, -1] == rows * 1024
+    assert (
+        torch.cuda.memory_reserved() - before < 10 * 2**24 + 2 * 2**24
+    )  # the inputs, which `get` holds, and little more
+    found.clear()
+    assert output.sum() == rows * 1024 * 1024 * rows
 
 
 def test_mixtures_of_experts_that_wait_are_captured_only_when_asked(monkeypatch):
