@@ -424,12 +424,17 @@ class PagedStaticCache(Cache):
 
     # ---- to and from transformers' own caches -----------------------------------------------------------------------
 
-    def read(self, seq_id: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of a sequence's valid keys and values in one layer: [length, heads, width] each."""
-        table = self.tables[seq_id]
-        pools = self.layers[layer]
-        slots = torch.from_numpy(table.slots[: table.length]).to(pools.keys.device)
-        return pools.keys.index_select(0, slots), pools.values.index_select(0, slots)
+    def read(self, seq_id: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Copies of a sequence's valid keys and values: per layer [length, heads, width] each; None for a layer that has stored none."""
+        table, copies = self.tables[seq_id], []
+        slots = torch.from_numpy(table.slots[: table.length])
+        for pools in self.layers:
+            if pools.is_initialized:
+                slots = slots.to(pools.keys.device)
+                copies.append((pools.keys.index_select(0, slots), pools.values.index_select(0, slots)))
+            else:
+                copies.append(None)
+        return copies
 
     def load_all(self, seq_id: int, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
         """`load` every layer's keys and values [n, heads, width]; None: the layer uses another layer's. The length becomes n."""

@@ -25,14 +25,18 @@ class StepTimer:
     """Times a step and the drafting in it, without waiting for the device.
 
     A step ends when the verification result has reached the host, so the clock measures all of it on every device. On CUDA
-    drafting runs asynchronously; two events in the stream time it, and are read after the result has arrived.
+    drafting runs asynchronously; two events in the stream time it, and are read after the result has arrived. A step in which
+    something was prepared for later ones, such as a CUDA graph, does not count.
     """
+
+    preparations = 0  # how often anything was prepared in this process; whoever prepares counts up
 
     def __init__(self, device: torch.device):
         self._events, self._clock = None, clock_for(device)
         if device.type == "cuda":
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._begin = self._proposed = 0.0
+        self._before = 0
         self._counts = self._has_proposed = False
 
     def start(self, counts: bool = True) -> None:
@@ -40,6 +44,7 @@ class StepTimer:
         self._counts, self._has_proposed = counts, False
         if not counts:
             return
+        self._before = StepTimer.preparations
         self._begin = self._proposed = self._clock()
         if self._events:
             self._events[0].record()
@@ -52,7 +57,7 @@ class StepTimer:
 
     def stop(self) -> tuple[float, float] | None:
         """(seconds of the step, seconds of its drafting); None if they do not count. Call after the step's result has reached the host."""
-        if not self._counts:
+        if not self._counts or self._before != StepTimer.preparations:
             return None
         total, drafting = self._clock() - self._begin, self._proposed - self._begin
         if self._events and self._has_proposed:

@@ -180,13 +180,12 @@ def _layer_hidden(
 def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
     """Per layer, keys and values of the row's tokens that were fed; None for a layer that reads another layer's."""
     length = len(seq.tokens)
-    pairs = (cache.read(seq.id, index) if layer.is_initialized else None for index, layer in enumerate(cache.layers))
-    return [None if pair is None else (pair[0][:length], pair[1][:length]) for pair in pairs]
+    return [None if pair is None else (pair[0][:length], pair[1][:length]) for pair in cache.read(seq.id)]
 
 
 def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: list[np.ndarray], length: int) -> None:
     """Write the rows' KV to the places transformers would have used: [B, heads, length, width] per layer."""
-    places = [torch.from_numpy(np.concatenate([own, np.arange(own[-1] + 1, length)])) for own in columns]
+    places = [_as_slice(np.concatenate([own, np.arange(own[-1] + 1, length)])) for own in columns]
     for layer, example_pair in enumerate(rows[0].cache or []):
         if example_pair is None:
             continue
@@ -195,14 +194,27 @@ def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: lis
             example = example_pair[which]
             full = example.new_zeros(len(rows), example.shape[1], length, example.shape[2])
             for i, row in enumerate(rows):
-                piece = row.cache[layer][which][: len(places[i])]  # type: ignore[index]
-                full[i, :, places[i][: len(piece)].to(full.device)] = piece.transpose(0, 1)
+                place, piece = places[i], row.cache[layer][which].transpose(0, 1)  # type: ignore[index]
+                if isinstance(
+                    place, slice
+                ):  # an index is one more copy to the device, which takes longer than all else
+                    place = slice(place.start, min(place.stop, place.start + piece.shape[1]))
+                    full[i, :, place] = piece[:, : place.stop - place.start]
+                else:
+                    piece = piece[:, : len(place)]
+                    full[i, :, place[: piece.shape[1]].to(full.device)] = piece
             states.append(full)
         there: Any = cache.layers[layer] if layer < len(cache.layers) else None
         if there is not None and there.get_seq_length() > 0:
             there.keys, there.values = states
         else:
             cache.update(states[0], states[1], layer)
+
+
+def _as_slice(places: np.ndarray) -> slice | torch.Tensor:
+    """Ascending places as a slice, if none is left out."""
+    first, end = int(places[0]), int(places[-1]) + 1
+    return slice(first, end) if end - first == len(places) else torch.from_numpy(places)
 
 
 def read_states(cache: PagedStaticCache, seq: Sequence, counts: list[int]) -> dict[int, KeptStates]:

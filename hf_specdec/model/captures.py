@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..core.clock import StepTimer
 from ..core.errors import UnsupportedModel
 from ..kernels.dispatch import VARIABLE, can_capture_steps
 from . import architectures
@@ -67,6 +68,7 @@ class Captures:
             self.clear()
             self._made_for, self._state = made_for, state
         if key not in self._found:
+            StepTimer.preparations += 1
             buffers, function = make()
             try:
                 self._found[key] = buffers, *self.capture(function)

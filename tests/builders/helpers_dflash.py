@@ -521,7 +521,7 @@ def compare(target, made, config, inputs, slots, tolerance=1e-4, max_new_tokens=
         for seq in sequences:
             context = contexts.setdefault(tuple(seq.tokens), reference.context(seq.tokens))
             for layer in range(made.options["layers"]):
-                got = generator.cache.read(seq.id, layer)
+                got = generator.cache.read(seq.id)[layer]
                 expected = reference.keys_values(context, layer, torch.arange(context.shape[-2]))
                 for a, b in zip(got, expected, strict=True):
                     if made.options["rotated"] < 1:  # keys are kept in another order of dimensions

@@ -231,7 +231,7 @@ def recorded(generator_class):
         for seq, row in zip(sequences, logits, strict=True):
             text = tuple(seq.tokens)
             recording.logits.append((text, (), row.clone()))
-            recording.caches.append((text, [self.cache.read(seq.id, i) for i in range(len(self.cache.layers))]))
+            recording.caches.append((text, self.cache.read(seq.id)))
         return logits
 
     def recording_expand(self, level):

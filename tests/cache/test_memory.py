@@ -287,7 +287,7 @@ def test_a_growth_that_fails_leaves_a_cache_of_one_size(monkeypatch):
     cache.reserve(0, 20)
     assert {len(pool) for layer in cache.layers for pool in (layer.keys, layer.values)} == {cache.num_slots}
     for index in range(3):
-        keys, values = cache.read(0, index)
+        keys, values = cache.read(0)[index]
         assert torch.equal(keys, states[0].transpose(0, 1)) and torch.equal(values, keys)
 
 

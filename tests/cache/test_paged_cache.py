@@ -54,7 +54,7 @@ def check_content(cache, seq_id, tokens, length):
     assert cache.tables[seq_id].length == length
     for index, layer in enumerate(cache.layers):
         expected = [kv(tokens[: i + 1], index) for i in range(length)]
-        keys, values = cache.read(seq_id, index) if layer.is_initialized else ([], [])
+        keys, values = cache.read(seq_id)[index] if layer.is_initialized else ([], [])
         assert len(keys) == length
         if not length:
             continue
@@ -351,7 +351,7 @@ def test_load_and_read():
     keys, values = torch.rand(5, HEADS, WIDTH), torch.rand(5, HEADS, VALUE_WIDTH)
     cache.load(0, 0, keys, values)
     cache.commit([(0, 5, [])])
-    assert all(torch.equal(a, b) for a, b in zip(cache.read(0, 0), (keys, values), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(cache.read(0)[0], (keys, values), strict=True))
     row = cache.row(0, 0, 1, 4, CPU)
     assert torch.equal(read_row(cache.layers[0].values, row)[0].transpose(0, 1), values[:4])
 

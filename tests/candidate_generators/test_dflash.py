@@ -155,7 +155,7 @@ def test_preempted_rows_are_read_again(target, tmp_path):
         for seq in sequences:
             context = reference.context(seq.tokens)
             for layer in range(2):
-                got = decoder.generator.cache.read(seq.id, layer)
+                got = decoder.generator.cache.read(seq.id)[layer]
                 expected = reference.keys_values(context, layer, torch.arange(len(context)))
                 for a, b in zip(got, expected, strict=True):
                     torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)

@@ -72,7 +72,7 @@ def test_both_drafters_know_the_text(model, draft, name, monkeypatch):
                             torch.tensor([seq.tokens[:length]]), use_cache=True
                         ).past_key_values
                     for layer in range(len(part.cache.layers)):
-                        keys, values = part.cache.read(seq.id, layer)
+                        keys, values = part.cache.read(seq.id)[layer]
                         torch.testing.assert_close(
                             keys.transpose(0, 1), reference.layers[layer].keys[0], atol=1e-4, rtol=1e-4
                         )

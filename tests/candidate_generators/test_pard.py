@@ -53,7 +53,7 @@ def compare(target, drafter, config):
                 cache = reference(torch.tensor([seq.tokens]), use_cache=True).past_key_values
             for layer in range(3):
                 for got, expected in zip(
-                    generator.cache.read(seq.id, layer),
+                    generator.cache.read(seq.id)[layer],
                     (cache.layers[layer].keys, cache.layers[layer].values),
                     strict=True,
                 ):

@@ -20,7 +20,7 @@ CONFIGS = {
     "replayed": {**DRAFT, "branching_factors": [2, 2], "recurrent_states": "replayed"},
 }
 FAMILIES = {**families.FAMILIES, **recurrent_families.FAMILIES}
-PAGED = ["Llama", "Qwen3", "Gemma2", "GPT-2", "gpt-oss", "Cohere2", "OPT"]  # captured by default
+PAGED = ["Llama", "Qwen3", "Gemma2", "GPT-2", "Cohere2", "OPT"]  # captured by default
 
 
 def batch():
