@@ -20,7 +20,7 @@ from .config import AutoConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 EVERY = 2.0  # seconds between two writes, at least
 
 
