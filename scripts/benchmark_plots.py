@@ -121,11 +121,11 @@ def speed_by_draft_length() -> None:
     save(figure, "lengths")
 
 
-def speed_by_batch_on_an_h100() -> None:
+def speed_by_batch_on_an_h200() -> None:
     """Tokens per second over the batch size, of a model with the sizes of an 8B Llama."""
     series: dict[str, dict[int, float]] = {}
-    for row in read("gpu-h100-decoding")["rows"]:
-        found = re.fullmatch(r"(transformers|ours), ([\w\- ]+?)(?:, graphs)?, batch (\d+)", row["name"])
+    for row in read("gpu-h200-decoding")["rows"]:
+        found = re.fullmatch(r"(transformers|ours), ([\w\-=, ]+?)(?:, graphs)?, batch (\d+)", row["name"])
         if found and row["unit"] == "tokens/s":
             series.setdefault(f"{found[1]}, {found[2]}", {})[int(found[3])] = row["value"]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
@@ -142,7 +142,7 @@ def speed_by_batch_on_an_h100() -> None:
     for axis in axes:
         axis.minorticks_off()
     axes[0].legend(fontsize=8)
-    save(figure, "h100")
+    save(figure, "h200")
 
 
 def main() -> None:
@@ -151,7 +151,7 @@ def main() -> None:
     speed_against_engines("decode-cpu-amx-bf16-250M", "cpu-amx")
     speed_by_method()
     speed_by_draft_length()
-    speed_by_batch_on_an_h100()
+    speed_by_batch_on_an_h200()
     tau_by_task()
     acceptance_per_position()
 

@@ -47,15 +47,15 @@ def engines(*sources: tuple[str, dict[str, str]]) -> str:
     return table(["task", "batch", *columns], [[*key, *map(row.get, columns)] for key, row in speeds.items()])
 
 
-def h100() -> str:
+def h200() -> str:
     """Tokens per second of `generate()`, and multiples of it, by batch size."""
     speeds: dict[int, dict[str, float]] = {}
-    for row in read("gpu-h100-decoding")["rows"]:
-        match = re.fullmatch(r"(transformers|ours), ([\w\- ]+?)(?:, graphs)?, batch (\d+)", row["name"])
+    for row in read("gpu-h200-decoding")["rows"]:
+        match = re.fullmatch(r"(transformers|ours), ([\w\-=, ]+?)(?:, graphs)?, batch (\d+)", row["name"])
         if match and row["unit"] == "tokens/s":
             speeds.setdefault(int(match[3]), {})[f"{match[1]}, {match[2]}"] = row["value"]
     plain = "transformers, plain"
-    ways = ["ours, plain", "ours, ngram", "ours, EAGLE-3", "ours, EAGLE-3 tree", "ours, draft model"]
+    ways = [f"ours, {way}" for way in ("plain", "ngram", "EAGLE-3", "EAGLE-3, K = 3", "EAGLE-3 tree", "draft model")]
     heads = ["batch", "`generate()`, tokens/s", *(way.removeprefix("ours, ") for way in ways)]
     rows = [
         [size, round(of[plain]), *(of[way] / of[plain] if way in of else None for way in ways)]
@@ -140,7 +140,7 @@ def formats() -> str:
 
 
 TABLES = {
-    "h100": h100,
+    "h200": h200,
     "engines-amd": lambda: engines(
         ("decode-cpu-bf16-250M", {**OURS, **EAGLE, "vLLM plain": "vLLM", "llama.cpp plain": "llama.cpp"})
     ),

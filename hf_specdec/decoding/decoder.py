@@ -57,7 +57,9 @@ class SpeculativeDecoder:
         self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
         self._observes = type(generator).observe is not CandidateGenerator.observe
         measured = generator.policy if isinstance(generator, AutoGenerator) else None
-        self.policy = make_policy(config, clock_for(target.device), measured) if self._drafts else DraftLengthPolicy()
+        self.policy = DraftLengthPolicy()
+        if self._drafts:
+            self.policy = make_policy(config, clock_for(target.device), measured, generator.taps.whole_text)
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}

@@ -40,13 +40,14 @@ __all__ = [
 
 
 def make_policy(
-    config: SpeculativeConfig, clock: Callable[[], float] | None = None, measured: Fastest | None = None
+    config: SpeculativeConfig, clock: Callable[[], float] | None = None, measured: Fastest | None = None, is_head: bool = False
 ) -> DraftLengthPolicy:
     """The policy of draft lengths that a configuration asks for.
 
     Args:
         clock: see Fastest.
         measured: the policy that a drafter made of several has for them.
+        is_head: see Drafter.
     """
     if measured is not None:
         return measured
@@ -54,5 +55,5 @@ def make_policy(
         return LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
     longest = config.longest_draft or 1
     if config.draft_length == "auto":
-        return Fastest([Drafter(config.method, longest, guess=0.6)], longest, clock)
+        return Fastest([Drafter(config.method, longest, is_head=is_head, guess=0.6)], longest, clock)
     return DraftLengthPolicy()

@@ -140,23 +140,23 @@ class DraftingCost(FittedCost):
         dropped: how many measurements are dropped.
     """
 
-    # Drafts and backlogs of much fewer tokens do not show what a token costs, and the fit pulls that towards 0: a drafter's forward
-    # is a batch, too, and if a token of it does cost much, the first large draft shows it.
-    MANY = 64
+    # Drafts of much fewer tokens do not show what a token costs, nor do such backlogs, and the fit pulls that towards 0: a drafter's
+    # forward is a batch, too. After one draft of a token, 32 are expected to take twice as long.
+    ASKED, BACKLOG = 4, 64
 
     def __init__(self, dropped: int = 1):
         super().__init__(np.zeros(4), dropped=dropped)
 
     def observe_draft(self, depth: int, num_asked: int, backlog: int, seconds: float) -> None:
         """Record the time of one draft."""
-        features = np.array([1.0, depth, num_asked / self.MANY, backlog / self.MANY])
+        features = np.array([1.0, depth, num_asked / self.ASKED, backlog / self.BACKLOG])
         self.observe((depth, num_asked, backlog.bit_length()), features, seconds)
 
     def of_draft(self, depth, num_asked, backlog=0):
         """Seconds for numbers or arrays that broadcast; 0 where nothing is asked for."""
         fixed, per_depth, per_token, behind = self.coefficients
-        seconds = fixed + per_depth * depth + behind / self.MANY * backlog
-        return (num_asked > 0) * seconds + per_token / self.MANY * num_asked
+        seconds = fixed + per_depth * depth + behind / self.BACKLOG * backlog
+        return (num_asked > 0) * seconds + per_token / self.ASKED * num_asked
 
 
 class StepCost:

@@ -25,7 +25,7 @@ class Drafter:
     Attributes:
         longest: its deepest draft.
         is_lookup: its drafts are known before the choice. Others are asked for the depth that was chosen.
-        is_head: it reads hidden states of every token, so it has to follow a text from its beginning.
+        is_head: it reads hidden states of every token, so it has to follow a text from its beginning, and has nothing to catch up with.
         guess: rate of acceptance per token that is assumed of it.
     """
 
@@ -124,6 +124,7 @@ class Fastest(DraftLengthPolicy):
         self.num_lookups = sum(drafter.is_lookup for drafter in drafters)
         self.models = range(self.num_lookups, len(drafters))  # the drafters that are asked for a depth
         self.longest = np.array([drafter.longest for drafter in drafters])
+        self._catches_up = np.array([[not drafter.is_head] for drafter in drafters])
         self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest)
         self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
         self.steps = Counter[str]()
@@ -140,6 +141,7 @@ class Fastest(DraftLengthPolicy):
         self._plain_pauses: dict[int, int] = {}  # by octave of the texts' length; see `_schedule_plain`
         self._plain_due: dict[int, int] = {}
         self._overhead = self._spent = 0.0  # seconds of choosing and of learning from it: usually, and in this step
+        self._has_chosen = False
         self._followed = 0.0  # share of a plain step that heads take to follow
         self._prospects: dict[int, float] = {}  # sequence id → tokens a step that heads may gain
         # Per look-up: seconds of an ask, tokens gained a step, asks since it was useful, and the step of the last ask.
@@ -212,6 +214,7 @@ class Fastest(DraftLengthPolicy):
         found, nodes, reach = self._nodes(offers, room, able)
         won = self.acceptance.survival(slots, kinds, self.num_steps) * found
         backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
+        backlogs = backlogs * self._catches_up
         rates = self._rates(won, nodes, reach, backlogs / self.HORIZON)
         worth = np.maximum(rates.max(2) - 1.0, 0.0)
         left = tokens_left(sequences)
@@ -553,7 +556,9 @@ class Fastest(DraftLengthPolicy):
     def _charge(self, began: float) -> None:
         """Note what choosing, and learning since `began`, took in this step."""
         spent, self._spent = self._spent + self.clock() - began, 0.0
-        self._overhead += (1.0 - self.WORTH if self._overhead else 1.0) * (spent - self._overhead)
+        if self._has_chosen:  # the first choice is slow
+            self._overhead += (1.0 - self.WORTH if self._overhead else 1.0) * (spent - self._overhead)
+        self._has_chosen = True
 
     def _settle(self, seconds: list[float], slots, drafter, drafted, gained, packed: int, drafting: float) -> None:
         """Note what the look-ups took, and what drafts saved on each row."""
@@ -592,7 +597,7 @@ class Fastest(DraftLengthPolicy):
         asks = np.flatnonzero(limits)
         lengths = np.array([len(seq.tokens) for seq in step.sequences])[asks]
         read = self.acceptance.read_up_to[slots[asks], index]
-        backlogs = lengths - np.asarray(step.num_new)[asks] - read
+        backlogs = (lengths - np.asarray(step.num_new)[asks] - read) * self._catches_up[index]
         depth, num_asked = int(limits.max()), int(limits.sum())
         self.drafting[index].observe_draft(depth, num_asked, int(backlogs.sum()), seconds)
         self.acceptance.asked(index, slots[asks], limits[asks], step.nodes[asks], lengths)
