@@ -17,7 +17,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch import next_power_of_two
-from ..flash_attention import flash_attention_for
 from .inputs import AttentionBatch, AttentionInputs, Window, window_parts
 from .launch import AttentionLaunch, AttentionShape, choose_launch, device_limits, head_widths, merge_tile, num_tiles
 
@@ -437,12 +436,9 @@ def paged_attention(
 
 
 def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
-    """See `reference.attend`; by flash-attn where it is to be used."""
+    """See `reference.attend`."""
     inputs = batch.attention_inputs(query.device)
-    has_kept = window_parts(window)[1] > 0  # flash-attn has no such windows
-    flash = None if has_kept else flash_attention_for(query, key_pool, value_pool, inputs, sinks)
-    run = flash or paged_attention
-    return run(query, key_pool, value_pool, inputs, scaling, window=window, softcap=softcap, sinks=sinks)
+    return paged_attention(query, key_pool, value_pool, inputs, scaling, window=window, softcap=softcap, sinks=sinks)
 
 
 def attend_invariant(
