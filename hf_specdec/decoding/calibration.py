@@ -86,11 +86,7 @@ def expected_accepted_length(accuracies: np.ndarray, paths: list[list[int]]) -> 
 
 
 class _Counts:
-    """Counts how often a drafter is right along given texts.
-
-    Attributes:
-        hits: int64 [depths, ranks]; tried: int64 [depths].
-    """
+    """Counts how often a drafter is right along given texts: `hits` int64 [depths, ranks] of `tried` [depths]."""
 
     def __init__(self, generator: GrowsDrafts, num_ranks: int):
         self.generator = generator

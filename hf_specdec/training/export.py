@@ -75,12 +75,7 @@ _BEGIN, _END = "<!-- measured: written by hf-specdec eval -->", "<!-- end of mea
 
 
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
-    """Write README.md of an exported head, replacing an earlier one with its table of measurements.
-
-    Args:
-        facts: method, target, license, data, num_samples, num_tokens, step, options, estimate (tau, acceptance), parameters, file,
-            dtype.
-    """
+    """Write README.md of an exported head from `facts` (method to dtype, see the caller), in place of an earlier one."""
     estimate, target, name = facts.get("estimate"), facts["target"], folder.resolve().name
     front = {
         "license": facts["license"] or "other",

@@ -126,10 +126,7 @@ def begin_verification(
 def _nothing_to_sample(
     scores: torch.Tensor, score_rows: np.ndarray, accepted: torch.Tensor, sequences: list[Sequence]
 ) -> torch.Tensor:
-    """Which rows sampled from scores without a finite maximum, of which softmax would be NaN; bool [B].
-
-    Checking the maximum is enough: NaN and infinity pass through it, and top-k and the like never remove the best token.
-    """
+    """Rows bool [B] sampled from scores without a finite maximum, of which softmax would be NaN; filters keep the best score."""
     broken = ~scores.amax(1).isfinite()[upload(score_rows, scores.device)]  # [B, N + 1]
     broken[:, 1:] &= accepted  # the root always counts
     return broken.any(1) & upload([seq.do_sample for seq in sequences], scores.device)

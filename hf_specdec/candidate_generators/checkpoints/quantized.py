@@ -68,11 +68,7 @@ def quantized_weights(checkpoint: Stored) -> dict[str, QuantizedWeight]:
 
 
 class _Parts:
-    """The stored tensors of one module's weight, by role.
-
-    Args:
-        read: computes the weight from these tensors.
-    """
+    """The stored tensors of one module's weight, by role; `read` computes the weight from them."""
 
     def __init__(
         self, checkpoint: Stored, module: str, roles: str, shape: tuple[int, ...], read: Callable[..., torch.Tensor]

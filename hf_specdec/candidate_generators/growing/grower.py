@@ -176,11 +176,7 @@ class CapturedRounds:
         self._probs = torch.zeros(0)
 
     def draft(self, growth: Growth, roots: tuple[torch.Tensor, ...]) -> Draft:
-        """Run a round through a graph, or eagerly if this round cannot be captured.
-
-        Args:
-            roots: what `GrowsDrafts.roots` returned for the rows with a limit.
-        """
+        """Run a round through a graph, or eagerly if it cannot be captured; `roots`: of `GrowsDrafts.roots`, for the rows with a limit."""
         draft = self._replayed(growth, roots) if growth.is_replayable else None
         return growth.draft(*growth.levels(self.drafter.begin(*roots))) if draft is None else draft
 

@@ -706,8 +706,7 @@ class TapeRecorder(ExclusiveMode):
 
 
 def _by_position(module: Any, given: list[Any], num_args: int, names: list[str]) -> Callable[[int], list[torch.Tensor]]:
-    """A function that calls a rotary module (by weak reference) for positions 0 .. n - 1, which stand for None in `given`: its outputs
-    [n, R]."""
+    """A function that calls a rotary module, held weakly, for positions 0 .. n - 1 (None in `given`): outputs [n, R]."""
 
     def rows(count: int) -> list[torch.Tensor]:
         values = [torch.arange(count)[None] if each is None else each for each in given]

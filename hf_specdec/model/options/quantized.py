@@ -190,8 +190,7 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def _quantize(weight: torch.Tensor, config: Any) -> nn.Parameter:
-    """torchao's quantized version of a weight [out, in]. Made in a temporary layer, because torchao marks the layers it
-    quantizes."""
+    """torchao's quantized version of a weight [out, in], made in a temporary layer, because torchao marks the layers it quantizes."""
     from torchao.quantization import quantize_
 
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")

@@ -132,8 +132,7 @@ class Scheduler:
     def _limit_drafts(
         self, budget: int, decoding: list[Sequence], num_pending: int, waiting: list[RequestChoice]
     ) -> None:
-        """Set the rows' room for drafts so that the drafts of all decoding rows fit the budget together with the prompts. No room is kept
-        in a step in which the policy will not draft."""
+        """Set the rows' room so that drafts and prompts fit the budget; none in a step in which the policy will not draft."""
         most, num_decoding = self.decoder.generator.max_draft_nodes, len(decoding)
         if not most or not num_decoding:
             return

@@ -46,9 +46,7 @@ class _DrainingServer(uvicorn.Server):
 
 
 class _Watch:
-    """Watches the engine while the server runs: tells the server when the model is loaded, and ends it if there is no engine any more.
-    `failure` is then the error. `ends` is set once the server ends.
-    """
+    """Tells the server when the model is loaded, and ends it (`failure`) if the engine is gone. `ends` is set once the server ends."""
 
     def __init__(self, server: Server, engine: EngineProcess, on_ready: Callable[[], None]):
         self.server, self.engine, self.on_ready = server, engine, on_ready
