@@ -107,11 +107,8 @@ def broken_method(name: str) -> str | None:
 
 
 def imported_method(path: str) -> str:
-    """The name of the method whose generator is the class at "package.module:Class".
-
-    Raises:
-        SpeculativeConfigError: it cannot be imported, or is not a registered generator.
-    """
+    """The name of the method whose generator is the class at "package.module:Class". Raises SpeculativeConfigError: it cannot be
+    imported, or is not a registered generator."""
     module_name, _, class_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)

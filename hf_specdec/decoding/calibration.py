@@ -68,11 +68,8 @@ def _continued(
 
 
 def calibrated_tree(accuracies: np.ndarray, num_nodes: int) -> list[list[int]]:
-    """`speculative_token_tree`: the child-rank paths of the best tree of at most `num_nodes` nodes.
-
-    Raises:
-        ValueError: the drafter was never right, so no tree helps.
-    """
+    """`speculative_token_tree`: the child-rank paths of the best tree of at most `num_nodes` nodes. Raises ValueError: the drafter was
+    never right, so no tree helps."""
     template = TreeTemplate.from_accuracies(accuracies, num_nodes)
     paths: list[list[int]] = []
     for parent, rank in zip(template.parents.tolist(), template.ranks.tolist(), strict=True):

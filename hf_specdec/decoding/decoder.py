@@ -126,11 +126,7 @@ class SpeculativeDecoder:
         self.generator.release()
 
     def add(self, seq: Sequence) -> None:
-        """Let a sequence join.
-
-        Raises:
-            ValueError: the prompt and one token do not fit the pool, even with no other sequence in it.
-        """
+        """Let a sequence join. Raises ValueError: the prompt and one token do not fit the pool, even with no other sequence in it."""
         if -(-(len(seq.tokens) + 1) // self.config.block_size) > self.cache.most_blocks:
             raise ValueError(
                 f"A prompt of {len(seq.tokens)} tokens does not fit the KV pool of "
@@ -216,11 +212,8 @@ class SpeculativeDecoder:
         return seq.id not in self.outside and self.cache.tables[seq.id].length < len(seq.tokens) - 1
 
     def read_again(self, seq: Sequence, length: int) -> None:
-        """Feed the sequence's text up to `length` tokens, in chunks, without decoding. Call inside `active()`.
-
-        Raises:
-            OutOfBlocks: a chunk does not fit. Those before it stay fed.
-        """
+        """Feed the sequence's text up to `length` tokens, in chunks, without decoding. Call inside `active()`. Raises OutOfBlocks: a
+        chunk does not fit. Those before it stay fed."""
         while self.cache.tables[seq.id].length < length:
             start = self.cache.tables[seq.id].length
             end = min(start + self.config.prefill_chunk_size, length)
@@ -233,11 +226,8 @@ class SpeculativeDecoder:
             self.cache.tables[seq.id].length = end
 
     def read_last(self, sequences: list[Sequence]) -> None:
-        """Feed each finished sequence's last token too, so that generation can continue from its KV. Call inside `active()`.
-
-        Raises:
-            OutOfBlocks: one of the tokens does not fit; nothing was fed.
-        """
+        """Feed each finished sequence's last token too, so that generation can continue from its KV. Call inside `active()`. Raises
+        OutOfBlocks: one of the tokens does not fit; nothing was fed."""
         for seq in sequences:
             self._reserve(seq, len(seq.tokens))
         rows = [

@@ -128,11 +128,7 @@ class PackedModel:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model.
-
-        Raises:
-            ReferenceError: the model was borrowed and its owner has deleted it.
-        """
+        """The transformers model. Raises ReferenceError: the model was borrowed and its owner has deleted it."""
         model = self._model()
         if model is None:
             raise ReferenceError(
@@ -191,12 +187,8 @@ class PackedModel:
         )  # fmt: skip
 
     def read_source(self, cache: PagedStaticCache, seq_id: int, source: Source | None) -> None:
-        """Let the encoder-decoder model read what its encoder has read for a row, before the row's first forward. `source` None: for other
-        models, which do nothing.
-
-        Raises:
-            UnsupportedModel: this model cannot decode without a source.
-        """
+        """Let the encoder-decoder model read what its encoder has read for a row, before the row's first forward. `source` None: for
+        other models, which do nothing. Raises UnsupportedModel: this model cannot decode without a source."""
         if self.family is None:
             return
         if source is None:

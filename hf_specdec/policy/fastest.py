@@ -617,12 +617,8 @@ class Fastest(DraftLengthPolicy):
         }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from an earlier `state`.
-
-        Raises:
-            KeyError, OverflowError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken
-                over.
-        """
+        """Go on from an earlier `state`. Raises KeyError, OverflowError, TypeError, ValueError: the state is not of a policy with these
+        drafters. Nothing of it is then taken over."""
         if len(state["drafting"]) != len(self.drafting) or len(state["looking_up"]) != self.num_lookups:
             raise ValueError("costs of other drafters")
         sizes = [(int(octave), int(rows), int(tokens)) for (octave, rows, tokens), *_ in state["target"]]

@@ -58,11 +58,8 @@ class PendingVerdict:
             self._event.record(torch.cuda.current_stream(table.device))
 
     def wait(self) -> Verdict:
-        """Wait for the verdict and return it.
-
-        Raises:
-            NothingToSample: a row should sample, but its logits hold NaN or infinity, or all tokens were removed.
-        """
+        """Wait for the verdict and return it. Raises NothingToSample: a row should sample, but its logits hold NaN or infinity, or all
+        tokens were removed."""
         if self._event is not None:
             self._event.synchronize()
         table = self._table.cpu().numpy()

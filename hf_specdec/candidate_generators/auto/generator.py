@@ -124,11 +124,8 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         return super().moved_caches()
 
     def start(self, seq: Sequence) -> None:
-        """Start the sequence in its parts: without the heads while they rest, unless it names its drafter.
-
-        Raises:
-            ValueError: no drafter has the name that the sequence gives.
-        """
+        """Start the sequence in its parts: without the heads while they rest, unless it names its drafter. Raises ValueError: no drafter
+        has the name that the sequence gives."""
         check_drafter(seq, self.drafters)
         if self._rests(seq, begins=True):
             self._blind[seq.id] = [part for part in self.parts if part not in self._heads]

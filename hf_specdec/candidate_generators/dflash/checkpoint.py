@@ -332,11 +332,8 @@ class LoadedDFlash:
 def load_dflash(
     checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel, prepack_weights: bool | None
 ) -> LoadedDFlash:
-    """Load the drafter of a checkpoint on the target's device and in its dtype.
-
-    Raises:
-        CheckpointError: it is inconsistent or does not fit the target; nothing was loaded.
-    """
+    """Load the drafter of a checkpoint on the target's device and in its dtype. Raises CheckpointError: it is inconsistent or does not
+    fit the target; nothing was loaded."""
     config = layout.layers
     plan = Plan(checkpoint, _canonical)
     owns = {

@@ -122,11 +122,8 @@ class GrowsDrafts(ABC):
         """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
-        """Replace the language-model heads of `begin` and `expand` by `rows` of them, which are those of `draft_vocabulary`.
-
-        Raises:
-            SpeculativeConfigError: this drafter cannot.
-        """
+        """Replace the language-model heads of `begin` and `expand` by `rows` of them, which are those of `draft_vocabulary`. Raises
+        SpeculativeConfigError: this drafter cannot."""
         raise self.config.fail(
             "draft_vocabulary", "cannot be used: its logits are not one product with a matrix of rows."
         )

@@ -85,11 +85,8 @@ def _planned(checkpoint: Checkpoint, has_one_head: bool) -> tuple[Plan, int, int
 
 
 def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
-    """Load the heads of a checkpoint in any layout, on the target's device, in its dtype.
-
-    Raises:
-        CheckpointError: tensors are missing, unused or of another shape, or the heads are for another target.
-    """
+    """Load the heads of a checkpoint in any layout, on the target's device, in its dtype. Raises CheckpointError: tensors are missing,
+    unused or of another shape, or the heads are for another target."""
     # a merged checkpoint has the target's config.json
     own = Checkpoint(checkpoint.folder, checkpoint.name)
     if checkpoint.config.get("model_type", "medusa") != "medusa" and "speculators_model_type" not in checkpoint.config:

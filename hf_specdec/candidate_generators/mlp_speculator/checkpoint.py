@@ -67,11 +67,8 @@ register_format(
 
 
 def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """Load a speculator in any of the formats, on the target's device, in its dtype.
-
-    Raises:
-        CheckpointError: it does not fit its configuration or the target.
-    """
+    """Load a speculator in any of the formats, on the target's device, in its dtype. Raises CheckpointError: it does not fit its
+    configuration or the target."""
     given, kind = TABLE.read(checkpoint), kind_of(checkpoint)
     emb, inner, proj = (_widths(width) or [] for width in (given.emb_dim, given.inner_dim, given.proj_dim or []))
     recurrence = "sum_lstm" if kind == "sum_lstm" else "sum_rnn"

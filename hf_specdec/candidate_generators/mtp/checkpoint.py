@@ -70,11 +70,8 @@ class LoadedMtp:
 
 
 def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedMtp:
-    """Load the MTP modules of a checkpoint, on the target's device and in its dtype.
-
-    Raises:
-        CheckpointError: it has no MTP modules, or they do not fit.
-    """
+    """Load the MTP modules of a checkpoint, on the target's device and in its dtype. Raises CheckpointError: it has no MTP modules, or
+    they do not fit."""
     device, dtype = device_and_dtype(target)
     family = _family(source, target)
     with torch.device("meta"):

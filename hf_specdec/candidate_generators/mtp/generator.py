@@ -115,11 +115,8 @@ class MtpConfig(HeadConfig):
         return super().shape()
 
     def open_for(self, target: PackedModel) -> Checkpoint:
-        """Open the checkpoint with the MTP layers: 'model', or the target's own.
-
-        Raises:
-            SpeculativeConfigError: it cannot be opened, or the target was not loaded from a checkpoint.
-        """
+        """Open the checkpoint with the MTP layers: 'model', or the target's own. Raises SpeculativeConfigError: it cannot be opened, or
+        the target was not loaded from a checkpoint."""
         wanted = is_mtp_tensor(target.config.num_hidden_layers)
         if self.model is not None:
             return self.open(wanted)

@@ -138,11 +138,8 @@ def inductor_on_a_cpu(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Call
 
 
 def rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """A backend of torch.compile: `rewritten`, run operation by operation.
-
-    Raises:
-        RuntimeError: the graph modifies tensors in place, so it cannot be rewritten.
-    """
+    """A backend of torch.compile: `rewritten`, run operation by operation. Raises RuntimeError: the graph modifies tensors in place, so
+    it cannot be rewritten."""
     if modifies_in_place(graph):
         raise RuntimeError("the layer modifies tensors in place")
     return rewritten(graph).forward

@@ -102,11 +102,8 @@ class QuantizedLinears:
                 vars(linear)["_parameters"] = linear._parameters.theirs  # type: ignore[attr-defined]
 
     def copies(self) -> list[tuple[nn.Linear, nn.Parameter]]:
-        """The quantized layers, each with its up-to-date quantized weight.
-
-        Raises:
-            UnsupportedModel: weights are offloaded, or this kind does not support their device or dtype.
-        """
+        """The quantized layers, each with its up-to-date quantized weight. Raises UnsupportedModel: weights are offloaded, or this kind
+        does not support their device or dtype."""
         module = self._module()
         assert module is not None
         linears = list(self._linears(module))
