@@ -55,7 +55,8 @@ def parse_config(value: Any) -> SpeculativeConfig:
             f"Unknown speculative method {method!r}{nearest_hint(method, [*methods, *METHOD_NAMES])}. Available: "
             f"{', '.join(methods)}."
         )
-    return methods[method].from_dict(translated({**value, "method": method}, methods), IGNORED_KEYS)
+    value = translated({**value, "method": method}, methods)
+    return methods[value["method"]].from_dict(value, IGNORED_KEYS)
 
 
 @functools.lru_cache(maxsize=64)
