@@ -65,7 +65,6 @@ class AssistedDrafter(TransformersCandidateGenerator):
     """One of our generators as a candidate generator of transformers, which verifies one chain of one sequence.
 
     Attributes:
-        generator: the drafter.
         sequence: the text that is being generated; None before the first call and after `close`.
         features: the target's hidden states in its last forward, [T, H] by tap: filled from outside (see `tapped`).
         ends: criteria of the call by which a token ends the text.

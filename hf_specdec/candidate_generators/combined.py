@@ -96,7 +96,6 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
     each step only one part's draft of a row is verified.
 
     Attributes:
-        parts: the drafters.
         proposed: per part, sequence id → its trees of this step and the row in them.
     """
 

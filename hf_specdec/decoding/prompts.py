@@ -47,7 +47,6 @@ def sequences_of(
     Args:
         whole: int64 [B, S], the texts.
         unseen: number of leading columns that the caller did not pass. Processors, criteria and lengths do not count them.
-        sources: see `decode`.
     """
     input_ids = whole[:, unseen:]
     # Criteria are checked after each new token, so a criterion that is already met still lets one token through.

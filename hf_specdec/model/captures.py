@@ -27,7 +27,6 @@ class Captures:
     while all outputs together exceed MOST_BYTES.
 
     Args:
-        name: of the model or function, for log messages.
         modules: returns the modules that the functions call.
     """
 
@@ -55,7 +54,6 @@ class Captures:
         """The bucket's (buffers, outputs, replay), captured at its first use; None if it cannot be captured.
 
         Args:
-            key: identifies the bucket.
             made_for: addresses of the pools in use. All captures are dropped when they change.
             make: called for a new bucket; returns its filled buffers and the function to capture, which reads them.
         """
@@ -136,8 +134,6 @@ class Capturable(Protocol):
     Attributes:
         gather: it attends to gathered keys, whose number changes from step to step.
         forward_batch: runs its forward over a packed batch.
-        module: holds its weights.
-        device: of its input ids.
         modules: returns the modules that the forward calls: `module`, and those that are borrowed.
     """
 

@@ -70,19 +70,15 @@ class PackedModel:
     every row, and the model attends to them under a block-diagonal mask. Gather is slower and works everywhere.
 
     Args:
-        model: the target or a draft model.
-        taps: hidden states to return with each forward.
         num_layers: run only the first layers (early exit); None: all.
         borrowed: hold the model weakly, because the caller owns it. By default the model is kept alive.
 
     Attributes:
-        family: of encoder-decoder models; None: the model is decoder-only.
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
         recurrent: its layers with a recurrent or convolutional state; None: it has none.
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
         chooses_states: `choose_states` may change `replays_drafts`.
         cache_bytes: memory for keys, values and states; None: what is free.
-        window: see `PagedStaticCache`.
         ranks: the processes that hold the model's shards; None: this one holds all of it.
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
         native: runs small forward passes as one call of the native library on a CPU; None: operators are called one by one.

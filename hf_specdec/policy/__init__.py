@@ -42,12 +42,7 @@ __all__ = [
 def make_policy(
     config: SpeculativeConfig, clock: Callable[[], float] | None = None, measured: Fastest | None = None
 ) -> DraftLengthPolicy:
-    """The policy of draft lengths that a configuration asks for.
-
-    Args:
-        clock: see Fastest.
-        measured: the policy that a drafter made of several has for them.
-    """
+    """The policy of draft lengths that a configuration asks for."""
     if measured is not None:
         return measured
     if config.num_speculative_tokens_per_batch_size is not None:

@@ -128,9 +128,6 @@ def non_negative_solution(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
 class DraftingCost(FittedCost):
     """Seconds of drafting: by depth (a drafter's forwards run one after another), by draft tokens asked for, and by tokens that the
     drafter has to catch up with.
-
-    Args:
-        dropped: how many measurements are dropped.
     """
 
     BACKLOG = 64  # tokens: backlogs that are much shorter do not show what a token of them costs, and the fit pulls it towards 0

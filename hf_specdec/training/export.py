@@ -28,7 +28,6 @@ def export_head(
         work: the run's own folder.
         form: layout, one of the trainer's formats; None: its first.
         dtype: of the weights; None: the target's.
-        facts: for the model card (see `write_card`).
     """
     head = trainer.head.eval()
     with torch.no_grad():

@@ -85,7 +85,6 @@ def begin_verification(
     """Verify every row's tree by `config.verification_rule` (docs/verification.md compares the rules).
 
     Args:
-        trees: drafts of B rows.
         scores: float32 [R, V], the target's processed logits after the root and after each node of row 0, then of row 1, ..
         sequences: the B rows, not extended yet. Greedy rows follow the argmax under every rule except "synthetic".
         config: the rule, and the rule's own keys.

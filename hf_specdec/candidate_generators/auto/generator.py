@@ -33,12 +33,8 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     row.
 
     Attributes:
-        found: what was found to draft with, and what was not.
         drafters: the names of the parts; look-ups come first.
-        num_lookups: how many parts are look-ups.
-        policy: measures; the decoder asks it for draft lengths.
         memory: keeps what the policy learns from process to process; None: it is not kept.
-        chooser: picks the drafters and depths.
 
     Args:
         chooser: in place of the policy.

@@ -60,7 +60,6 @@ class Format:
 
     Attributes:
         name: shown in errors, with an example.
-        method: the method that reads it.
         matches: True for a checkpoint in this format, by its `config` and tensor names alone.
         last: tried only if no other format matches.
     """
@@ -83,7 +82,6 @@ class Checkpoint:
     """A folder with `config.json` and weights in safetensors or pickles, read lazily.
 
     Args:
-        folder: a local folder.
         name: the name the user gave, for messages.
         wanted: selects tensors by name (None: all); others are ignored.
         nothing: the error if there are no such tensors; None: which files were looked for.

@@ -37,9 +37,7 @@ class GrowsDrafts(ABC):
     A class that has it calls `grow_as` and sets `vocabulary` in its `__init__`.
 
     Attributes:
-        shape: of its drafts.
         rounds: the captured rounds; None: rounds run eagerly.
-        sequences: the batch of the current round.
         state: [R, F, S], what the last level's nodes pass to their children (of the roots: F = 1); None: nothing.
         loop: the inputs of the round's forwards, while it is captured.
     """

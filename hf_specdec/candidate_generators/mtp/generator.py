@@ -92,10 +92,8 @@ class MtpGenerator(FeatureGenerator):
     that shares n rows with another reads tokens n + 1, .. with all modules, which write slots n - j, .. n - 1 again with the same content.
 
     Attributes:
-        heads: one per module, over the same cache.
         boundaries: the modules' states at the ends of blocks; new with every cache.
         reached: per sequence: x_j of its last read token [H], per module j.
-        draft: the nodes of the current round.
     """
 
     config: MtpConfig

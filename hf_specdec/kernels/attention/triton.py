@@ -374,12 +374,10 @@ def paged_attention(
         query: [T, H, D] float16, bfloat16 or float32, any strides of tokens and heads.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv] of query's dtype; the batch's own keys must already be
             written.
-        inputs: see AttentionInputs.
         scaling: factor of the scores; must be above 0.
         window: a query at position p sees only keys at positions above p - window, and the first ones (see `Window`).
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head, without a value (gpt-oss).
-        invariant: see `choose_launch`.
         launch: tile sizes, for measurements; None: `choose_launch`.
         out: [T, H, Dv] of query's dtype, last dimension contiguous.
 

@@ -235,7 +235,6 @@ class NativeHead(_Bound):
         """`function(hidden)`, such as a norm and a language-model head. Every call must pass the same function.
 
         Args:
-            called: the modules that it calls.
             hidden: [n, F].
         """
 

@@ -28,7 +28,6 @@ class NativeWeight(torch.Tensor):
 
     Attributes:
         panels: uint8, see `kernels.linear.quantized`.
-        form: what is in the panels.
     """
 
     panels: torch.Tensor

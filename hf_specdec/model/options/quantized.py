@@ -40,7 +40,6 @@ class QuantizedLinears:
     """Quantized copies of the weights of a module's linear layers, used instead of the originals while `active()`.
 
     Args:
-        module: a model or a draft head.
         kind: "wint8" (a scale per output) or "wint4" (a scale and a zero point per output and group of up to 128 inputs).
         kept: layers not to quantize, besides the output embeddings and layers that share their weight with an embedding.
         native: on a CPU, let the native library compute with the quantized weights where it can; False: torchao does.

@@ -22,13 +22,11 @@ class Scheduler:
     row by priority and arrival is preempted: it gives its blocks back, waits, and later reads its text again.
 
     Args:
-        max_num_seqs: maximum number of rows that run at once.
         max_num_batched_tokens: maximum number of tokens in a step. Rows that decode are never left out; their drafts are shortened instead.
             None: as many as the model runs in one native call, while decoding rows take at most half of them; else `USUAL_TOKENS`.
 
     Attributes:
         waiting, running: sorted by priority, then by arrival; the first runs first.
-        num_preemptions: number of preemptions so far.
     """
 
     USUAL_TOKENS = 2048

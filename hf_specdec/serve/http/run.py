@@ -90,13 +90,8 @@ def serve(
     for a few seconds only and then ends, so that whoever watches it can start it again.
 
     Args:
-        names: names by which clients may call the model; answers contain the first.
-        api_keys, allowed_origins: see `make_app`.
         shutdown_timeout: seconds that running requests get to end after the signal; those left then end with an error, 503. New
             requests are refused.
-        chat_template, response_template: used in place of the tokenizer's own.
-        tokenizer: name or folder; None: the model's.
-        privacy: see `Server`.
         on_ready: called with the server's URL once the model is loaded.
         arguments: further arguments of `LLM`, which must be picklable.
 

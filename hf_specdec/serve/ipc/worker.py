@@ -37,8 +37,6 @@ class EngineWorker(threading.Thread):
 
     Args:
         deliver: called in this thread with the updates of a step; must not block.
-        lock: the model's lock, held while steps run.
-        ranks: the processes among which the model is sharded; None: one process.
         on_load: called in this thread with a `load` that differs from the one before.
 
     Attributes:
