@@ -136,9 +136,12 @@ def inflated(dtype):
     import hf_specdec
     from hf_specdec.inflation import inflate
 
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes" / "tiny"))
+    from inflate_states import HybridInflation
+
     folder = hf_specdec.bundled(INFLATED)
     small: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model: Any = inflate(small, **INFLATED_SIZES, dtype=dtype)
+    model: Any = inflate(small, **INFLATED_SIZES, dtype=dtype, kind=HybridInflation)
     if dtype == torch.float32:
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
         chats = [[{"role": "user", "content": each}] for each in ("Tell me a story about a dog.", "What is 5 - 2?")]

@@ -65,7 +65,6 @@ class AssistedDrafter(TransformersCandidateGenerator):
     """One of our generators as a candidate generator of transformers, which verifies one chain of one sequence.
 
     Attributes:
-        generator: the drafter.
         sequence: the text that is being generated; None before the first call and after `close`.
         features: the target's hidden states in its last forward, [T, H] by tap: filled from outside (see `tapped`).
         ends: criteria of the call by which a token ends the text.
@@ -145,8 +144,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
     def _outcome(
         self, seq: Sequence, trees: DraftTrees, path: list[int], new: list[int], scores: torch.Tensor | None
     ) -> StepOutcome:
-        """The step that verified the candidates, which are nodes `path` of the proposal: one row, the text's tokens and then the chain.
-        `new`: the tokens that were appended. `scores`: [K + 1, V]; None if unknown."""
+        """The step that verified the candidates, nodes `path` of the proposal. `new`: appended tokens; `scores`: [K + 1, V] or None."""
         chain = [int(token) for token in trees.tokens[0, path]]
         matched = 0
         while matched < min(len(chain), len(new) - 1) and chain[matched] == new[matched]:

@@ -229,9 +229,7 @@ class SpeculativeConfig:
                 )
 
     def _batch_size_ranges(self, table: Any) -> list[list[int]]:
-        """The table as [[first, last, K], ..]. It is given in this form (vLLM's), or as {first: K}, where each K applies up to
-        the next key. Numbers may be strings, as in JSON keys and on command lines.
-        """
+        """The table as [[first, last, K], ..], from this form (vLLM's) or {first: K}; numbers may be strings, as in JSON keys."""
         try:
             if isinstance(table, dict):
                 starts = sorted((_integer(first), _integer(k)) for first, k in table.items())

@@ -99,8 +99,7 @@ MOST_DECODERS = 16  # per model
 
 @dataclass(eq=False)
 class _Entry:
-    """A cached decoder, the configuration and the structure of the model that it was made for, and weak references to the call's objects
-    that it uses (None if one was not passed)."""
+    """A cached decoder, the configuration and structure it was made for, and weak references to the call's objects that it uses."""
 
     made_for: tuple[str, tuple]
     given: dict[str, Callable[[], Any] | None]

@@ -8,12 +8,8 @@ from typing import Any
 
 
 def read_rows(path: str | Path, plain_key: str) -> list[dict[str, Any]]:
-    """The rows of a UTF-8 file, see `rows_of`. A byte order mark is skipped.
-
-    Raises:
-        ValueError: the file does not exist, is not UTF-8, or has a line that is not a JSON object. The message begins with
-            the file and line.
-    """
+    """The rows of a UTF-8 file, see `rows_of`. A byte order mark is skipped. Raises ValueError: the file does not exist, is not UTF-8,
+    or has a line that is not a JSON object. The message begins with the file and line."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file.")

@@ -117,9 +117,7 @@ def _check_adapters(model: PreTrainedModel) -> None:
 
 
 def _check_prepared_inputs(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict) -> None:
-    """Raise UnsupportedModel if a `prepare_inputs_for_generation` from outside transformers changes what the model reads: the prompt [B,
-    S], and the prompt with one more token.
-    """
+    """Raise UnsupportedModel if a `prepare_inputs_for_generation` from outside transformers changes what the model reads of [B, S]."""
     kind: Any = type(model)
     prepare = getattr(model, _PREPARE)
     if prepare.__module__.startswith("peft."):  # it calls the class's
@@ -158,11 +156,7 @@ def _is_end_of(tensor: torch.Tensor | None, whole: torch.Tensor) -> bool:
 
 
 def _settle_cache_implementation(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
-    """Remove `cache_implementation` from this call's configuration where our cache gives the same text, else raise ValueError.
-
-    "dynamic" is transformers' default. A static cache that only the model's own generation_config names was not asked for in
-    this call, and it only stores the same numbers elsewhere.
-    """
+    """Remove `cache_implementation` from this call where our cache gives the same text, else raise ValueError."""
     implementation = getattr(generation_config, "cache_implementation", None)
     if implementation is None:
         return

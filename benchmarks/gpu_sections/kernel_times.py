@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from hf_specdec.kernels.attention.inputs import AttentionInputs, RowDescription, attention_inputs
-from hf_specdec.kernels.flash_attention import FlashAttention, find_flash_attention
 
 from . import floors
 from .check_cache import random_moves
 from .context import Context
 from .drafts import Drafts
-from .report import Row, at_least, at_most
+from .report import Row, at_least
 
 SECTION = "kernels"
 HEADS, KV_HEADS, WIDTH, LAYERS = 32, 8, 128, 32  # Llama-3.1-8B
@@ -50,11 +49,9 @@ def share_row(
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def uniform_batch(
-    context: Context, rows: int, queries: int, keys: int, tree: bool, block_size: int = BLOCK_SIZE
-) -> AttentionInputs:
+def uniform_batch(context: Context, rows: int, queries: int, keys: int, tree: bool) -> AttentionInputs:
     """Rows of equal lengths in scattered blocks; a tree is a full binary one behind the row's last token."""
-    per_row = -(-keys // block_size)
+    per_row = -(-keys // BLOCK_SIZE)
     order = np.random.default_rng(context.number(2**31)).permutation(rows * per_row)
     visibility = depths = None
     if tree:
@@ -69,7 +66,7 @@ def uniform_batch(
         RowDescription(order[i * per_row : (i + 1) * per_row], queries, keys, visibility, depths, depths)
         for i in range(rows)
     ]
-    return attention_inputs(described, block_size, context.device)
+    return attention_inputs(described, BLOCK_SIZE, context.device)
 
 
 def attention_rows(context: Context) -> Iterator[Row]:
@@ -114,47 +111,6 @@ def torch_attention(
         )
 
     return share_row(context, f"  torch sdpa, {name}", sdpa, moved, None, "contiguous keys")
-
-
-def installed_flash(context: Context) -> FlashAttention | None:
-    """flash-attn, where it is installed and can run."""
-    if not context.on_gpu:
-        return None
-    return find_flash_attention(torch.cuda.get_device_capability(context.device) >= (9, 0), from_hub=False)
-
-
-FLASH_BATCHES = (  # kind, rows, new tokens and keys of each
-    ("chains", 1, 1, 32768),
-    ("chains", 64, 1, 2048),
-    ("chains", 1, 8, 32768),
-    ("chains", 64, 8, 2048),
-    ("prompts", 1, 2048, 2048),
-    ("prompts", 4, 1024, 8192),
-)
-
-
-def flash_rows(context: Context) -> Iterator[Row]:
-    """How many times as fast as ours flash-attn is in pages, where it is installed."""
-    from hf_specdec.kernels.attention.triton import paged_attention
-
-    found = installed_flash(context)
-    if found is None:
-        yield Row(SECTION, "flash-attn over ours", note="no flash-attn here: nothing to choose between")
-        return
-    block_size = max(BLOCK_SIZE, found.page_multiple)
-    heads, kv_heads, width = (HEADS, KV_HEADS, WIDTH) if not context.toy else (4, 2, 16)
-    for kind, rows, queries, keys in FLASH_BATCHES if not context.toy else (("chains", 2, 3, 20), ("prompts", 1, 5, 5)):
-        slots = rows * -(-keys // block_size) * block_size
-        pools = [context.randn(slots, kv_heads, width, dtype=torch.bfloat16) for _ in range(2)]
-        inputs = uniform_batch(context, rows, queries, keys, False, block_size)
-        query = context.randn(rows * queries, heads, width, dtype=torch.bfloat16)
-        arguments = (query, *pools, inputs, width**-0.5)
-        theirs, ours = (attend(*arguments).float() for attend in (found, paged_attention))
-        name = f"flash-attn {found.version} over ours, {kind}, {rows} x {queries} of {keys}"
-        yield at_most(SECTION, f"{name}: difference", float((theirs - ours).norm() / ours.norm()), 1e-2, "of norm")
-        took = [context.milliseconds(lambda f=f, a=arguments: f(*a)) for f in (found, paged_attention)]
-        note = f"{took[0]:.4g} ms against {took[1]:.4g} ms, blocks of {block_size}"
-        yield Row(SECTION, name, took[1] / took[0], "times as fast", note=note)
 
 
 # ---- verification ---------------------------------------------------------------------------------------------------
@@ -272,4 +228,3 @@ def rows(context: Context) -> Iterator[Row]:
     yield from verification_rows(context)
     yield from attention_rows(context)
     yield from layer_rows(context)
-    yield from flash_rows(context)

@@ -13,7 +13,7 @@ from .context import Context
 
 # What a kernel's (or, on a CPU, an operation's) name says it is for; the first that fits.
 KINDS = {
-    "attention": ("attention", "merge_kernel", "flash_fwd", "fmha"),
+    "attention": ("attention", "merge_kernel", "fmha"),
     "verification": (
         "_choices_kernel",
         "_walk_kernel",

@@ -64,9 +64,6 @@ class DrafterContext:
 def held_weakly(thing: Any, gone: Callable[[Any], None] | None = None) -> Callable[[], Any]:
     """A callable that returns `thing` as long as other code holds it, then None. Objects that do not support weak references are held
     strongly.
-
-    Args:
-        gone: called when the object is deleted.
     """
     try:
         return weakref.ref(thing, gone)

@@ -42,11 +42,8 @@ _OF_THE_WHOLE = (
 
 
 def checked_part(whole: SpeculativeConfig, key: str, part: Any) -> dict[str, Any]:
-    """The configuration of one part, checked, as a dict.
-
-    Raises:
-        SpeculativeConfigError: the configuration is wrong, its method itself has parts, or it has a key that a part cannot have.
-    """
+    """The configuration of one part, checked, as a dict. Raises SpeculativeConfigError: the configuration is wrong, its method itself
+    has parts, or it has a key that a part cannot have."""
     config = parse_config(part)
     if config.has_parts:
         raise whole.fail(
@@ -99,7 +96,6 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
     each step only one part's draft of a row is verified.
 
     Attributes:
-        parts: the drafters.
         proposed: per part, sequence id → its trees of this step and the row in them.
     """
 
@@ -107,11 +103,7 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
     proposed: list[dict[int, tuple[DraftTrees, int]]]
 
     def made(self, key: str, config: SpeculativeConfig, context: DrafterContext | None) -> CandidateGenerator:
-        """The drafter of one part.
-
-        Raises:
-            SpeculativeConfigError: its method cannot be a part.
-        """
+        """The drafter of one part. Raises SpeculativeConfigError: its method cannot be a part."""
         if not config.can_be_combined:
             raise self.config.fail(key, f"cannot be {config.method!r}: this method cannot be combined with others.")
         return make_generator(config, self.target, context)

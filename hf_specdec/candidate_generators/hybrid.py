@@ -50,10 +50,14 @@ class HybridConfig(LookupCacheConfig):
             if part is None:
                 raise self.fail(key, "is missing: give the configuration of a drafter, e.g. {'method': 'ngram'}.")
             setattr(self, key, checked_part(self, key, part))
-        if self.num_speculative_tokens is None and self.first and self.second:
+        if self.num_speculative_tokens is None and self.num_speculative_tokens_per_batch_size is None:
             lengths = [parse_config(part).num_speculative_tokens or 0 for part in (self.first, self.second)]
             self.num_speculative_tokens = sum(lengths) if self.strategy == "extend" else max(lengths)
         super().__post_init__()
+
+    @property
+    def implied_length(self) -> int | None:
+        return None
 
     def part(self, key: str) -> SpeculativeConfig:
         """The configuration `first` or `second`, with common keys taken from this one."""

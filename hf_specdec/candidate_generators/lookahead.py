@@ -137,10 +137,7 @@ class Window:
 
 @lru_cache(maxsize=256)
 def window_parents(num_levels: int, num_columns: int) -> list[int]:
-    """Parents of the window's nodes, level by level. The first cell is the root (-1); cell f is node f - 1.
-
-    Level 0 is a chain, and each cell above is a child of the one below, which is what the paper's mask lets it see.
-    """
+    """Parents of the window's nodes, level by level: level 0 is a chain, a cell above is a child of the one below (the paper's mask)."""
     cells = np.arange(1, num_levels * num_columns)
     return (np.where(cells < num_columns, cells - 1, cells - num_columns) - 1).tolist()
 
@@ -155,8 +152,7 @@ class _Row:
 
 @register(LookaheadConfig)
 class LookaheadGenerator(CandidateGenerator, KeepsTables):
-    """Drafts one tree per row: the pool's n-grams that begin with the last token, with common prefixes merged, followed by
-    the window, whose outputs come from the same forward."""
+    """Drafts one tree per row: the pool's n-grams after the last token, then the window, whose outputs come from the same forward."""
 
     config: LookaheadConfig
 
@@ -172,11 +168,7 @@ class LookaheadGenerator(CandidateGenerator, KeepsTables):
             self.kept.follow(self, self._load, partial(_state, self.spaces, config.ngram_size, self.kept.most_bytes))
 
     def _load(self, state: State) -> None:
-        """Fill the pools of the spaces from a file.
-
-        Raises:
-            ValueError, KeyError: the file holds something else, such as n-grams of another length.
-        """
+        """Fill the pools from a file; raises ValueError or KeyError if it holds something else, such as n-grams of another length."""
         n = self.config.ngram_size
         ngrams = {space: ids_within(tensors["ngrams"], self.target.vocab_size) for space, tensors in state.items()}
         if any(stored.ndim != 2 or stored.shape[1] != n for stored in ngrams.values()):

@@ -212,11 +212,8 @@ class LookupCache:
 
 
 def ids_within(ids: np.ndarray, bound: int) -> np.ndarray:
-    """The ids as int32, after a check, since a file may hold anything.
-
-    Raises:
-        ValueError: they are not all integers from 0 to `bound` - 1.
-    """
+    """The ids as int32, after a check, since a file may hold anything. Raises ValueError: they are not all integers from 0 to `bound` -
+    1."""
     if ids.dtype.kind != "i" or (ids.size and not 0 <= ids.min() <= ids.max() < bound):
         raise ValueError("it holds something other than token ids")
     return ids.astype(np.int32)

@@ -55,19 +55,13 @@ def parse_config(value: Any) -> SpeculativeConfig:
             f"Unknown speculative method {method!r}{nearest_hint(method, [*methods, *METHOD_NAMES])}. Available: "
             f"{', '.join(methods)}."
         )
-    return methods[method].from_dict(translated({**value, "method": method}, methods), IGNORED_KEYS)
+    value = translated({**value, "method": method}, methods)
+    return methods[value["method"]].from_dict(value, IGNORED_KEYS)
 
 
 @functools.lru_cache(maxsize=64)
 def infer_method(model: str, revision: str | None, token: str | None, versions: tuple) -> str:
-    """Find a checkpoint's method from its config.json and tensor names.
-
-    Args:
-        versions: of the checkpoint's files; only a part of the cache's key.
-
-    Raises:
-        CheckpointError: it cannot be opened, or its format is unknown.
-    """
+    """Find a checkpoint's method from its config.json and tensor names. `versions`: of its files, only a part of the cache's key."""
     discover()
     form = infer_format(open_checkpoint(model, revision, token))
     logger.info("%s: method %r, inferred from its format: %s.", model, form.method, form.name)

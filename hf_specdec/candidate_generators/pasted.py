@@ -109,10 +109,7 @@ def translated(values: dict[str, Any], methods: dict[str, type[SpeculativeConfig
     Raises:
         SpeculativeConfigError: a translated key has a bad value.
     """
-    values, method = dict(values), values["method"]
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(methods[method])}
-    for key in [key for key in values if key in _FLAGS or kinds.get(key, "").startswith("bool")]:
-        values[key] = _flag(values, key)
+    values = dict(values)
     for key, ours in _RENAMED.items():
         if key in values and ours in values:
             raise SpeculativeConfigError(
@@ -120,6 +117,12 @@ def translated(values: dict[str, Any], methods: dict[str, type[SpeculativeConfig
             )
         if key in values:
             values[ours] = values.pop(key)
+    if values["method"] == "mtp":
+        values = _translate_strategy(values, methods["hybrid"])
+    method = values["method"]
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(methods[method])}
+    for key in [key for key in values if key in _FLAGS or kinds.get(key, "").startswith("bool")]:
+        values[key] = _flag(values, key)
     _translate_rules(values)
     if "parallel_drafting" not in kinds and isinstance(values.get("parallel_drafting"), bool):
         del values["parallel_drafting"]  # the method and the checkpoint imply it
@@ -138,6 +141,31 @@ def _flag(values: dict[str, Any], key: str) -> Any:
     """A boolean key, which may be given as text. Other values are returned as they are, for the key's own check."""
     value = values.get(key)
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _translate_strategy(values: dict[str, Any], hybrid: type[SpeculativeConfig]) -> dict[str, Any]:
+    """FastDeploy's two strategies of MTP: its layers alone, or continued by n-gram look-up, which is our `hybrid`."""
+    strategy, steps = values.pop("mtp_strategy", "default"), values.pop("num_model_steps", None)
+    if strategy == "default":
+        if steps is not None and (tokens := values.setdefault("num_speculative_tokens", steps)) != steps:
+            raise SpeculativeConfigError(
+                f"speculative_config['num_model_steps'] is {steps!r}, but num_speculative_tokens is {tokens!r}: make them equal, "
+                "or set mtp_strategy 'with_ngram' to continue by n-gram."
+            )
+        return values
+    if strategy != "with_ngram":
+        raise SpeculativeConfigError(
+            f"speculative_config['mtp_strategy'] must be one of 'default', 'with_ngram', not {strategy!r}."
+        )
+    second = {
+        "method": "ngram",
+        "prompt_lookup_min": values.pop("prompt_lookup_min", 2),
+        "prompt_lookup_max": values.pop("prompt_lookup_max", 5),
+    }
+    common = {field.name for field in dataclasses.fields(hybrid)}
+    first = {"method": "mtp", "num_speculative_tokens": 1 if steps is None else steps}
+    first |= {key: values.pop(key) for key in values.keys() - common - {"method"}}
+    return {**values, "method": "hybrid", "strategy": "extend", "first": first, "second": second}
 
 
 def _translate_rules(values: dict[str, Any]) -> None:

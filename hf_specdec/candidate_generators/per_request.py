@@ -72,11 +72,7 @@ class PerRequestGenerator(CombinedGenerator, HasDrafters):
         return max(part.max_draft_nodes for part in self.parts)
 
     def part_of(self, seq: Sequence) -> CandidateGenerator:
-        """The drafter of a sequence.
-
-        Raises:
-            ValueError: no drafter has this name.
-        """
+        """The drafter of a sequence; raises ValueError if no drafter has its name."""
         check_drafter(seq, self.by_name)
         return self.parts[0] if seq.drafter is None else self.by_name[seq.drafter]
 

@@ -107,11 +107,8 @@ def broken_method(name: str) -> str | None:
 
 
 def imported_method(path: str) -> str:
-    """The name of the method whose generator is the class at "package.module:Class".
-
-    Raises:
-        SpeculativeConfigError: it cannot be imported, or is not a registered generator.
-    """
+    """The name of the method whose generator is the class at "package.module:Class". Raises SpeculativeConfigError: it cannot be
+    imported, or is not a registered generator."""
     module_name, _, class_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -182,8 +179,7 @@ def _score_only(generator: Any, ids: torch.Tensor) -> None:
 
 
 def _quantize(generator: CandidateGenerator) -> None:
-    """Quantize a head's weights if its configuration says so; the loaded weights are dropped. Every linear layer of the head is
-    quantized, its own language-model head included: draft logits need not be exact. Modules shared with the target are not changed."""
+    """Quantize every linear layer of a head, its own lm_head included, if its configuration says so; modules of the target stay."""
     config = generator.config
     if not isinstance(config, HeadConfig) or config.quantization is None or not isinstance(generator, GrowsDrafts):
         return

@@ -57,13 +57,7 @@ class SuffixConfig(LookupCacheConfig):
 
 @dataclass(eq=False)
 class _Trees:
-    """A space's shared tree and the trees of its running sequences.
-
-    Attributes:
-        trees: arctic-inference's cache, which holds all of them.
-        outputs: the outputs in the shared tree that a file is to keep, the oldest first, as int32 ids.
-        num_bytes: the size of `outputs` in a file.
-    """
+    """A space's arctic-inference cache, `outputs` (int32 ids, oldest first) that a file is to keep, and their size in that file."""
 
     trees: Any
     outputs: deque[np.ndarray] = field(default_factory=deque)
@@ -116,11 +110,7 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
             self.kept.follow(self, self._load, functools.partial(_state, self.spaces))
 
     def _load(self, state: State) -> None:
-        """Build the trees from a file, with as many of the newest outputs as the bound allows.
-
-        Raises:
-            ValueError, KeyError: the file holds something else.
-        """
+        """Build the trees from a file, newest outputs first within the bound; raises ValueError or KeyError if it holds something else."""
         assert self.kept is not None
         outputs = {}
         for space, stored in state.items():
@@ -145,8 +135,7 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
         self.running[seq.id] = seq, self.spaces.enter(seq)
 
     def _read_all(self) -> None:
-        """Add to the trees what sequences have written. This waits until a draft is asked for, since most steps of method "auto" ask for
-        none."""
+        """Add to the trees what sequences have written: only when a draft is asked for, since most steps of method "auto" ask for none."""
         for _ in range(min(len(self.waiting), AT_ONCE)):
             trees, output = self.waiting.popleft()
             trees.add(output)

@@ -142,8 +142,7 @@ class SuccessorMatrices:
         return self.free.pop()
 
     def write(self, matrices: torch.Tensor | int, tokens: torch.Tensor, successors: torch.Tensor) -> None:
-        """Set the rows of `tokens` int64 [n], each in its matrix, to `successors` [n, k]. If a row is set twice, the
-        last value is kept, on every device."""
+        """Set the rows of `tokens` int64 [n], each in its matrix, to `successors` [n, k]; of a row set twice, the last value stays."""
         rows = tokens + matrices * (self.nothing + 1)
         order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         latest = self._latest.scatter_reduce_(0, rows, order, "amax", include_self=False).index_select(0, rows)
@@ -194,11 +193,7 @@ class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
     # ---- from process to process ------------------------------------------------------------------------------------
 
     def _load(self, state: State) -> None:
-        """Fill the matrices of the spaces from a file. If it has more successors per token than are remembered here, the best are taken.
-
-        Raises:
-            ValueError, KeyError: the file holds something else.
-        """
+        """Fill the matrices from a file, with the best of its successors; raises ValueError or KeyError if it holds something else."""
         nothing, k = self.matrices.nothing, self.matrices.k
         checked = {}
         for space, stored in state.items():
@@ -339,8 +334,7 @@ class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
 
 
 def _state(matrices: SuccessorMatrices, spaces: Spaces[int], most_bytes: int) -> State:
-    """The known rows of each space's matrix, as a file keeps them. If there is not room for all: those of the lowest ids, which are the
-    most frequent tokens in most vocabularies."""
+    """The known rows of each space's matrix; of too many, those of the lowest ids, usually the most frequent tokens."""
     state = {}
     room = most_bytes // max(len(spaces.shared), 1) // (4 + 4 * matrices.k)
     for space, matrix in spaces.shared.items():

@@ -74,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class DemoModel:
-    """The target, which generates the same text as `tiny`, and the folder of an EAGLE-3 head for it, None if that is not installed.
-    `cheap_rows`: a step spends its time on reading weights, so that verifying a few more tokens costs little."""
+    """The target, which writes `tiny`'s text, and its EAGLE-3 head's folder, if installed; `cheap_rows`: a few more tokens cost little."""
 
     model: Any
     tokenizer: Any

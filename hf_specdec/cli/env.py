@@ -34,13 +34,13 @@ EXTRAS = {
     "pd": ("nixl",),
 }
 OTHERS = (
-    "hf-specdec-models", "arctic-inference", "triton", "torchao", "flash-attn", "llguidance", "fastapi", "peft", "bitsandbytes", "vllm",
+    "hf-specdec-models", "arctic-inference", "triton", "torchao", "llguidance", "fastapi", "peft", "bitsandbytes", "vllm",
 )  # fmt: skip
 CPU_FEATURES = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "sve",
 )  # fmt: skip
 VARIABLES = (
-    "HF_SPECDEC_CACHE", "HF_SPECDEC_KERNELS", "HF_SPECDEC_FLASH_ATTENTION", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+    "HF_SPECDEC_CACHE", "HF_SPECDEC_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF",
 )  # fmt: skip
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")

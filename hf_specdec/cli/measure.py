@@ -196,7 +196,6 @@ def measure(
     learnt in earlier ones, because those that learn from outputs would know the answers.
 
     Args:
-        arguments: for `generate()`.
         seconds: time limit of a repeat: further batches are skipped if they would exceed it. None: no limit.
     """
     results = [Measurement(variant) for variant in variants]

@@ -171,9 +171,7 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
-    """Serve several engines, in processes of Ray. Raises OSError: the address is in use; ValueError: an option that replicas do not
-    support.
-    """
+    """Serve several engines, in processes of Ray. OSError: the address is in use; ValueError: replicas do not support an option."""
     unsupported = {
         "--chat-template": args.chat_template, "--response-template": args.response_template, "--tokenizer": args.tokenizer,
         "--allowed-origins": args.allowed_origins, "--max-num-queued-reqs": args.max_num_queued_reqs, "--kv-transfer-config": transfer,

@@ -132,8 +132,7 @@ class Ranks:
         return tensor
 
     def _exchange(self, numbers: Sequence[int], own: int, failed: bool = False) -> tuple[list[int], list[int]]:
-        """Rank 0's numbers, and each rank's `own` number. Every call begins with the same collective, whatever the caller wants, so
-        that ranks which call for different reasons still meet."""
+        """Rank 0's numbers, and each rank's `own`: the first collective of every call, so that ranks with different reasons meet."""
         room, numbers = _SLOTS - 2 - self.size, list(numbers) if self.leads and not failed else []
         head = numbers[:room]
         slots = [int(failed), len(numbers), *(own if rank == self.rank else 0 for rank in range(self.size)), *head]

@@ -84,8 +84,7 @@ class BatchRun:
             self._let_go([seq for seq in self.running if seq.finished or finished], finished)
 
     def _overlaps(self) -> bool:
-        """True if the next step may begin before this step is shown, because the caller gets no tensor of this step's forward, and
-        no times of its parts."""
+        """True if the next step may begin before this one is shown: the caller gets neither its tensors nor times of its parts."""
         wanted, returns = self.decoder.config.async_scheduling, self.returns
         wanted = self.decoder.target.device.type == "cuda" if wanted is None else wanted
         return wanted and not (
@@ -131,11 +130,7 @@ class BatchRun:
             return None
 
     def _making_room(self, act: Callable[[], Any]) -> Any:
-        """Call `act`, which needs blocks, and preempt the last row as long as too few are free.
-
-        Raises:
-            OutOfBlocks: no other row holds blocks.
-        """
+        """Call `act`, preempting the last row as long as too few blocks are free; raises OutOfBlocks if no other row holds any."""
         while True:
             try:
                 return act()
@@ -199,8 +194,7 @@ class BatchRun:
         return min(len(seq.tokens), seq.prompt_length + self.observer.num_steps - 1)
 
     def _may_be_needed(self, seq: Sequence) -> list[int]:
-        """The numbers of tokens after which the returned cache may need a leaving row's states: before or after the row's last token,
-        or, if a criterion ends the batch, at the step that is shown now."""
+        """After how many tokens the returned cache may need a leaving row's states: near its last token, or at the step shown now."""
         return sorted({len(seq.tokens) - 1, len(seq.tokens), self.num_fed(seq)})
 
     def settle_states(self) -> None:

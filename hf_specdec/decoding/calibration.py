@@ -68,11 +68,8 @@ def _continued(
 
 
 def calibrated_tree(accuracies: np.ndarray, num_nodes: int) -> list[list[int]]:
-    """`speculative_token_tree`: the child-rank paths of the best tree of at most `num_nodes` nodes.
-
-    Raises:
-        ValueError: the drafter was never right, so no tree helps.
-    """
+    """`speculative_token_tree`: the child-rank paths of the best tree of at most `num_nodes` nodes. Raises ValueError: the drafter was
+    never right, so no tree helps."""
     template = TreeTemplate.from_accuracies(accuracies, num_nodes)
     paths: list[list[int]] = []
     for parent, rank in zip(template.parents.tolist(), template.ranks.tolist(), strict=True):
@@ -86,11 +83,7 @@ def expected_accepted_length(accuracies: np.ndarray, paths: list[list[int]]) -> 
 
 
 class _Counts:
-    """Counts how often a drafter is right along given texts.
-
-    Attributes:
-        hits: int64 [depths, ranks]; tried: int64 [depths].
-    """
+    """Counts how often a drafter is right along given texts: `hits` int64 [depths, ranks] of `tried` [depths]."""
 
     def __init__(self, generator: GrowsDrafts, num_ranks: int):
         self.generator = generator

@@ -128,11 +128,7 @@ class SpeculativeDecoder:
         self.generator.release()
 
     def add(self, seq: Sequence) -> None:
-        """Let a sequence join.
-
-        Raises:
-            ValueError: the prompt and one token do not fit the pool, even with no other sequence in it.
-        """
+        """Let a sequence join. Raises ValueError: the prompt and one token do not fit the pool, even with no other sequence in it."""
         if -(-(len(seq.tokens) + 1) // self.config.block_size) > self.cache.most_blocks:
             raise ValueError(
                 f"A prompt of {len(seq.tokens)} tokens does not fit the KV pool of "
@@ -218,11 +214,8 @@ class SpeculativeDecoder:
         return seq.id not in self.outside and self.cache.tables[seq.id].length < len(seq.tokens) - 1
 
     def read_again(self, seq: Sequence, length: int) -> None:
-        """Feed the sequence's text up to `length` tokens, in chunks, without decoding. Call inside `active()`.
-
-        Raises:
-            OutOfBlocks: a chunk does not fit. Those before it stay fed.
-        """
+        """Feed the sequence's text up to `length` tokens, in chunks, without decoding. Call inside `active()`. Raises OutOfBlocks: a
+        chunk does not fit. Those before it stay fed."""
         while self.cache.tables[seq.id].length < length:
             start = self.cache.tables[seq.id].length
             end = min(start + self.config.prefill_chunk_size, length)
@@ -235,11 +228,8 @@ class SpeculativeDecoder:
             self.cache.tables[seq.id].length = end
 
     def read_last(self, sequences: list[Sequence]) -> None:
-        """Feed each finished sequence's last token too, so that generation can continue from its KV. Call inside `active()`.
-
-        Raises:
-            OutOfBlocks: one of the tokens does not fit; nothing was fed.
-        """
+        """Feed each finished sequence's last token too, so that generation can continue from its KV. Call inside `active()`. Raises
+        OutOfBlocks: one of the tokens does not fit; nothing was fed."""
         for seq in sequences:
             self._reserve(seq, len(seq.tokens))
         rows = [
@@ -454,9 +444,7 @@ class SpeculativeDecoder:
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, outcome: StepOutcome, pending: PendingStep, timed: bool) -> None:
-        """Tell the policy the results of its draft lengths. Steps that also read prompts are not timed, because their time says nothing
-        about decoding. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
-        hidden states could not draft yet."""
+        """Tell the policy how its draft lengths did. Steps that read prompts are not timed; rows fresh from a prompt were not asked."""
         seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
         if not any(pending.limits):
             self.policy.observe_plain(outcome.sequences, seconds if timed else None)

@@ -152,11 +152,7 @@ def _num_reused(
     prompt_inputs,
     is_text: bool,
 ) -> int:
-    """Number of the prompts' columns that need not be read, because `cache` has their keys and values.
-
-    Raises:
-        ValueError: see `_check_states`.
-    """
+    """Number of the prompts' columns whose keys and values `cache` has; raises ValueError (see `_check_states`)."""
     if prompt_inputs is None:
         num_cached = min(num_cached, length - 1)
     if num_cached and cache is not None and decoder.target.recurrent is not None:
@@ -232,11 +228,7 @@ def _speculation(run: BatchRun) -> Speculation:
 
 
 def _has_all_layers(export: DynamicCache, run: BatchRun) -> bool:
-    """False, with a warning, if the model has added layers to our cache that transformers' lacks.
-
-    Raises:
-        UnsupportedModel: the caller passed that cache, to be filled.
-    """
+    """False, with a warning, if our cache has layers that transformers' lacks; raises UnsupportedModel if the caller passed that cache."""
     with_keys = [layer for layer, pair in enumerate(run.tensors[0].cache or []) if pair is not None]
     if export.layer_class_to_replicate is not None or max(with_keys, default=-1) < len(export.layers):
         return True
@@ -248,12 +240,7 @@ def _has_all_layers(export: DynamicCache, run: BatchRun) -> bool:
 
 
 def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
-    """What `generate()` returns.
-
-    Args:
-        num_fed: columns of the prompt that were fed, because no cache held them.
-        unseen: columns of the text that the caller did not pass.
-    """
+    """What `generate()` returns. `num_fed`: columns of the prompt that were fed; `unseen`: columns that the caller did not pass."""
     observer, tensors = run.observer, run.tensors
     ids, steps = observer.output_ids(), observer.num_steps
     if export is not None and not _has_all_layers(export, run):

@@ -19,12 +19,8 @@ def text_length(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, ge
 
 
 def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[np.ndarray]:
-    """Per row, the columns of the batch [B, S] that hold its prompt. Masked tokens are never attended to and have no position,
-    so they are left out.
-
-    Raises:
-        ValueError: an empty batch, an empty row, or one whose last token is masked.
-    """
+    """Per row, the columns of the batch [B, S] that hold its prompt. Masked tokens are never attended to and have no position, so they
+    are left out. Raises ValueError: an empty batch, an empty row, or one whose last token is masked."""
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(
             f"input_ids of shape {list(input_ids.shape)} hold no prompt: pass at least one token, or inputs_embeds."
@@ -51,7 +47,6 @@ def sequences_of(
     Args:
         whole: int64 [B, S], the texts.
         unseen: number of leading columns that the caller did not pass. Processors, criteria and lengths do not count them.
-        sources: see `decode`.
     """
     input_ids = whole[:, unseen:]
     # Criteria are checked after each new token, so a criterion that is already met still lets one token through.

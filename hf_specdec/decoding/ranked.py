@@ -41,11 +41,8 @@ def decoder_of(generator: CandidateGenerator) -> SpeculativeDecoder:
 def agreed_call(
     ranks: Ranks, seed: int, config: SpeculativeConfig, generation_config: Any, input_ids: torch.Tensor, mask: Any
 ) -> Iterator[int]:
-    """A call of `generate()` that the ranks make together. Yields rank 0's seed.
-
-    Raises:
-        RankError: the ranks were given different arguments, or another rank has failed.
-    """
+    """A call of `generate()` that the ranks make together. Yields rank 0's seed. Raises RankError: the ranks were given different
+    arguments, or another rank has failed."""
     settings = {
         name: getattr(generation_config, name, None)
         for name in ("max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "return_dict_in_generate")

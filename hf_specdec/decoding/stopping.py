@@ -26,9 +26,6 @@ class LockstepObserver:
 
     Args:
         prompt_ids: int64 [B, S], padded as the caller passed it.
-        sequences: the B rows.
-        criteria: as `generate()` prepared them.
-        streamer: gets each step's tokens, or None.
         pad_token_id: what finished rows show.
         scores: function from a step (counted from 0) to the scores [B, V] that criteria are given; None: scores are not kept.
     """

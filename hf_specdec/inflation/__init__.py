@@ -2,6 +2,6 @@
 
 from .head import inflate_eagle3
 from .model import PRESETS, inflate
-from .tensors import DIMENSIONS, STATE_DIMENSIONS
+from .tensors import DIMENSIONS
 
-__all__ = ["DIMENSIONS", "PRESETS", "STATE_DIMENSIONS", "inflate", "inflate_eagle3"]
+__all__ = ["DIMENSIONS", "PRESETS", "inflate", "inflate_eagle3"]

@@ -25,11 +25,8 @@ def inflate_eagle3(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> None:
-    """Write the head of `folder`, which drafts for `source`, to `destination`, with the sizes of `target`.
-
-    Raises:
-        ValueError: `folder` has no EAGLE-3 head in the original layout, or the target is too small to hold the head.
-    """
+    """Write the head of `folder`, which drafts for `source`, to `destination`, with the sizes of `target`. Raises ValueError: `folder`
+    has no EAGLE-3 head in the original layout, or the target is too small to hold the head."""
     folder, destination = Path(folder), Path(destination)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(folder / "model.safetensors", device=str(device))

@@ -1,8 +1,8 @@
 """Make a model bigger without changing its function: real text at the cost of a real model.
 
-Every dimension can grow: layers (identity ones: their output projections are zero), width (zero-padded residual
-stream), MLP, query and key-value heads, head size, vocabulary, and the heads of recurrent layers (`HybridInflation`). New weights are
-small random numbers wherever they do not affect the output, so that the work is real. Logits agree up to rounding in the chosen dtype.
+Every dimension can grow: layers (identity ones: their output projections are zero), width (zero-padded residual stream), MLP, query
+and key-value heads, head size and vocabulary. New weights are small random numbers wherever they do not affect the output, so that the
+work is real. Logits agree up to rounding in the chosen dtype.
 """
 
 from __future__ import annotations
@@ -13,20 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .tensors import (
-    DIMENSIONS,
-    KEY_HEADS,
-    QUERY_HEADS,
-    STATE_DIMENSIONS,
-    STATE_KEY_HEADS,
-    STATE_VALUE_HEADS,
-    HybridInflation,
-    Inflation,
-    copies_of_a_head,
-)
+from .tensors import Inflation, copies_of_a_head
 
-HYBRID = "Qwen3_5ForCausalLM"
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", HYBRID)
 ROPE_TYPES_THAT_GROW = ("default", "linear", "llama3")
 PRESETS = {
     "100m": (768, 14, 2048, 12, 4, 64), "300m": (1024, 20, 4096, 16, 8, 64), "1b": (2048, 16, 8192, 32, 8, 64),
@@ -40,6 +28,7 @@ def inflate(
     vocab_size: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
+    kind: type[Inflation] = Inflation,
     **sizes: int | None,
 ) -> PreTrainedModel:
     """A bigger model of the same class with the same logits; sizes that are not given stay the same.
@@ -48,20 +37,20 @@ def inflate(
     New tokens (`vocab_size`) are never likely: see `widen_vocabulary`.
 
     Args:
-        sizes: any of DIMENSIONS, and for Qwen3.5's recurrent layers of STATE_DIMENSIONS.
+        kind: knows the model's class (recipes/tiny/inflate_states.py: Qwen3.5's with recurrent layers).
+        sizes: any of `kind.dimensions`.
 
     Raises:
         ValueError: a size is smaller than the source's or cannot hold it, or the source has no such size.
     """
-    old = sizes_of(model)
+    old = sizes_of(model, kind)
     given = {name: size for name, size in sizes.items() if size is not None}
     for name in given.keys() - old.keys():
         raise ValueError(f"{type(model).__name__} has no {name}: leave it out. Its sizes are {', '.join(old)}.")
     new = old | given
-    check_sizes(model, old, new)
+    check_sizes(model, kind, old, new)
     if vocab_size is not None:
         check_vocabulary(model, old, new, vocab_size)
-    kind = HybridInflation if type(model).__name__ == HYBRID else Inflation
     with model.device:
         big = kind(model, old, new, dtype or model.dtype, seed).build()
         if vocab_size is not None and vocab_size > model.config.vocab_size:
@@ -106,25 +95,23 @@ def widen_vocabulary(model: Any, width: int, vocab_size: int, norm_offset: float
     model.vocab_size = model.model.vocab_size = vocab_size
 
 
-def sizes_of(model: PreTrainedModel) -> dict[str, int]:
+def sizes_of(model: PreTrainedModel, kind: type[Inflation]) -> dict[str, int]:
     """The sizes of a source model; `ValueError` for unknown architectures."""
-    if type(model).__name__ not in ARCHITECTURES:
-        raise ValueError(f"inflate() knows {', '.join(ARCHITECTURES)}, not {type(model).__name__}: give one of these.")
-    sizes: dict[str, Any] = {name: getattr(model.config, name, None) for name in DIMENSIONS}
+    known = kind.architectures
+    if type(model).__name__ not in known:
+        raise ValueError(f"inflate() knows {', '.join(known)}, not {type(model).__name__}: give one of these.")
+    sizes: dict[str, Any] = {name: getattr(model.config, name, None) for name in kind.dimensions}
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
-    if type(model).__name__ == HYBRID:
-        sizes |= {name: getattr(model.config, name) for name in STATE_DIMENSIONS}
     return sizes
 
 
-def check_sizes(model: PreTrainedModel, old: dict[str, int], new: dict[str, int]) -> None:
+def check_sizes(model: PreTrainedModel, kind: type[Inflation], old: dict[str, int], new: dict[str, int]) -> None:
     """Raise `ValueError` if a size shrinks, or the new heads cannot hold the old ones."""
     for name in old:
         if new[name] < old[name]:
             raise ValueError(f"{name}={new[name]} is smaller than the source's {old[name]}: give at least {old[name]}.")
-    check_heads(old, new, QUERY_HEADS, KEY_HEADS, "key-value heads", "query heads")
-    if STATE_DIMENSIONS[0] in old:
-        check_heads(old, new, STATE_VALUE_HEADS, STATE_KEY_HEADS, "recurrent key heads", "recurrent value heads")
+    for group in kind.groups:
+        check_heads(old, new, *group)
     if new["head_dim"] != old["head_dim"]:
         if new["head_dim"] % old["head_dim"]:
             raise ValueError(
@@ -132,8 +119,8 @@ def check_sizes(model: PreTrainedModel, old: dict[str, int], new: dict[str, int]
                 f"frequencies are among the new ones: give {2 * old['head_dim']}, {3 * old['head_dim']}, ..."
             )
         rope = getattr(model.config, "rope_parameters", None) or {}
-        kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
-        if kind not in ROPE_TYPES_THAT_GROW or (share != 1.0 and type(model).__name__ != HYBRID):
+        form, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+        if form not in ROPE_TYPES_THAT_GROW or (share != 1.0 and kind is Inflation):
             raise ValueError(f"head_dim cannot grow with rope_parameters={rope}: leave head_dim out.")
 
 

@@ -26,7 +26,6 @@ class Captures:
     find out than a small step: modules are compared once in each context in which models run.
 
     Args:
-        name: of the model or function, for log messages.
         modules: returns the modules that the functions call.
     """
 
@@ -54,7 +53,6 @@ class Captures:
         """The bucket's (buffers, outputs, replay), captured at its first use; None if it cannot be captured.
 
         Args:
-            key: identifies the bucket.
             made_for: addresses of the pools in use. All captures are dropped when they change.
             make: called for a new bucket; returns its filled buffers and the function to capture, which reads them.
         """
@@ -153,8 +151,6 @@ class Capturable(Protocol):
     Attributes:
         gather: it attends to gathered keys, whose number changes from step to step.
         forward_batch: runs its forward over a packed batch.
-        module: holds its weights.
-        device: of its input ids.
         modules: returns the modules that the forward calls: `module`, and those that are borrowed.
     """
 

@@ -133,7 +133,6 @@ class LoopBuffers:
 
         Args:
             tables: the rows' block tables; slots for the nodes are reserved after the text.
-            limits: draft length of each row, descending.
         """
         row_limits = np.asarray(limits)
         self._host_limits[:] = 0

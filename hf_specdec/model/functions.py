@@ -47,11 +47,8 @@ class ModuleFunctions:
 
     @contextlib.contextmanager
     def replaced(self, **replacements: Callable):
-        """Inside the context, the functions named by role call these: replacement(original, *args, **kwargs).
-
-        Raises:
-            UnsupportedModel: the module did not call one of them, so other code has computed its result.
-        """
+        """Inside the context, the functions named by role call these: replacement(original, *args, **kwargs). Raises UnsupportedModel:
+        the module did not call one of them, so other code has computed its result."""
         self._current.called = set()
         for role, replacement in replacements.items():
             setattr(self._current, role, replacement)

@@ -148,7 +148,6 @@ class GraphRunner:
         function: the function to capture, which takes the batches and, if `run` is given features, `features=`; None: the
             model's `forward_batch`.
         by_lines: attend as deterministic models do (see `describe_lines`).
-        name: see `Captures`; "{}" stands for the model's class.
     """
 
     def __init__(

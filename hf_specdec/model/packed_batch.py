@@ -39,14 +39,12 @@ class PackedBatch:
     Attributes:
         input_ids: int64 [1, T].
         position_ids: int64 [1, T]; [A, 1, T] if the axes of a row's positions differ.
-        inputs: the B rows.
         starts: B + 1 numbers, index of each row's first token among the T tokens.
         logit_index: int64 [R], indices of the tokens that need logits, in order; None: all of them.
         gather: layers return the keys and values of every row's whole context (see PagedLayer.update).
         write_slots: int64 [T], where each token's keys and values are written.
         num_keys: number of keys of all rows together (S_total).
         attention_calls: how often our attention has been called in this forward.
-        with_native: the native library may be used.
         states: how layers with a recurrent state read the rows; None: the model has no such layers.
         invariant: the mode in which a token's results do not depend on the rest of the batch; None: the forward runs without it.
     """

@@ -49,11 +49,8 @@ class PackedHead:
         gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).
         prepack_weights: see `prepack`.
         fuse: computes features [.., F] from the target's states; None: texts are read with features directly.
-        device, dtype: device and dtype of the head's inputs; by default those of its first parameter.
 
     Attributes:
-        linears: faster linear layers; None: the head's own.
-        window: see `PagedStaticCache`.
         graphs, reading_graphs: run forwards without and with `fuse` as CUDA graphs; None: kernels are launched one by one.
         native: runs small forwards as one call of the native library on a CPU; None: operators are called one by one.
     """

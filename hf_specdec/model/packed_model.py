@@ -70,19 +70,15 @@ class PackedModel:
     every row, and the model attends to them under a block-diagonal mask. Gather is slower and works everywhere.
 
     Args:
-        model: the target or a draft model.
-        taps: hidden states to return with each forward.
         num_layers: run only the first layers (early exit); None: all.
         borrowed: hold the model weakly, because the caller owns it. By default the model is kept alive.
 
     Attributes:
-        family: of encoder-decoder models; None: the model is decoder-only.
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
         recurrent: its layers with a recurrent or convolutional state; None: it has none.
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
         chooses_states: `choose_states` may change `replays_drafts`.
         cache_bytes: memory for keys, values and states; None: what is free.
-        window: see `PagedStaticCache`.
         ranks: the processes that hold the model's shards; None: this one holds all of it.
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
         native: runs small forward passes as one call of the native library on a CPU; None: operators are called one by one.
@@ -128,11 +124,7 @@ class PackedModel:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model.
-
-        Raises:
-            ReferenceError: the model was borrowed and its owner has deleted it.
-        """
+        """The transformers model. Raises ReferenceError: the model was borrowed and its owner has deleted it."""
         model = self._model()
         if model is None:
             raise ReferenceError(
@@ -191,12 +183,8 @@ class PackedModel:
         )  # fmt: skip
 
     def read_source(self, cache: PagedStaticCache, seq_id: int, source: Source | None) -> None:
-        """Let the encoder-decoder model read what its encoder has read for a row, before the row's first forward. `source` None: for other
-        models, which do nothing.
-
-        Raises:
-            UnsupportedModel: this model cannot decode without a source.
-        """
+        """Let the encoder-decoder model read what its encoder has read for a row, before the row's first forward. `source` None: for
+        other models, which do nothing. Raises UnsupportedModel: this model cannot decode without a source."""
         if self.family is None:
             return
         if source is None:

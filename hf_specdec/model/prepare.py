@@ -63,9 +63,6 @@ def prepare(
 ) -> PackedModel:
     """A PackedModel with its options applied.
 
-    Args:
-        taps, num_layers, borrowed: see PackedModel.
-
     Raises:
         UnsupportedModel: the model or one of its options cannot run correctly here; the message says why.
     """

@@ -128,10 +128,7 @@ def read_prompt(
 def _prefill(
     packed: PackedModel, input_ids: torch.Tensor, inputs: dict[str, Any], generation_config: Any
 ) -> tuple[Any, dict[Any, list[torch.Tensor]], torch.Tensor | None]:
-    """Run the model's own forward over the prompts, in transformers' chunks.
-
-    Returns: the output of the last chunk; tapped hidden states [B, S, H] of each chunk; and `position_ids` of the last chunk.
-    """
+    """The model's own forward over the prompts, in chunks: last output, tapped states [B, S, H] per chunk, last `position_ids`."""
     found: dict[Any, list[torch.Tensor]] = defaultdict(list)
     positions: list[torch.Tensor | None] = []
 
@@ -164,11 +161,7 @@ def _wanted(packed: PackedModel, inputs: dict[str, Any], all_hidden_states: bool
 def _offsets(
     packed: PackedModel, positions: torch.Tensor | None, columns: list[np.ndarray]
 ) -> list[int | tuple[int, ...]]:
-    """Per row, position minus index of its last token: transformers gives each later token the position before it plus one on each axis.
-
-    Args:
-        positions: the last forward's `position_ids`: [B, S], or with several axes [A, B, S]. Four axes begin with the text's.
-    """
+    """Per row, position minus index of its last token, per axis of `positions` [B, S] or [A, B, S] (four begin with the text's)."""
     name = type(packed.model).__name__
     if positions is None:
         if "position_ids" in packed.forward_parameters:
@@ -226,11 +219,7 @@ def _check_next_step(
     output: Any,
     lengths: list[int],
 ) -> None:
-    """Raise UnsupportedModel unless the token after the prompt has the same logits in the model's own step and in ours.
-
-    Done once for each kind of input. It costs one step of the model, and one of ours for the row whose positions are shifted most:
-    one with axes that differ, if there is one.
-    """
+    """Raise UnsupportedModel unless the token after a prompt of a new kind of input has the same logits in the model's step and in ours."""
     shifts = [(0, abs(offset)) if isinstance(offset, int) else (1, max(map(abs, offset))) for offset in prompt.offsets]
     model: Any = packed.model
     row = shifts.index(max(shifts))

@@ -24,11 +24,8 @@ _whole_parameters = WeakTensorKeyDictionary()
 
 
 def checked_ranks(model: PreTrainedModel) -> Ranks | None:
-    """The ranks that hold the model's shards; None: it is whole.
-
-    Raises:
-        UnsupportedModel: it is sharded in a way that would give wrong text.
-    """
+    """The ranks that hold the model's shards; None: it is whole. Raises UnsupportedModel: it is sharded in a way that would give wrong
+    text."""
     mesh = getattr(model, "_device_mesh", None)
     sizes: dict[str, int] = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     name = type(model).__name__

@@ -215,12 +215,8 @@ class Acceptance:
         return {name: getattr(self, name).round(4).tolist() for name in self._KEPT}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from an earlier `state`.
-
-        Raises:
-            KeyError, OverflowError, TypeError, ValueError: the state has another shape, or values that are not valid counts. Nothing of
-                it is then taken over.
-        """
+        """Go on from an earlier `state`. Raises KeyError, OverflowError, TypeError, ValueError: the state has another shape, or values
+        that are not valid counts. Nothing of it is then taken over."""
         values = {name: np.asarray(state[name], dtype=np.float64) for name in self._KEPT}
         for name, value in values.items():
             if value.shape != getattr(self, name).shape:

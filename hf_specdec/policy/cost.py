@@ -36,8 +36,7 @@ class FittedCost:
         return self._count > 0
 
     def observe(self, size: tuple, features: np.ndarray, seconds: float, kind: int = 0) -> None:
-        """Record the time of a step of this size, with these features [F]. While a kind has few measurements, each new one of that
-        kind soon causes a new fit."""
+        """Record the time of a step of this size, with features [F]; while a kind has few measurements, a new one soon causes a new fit."""
         self._count += 1
         if self._count <= 0:
             return
@@ -72,11 +71,7 @@ class FittedCost:
         return [[list(size), *self._median(samples)] for size, samples in self._sizes.items()]
 
     def load(self, state: list[list]) -> None:
-        """Go on from an earlier `state`. New measurements of a size soon outvote the old one.
-
-        Raises:
-            OverflowError, TypeError, ValueError: the features are of another cost, or a number is not valid.
-        """
+        """Go on from an earlier `state`; raises OverflowError, TypeError or ValueError if it is of another cost or not valid."""
         sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
         for size, seconds, features in state:
             values = np.asarray(features, dtype=np.float64)
@@ -135,9 +130,6 @@ def non_negative_solution(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
 class DraftingCost(FittedCost):
     """Seconds of drafting: by depth (a drafter's forwards run one after another), by draft tokens asked for, and by tokens that the
     drafter has to catch up with.
-
-    Args:
-        dropped: how many measurements are dropped.
     """
 
     # Drafts of much fewer tokens do not show what a token costs, nor do such backlogs, and the fit pulls that towards 0: a drafter's

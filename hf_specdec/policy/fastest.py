@@ -77,8 +77,7 @@ class Menu:
 
 @dataclass
 class Asked:
-    """One round of choosing: sequence id → row; each look-up's drafts and its seconds; the kinds [D, B] of all drafts (see
-    `Acceptance`); and what was chosen."""
+    """One round of choosing: sequence id → row, look-ups' drafts and seconds, the kinds [D, B] of all drafts, and what was chosen."""
 
     order: dict[int, int]
     offers: list[DraftTrees]
@@ -162,8 +161,7 @@ class Fastest(DraftLengthPolicy):
         return not self.cost.target or self.wants_plain_time()
 
     def _are_quiet(self, sequences: list[Sequence]) -> bool:
-        """True if the last choice for these sequences was not to draft. A sequence that begins counts as quiet if nothing was chosen for an
-        earlier one that began with at least as much to write."""
+        """True if the last choice for these sequences, or for an earlier one that began with as much to write, was not to draft."""
         for seq in sequences:
             if seq.id not in self._quiet_rows:
                 begins = seq not in self.acceptance and seq.drafter is None
@@ -209,8 +207,7 @@ class Fastest(DraftLengthPolicy):
         return choice
 
     def _best(self, sequences, slots, kinds, offers, room, able) -> tuple[Choice, float]:
-        """The fastest division of the rows among the drafters, plus the trials that are worth their price; and the steps for which
-        nothing need be chosen."""
+        """The fastest division of the rows among the drafters, plus trials worth their price; and for how many steps it holds."""
         found, nodes, reach = self._nodes(offers, room, able)
         won = self.acceptance.survival(slots, kinds, self.num_steps) * found
         backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
@@ -255,8 +252,7 @@ class Fastest(DraftLengthPolicy):
     def _rates(
         self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, hopes: bool = False
     ) -> np.ndarray:
-        """[D, B, K]: tokens per row in the time of a plain step, if all rows drafted as one row does; 0 where it may not. `hopes`:
-        drafting may take less than was measured."""
+        """[D, B, K]: tokens per row and plain step's time if all rows drafted alike, 0 where not allowed. `hopes`: costs may be lower."""
         num_rows, drafting = won.shape[1], np.zeros_like(nodes)
         for index in self.models:
             times = num_rows, self._depth, num_rows * self._depth, num_rows * backlogs[index][:, None]
@@ -626,12 +622,8 @@ class Fastest(DraftLengthPolicy):
         }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from an earlier `state`.
-
-        Raises:
-            KeyError, OverflowError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken
-                over.
-        """
+        """Go on from an earlier `state`. Raises KeyError, OverflowError, TypeError, ValueError: the state is not of a policy with these
+        drafters. Nothing of it is then taken over."""
         if len(state["drafting"]) != len(self.drafting) or len(state["looking_up"]) != self.num_lookups:
             raise ValueError("costs of other drafters")
         sizes = [(int(octave), int(rows), int(tokens)) for (octave, rows, tokens), *_ in state["target"]]

@@ -15,7 +15,6 @@ class DraftedStep:
     """One verified step in which some row was asked to draft, as policies see it.
 
     Attributes:
-        sequences: the B rows, with what was accepted.
         limits: how deep each was asked to draft.
         nodes: int [B, D], drafted nodes of each row at depth 1, 2, .. D.
         accepted: per row, how many drafted tokens were accepted.

@@ -105,7 +105,6 @@ class TokenBiasLogitsProcessor(LogitsProcessor):
     """A number added to some tokens' logits, or -inf to all but some.
 
     Args:
-        bias: token id → number.
         allowed: the only ids that may be chosen; None: all.
 
     Raises:

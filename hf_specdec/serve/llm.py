@@ -89,13 +89,6 @@ class LLM:
         enable_expert_parallel: place whole experts on the ranks instead of parts of each expert.
         others: vLLM's further arguments: older ones are translated, and those without effect are ignored, each with a warning.
 
-    Attributes:
-        model: as loaded.
-        tokenizer: as loaded or given; None: prompts are token ids.
-        max_model_len: see above.
-        engine: runs the requests.
-        ranks: the processes among which the model is sharded; None: one process.
-
     Raises:
         ValueError: an argument cannot be used.
         TypeError: an argument is unknown.

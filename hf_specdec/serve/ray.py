@@ -152,9 +152,7 @@ class Replica:
 
 
 class Ingress:
-    """The ingress deployment: sends each request to a replica, and sends it again if that replica dies before it has answered. `limits`:
-    of the body's size and its time; the other limits apply in the replicas.
-    """
+    """The ingress deployment: sends a request to a replica, and to another if that dies before it has answered. `limits`: size and time."""
 
     def __init__(self, replicas: Any, limits: Limits):
         self.replicas = replicas
@@ -174,9 +172,7 @@ class Ingress:
             await unless_disconnected(receive, self._pass_on(plain, body, send))
 
     async def _pass_on(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
-        """Send a replica's answer: piece by piece if a stream is wanted, else all of it together. If the replica dies before anything
-        has been sent, another one gets the request; a stream that has begun ends with an error.
-        """
+        """Send a replica's answer, as a stream if wanted. If the replica dies before that began, another one gets the request."""
         streams = _wants_stream(body)
         for attempt in range(1, _ATTEMPTS + 1):
             held: list[dict[str, Any]] = []

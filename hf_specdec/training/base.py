@@ -110,11 +110,8 @@ class HeadTrainer(ABC):
     """One method's head, loss, guesses and export. The package's docstring describes the contract.
 
     Attributes:
-        method: the method that drafts with the exported head.
-        options_class: set by `register`.
         taps: the hidden states it reads of the target.
         formats: layouts for `exported`; the first is the default.
-        head: the result of `build`, set by the framework.
         num_guesses: K, draft length in the estimate and in measurements; set by `build` at the latest.
         progress: share of the run's steps that are done, set by the framework.
     """

@@ -57,8 +57,7 @@ class DFlashTrainer(HeadTrainer):
         self.num_guesses = options.block_size - self.first
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """Linear layers have transformers' initialisation, the last norm the target's weights; embeddings and lm_head are the target's.
-        What corrects the logits begins by doing nothing, as do convolutions."""
+        """transformers' initialisation; last norm, embeddings and lm_head as the target's; corrections begin by doing nothing."""
         self.mask_token_id = mask_token(self.options.mask_token_id, self.target, token_counts)
         self.heads = heads_of(self.options, self.target)
         layout = DFlashLayout(
@@ -243,9 +242,7 @@ class DFlashTrainer(HeadTrainer):
 
 
 class BlocksCache:
-    """Used by attention layers as their cache: puts a text's context keys and values [B, heads, S, D], per layer, before those of its
-    blocks. `parts`: rows that a text's blocks are spread over.
-    """
+    """The layers' cache: a text's context keys and values [B, heads, S, D] before those of its blocks, spread over `parts` rows."""
 
     def __init__(self, context: list[tuple[torch.Tensor, torch.Tensor]], parts: int):
         self.context, self.parts = context, parts

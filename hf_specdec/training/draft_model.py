@@ -76,9 +76,7 @@ def special_tokens(target) -> dict[str, Any]:
 
 
 def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
-    """The draft model's configuration, with the target's vocabulary and positions. Raises TrainingError: the shape is impossible or too
-    wide.
-    """
+    """The draft model's configuration, with the target's vocabulary and positions; raises TrainingError if the shape is impossible."""
     shape = layer_shape(target, 2048)
     width = options.width or max(2, target.hidden_size // 2)
     if width > target.hidden_size:

@@ -28,7 +28,6 @@ def export_head(
         work: the run's own folder.
         form: layout, one of the trainer's formats; None: its first.
         dtype: of the weights; None: the target's.
-        facts: for the model card (see `write_card`).
     """
     head = trainer.head.eval()
     with torch.no_grad():
@@ -75,12 +74,7 @@ _BEGIN, _END = "<!-- measured: written by hf-specdec eval -->", "<!-- end of mea
 
 
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
-    """Write README.md of an exported head, replacing an earlier one with its table of measurements.
-
-    Args:
-        facts: method, target, license, data, num_samples, num_tokens, step, options, estimate (tau, acceptance), parameters, file,
-            dtype.
-    """
+    """Write README.md of an exported head from `facts` (method to dtype, see the caller), in place of an earlier one."""
     estimate, target, name = facts.get("estimate"), facts["target"], folder.resolve().name
     front = {
         "license": facts["license"] or "other",

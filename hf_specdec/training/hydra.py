@@ -32,8 +32,7 @@ class HydraTrainer(HeadTrainer):
     head: Any  # a HydraHeads
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """Every head is initialised to predict the target's next token: blocks pass h_t on, and the linear layers are the
-        target's lm_head."""
+        """Heads begin by predicting the target's next token: blocks pass h_t on, and linear layers are the target's lm_head."""
         options, target = self.options, self.target
         layers = self._prefix_config() if options.prefix_layer else None
         hydra: Any = HydraHeads(

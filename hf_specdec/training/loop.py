@@ -46,8 +46,6 @@ class Run:
     Args:
         folder: `state.pt`, `log.jsonl`, `curves.png`.
         identity: what, besides the options, must be the same when the run is resumed (target, data).
-        accelerator: accelerate's Accelerator.
-        quiet: no progress bar.
 
     Raises:
         TrainingError: the folder holds another run, the head of `init_from` cannot be used, or the disk is full.

@@ -107,8 +107,7 @@ class MtpTrainer(HeadTrainer):
         return greedy_guesses(states, lambda state: argmax_of(self.head.logits, state, self.target.vocab_size), batch)
 
     def exported(self, form: str) -> Exported:
-        """Tensors under DeepSeek-V3's names, as a layer after the target's last, or speculators'. The target's embeddings and
-        head are not written."""
+        """Tensors under DeepSeek-V3's names, as a layer after the target's last, or speculators'; without embeddings and head."""
         named = {name: value for name, value in self.head.state_dict().items() if not name.startswith("rotary_emb.")}
         config = {k: v for k, v in self.target.config.to_dict().items() if k not in ("dtype", "_name_or_path")}
         if form == "original":

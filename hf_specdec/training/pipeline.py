@@ -34,7 +34,6 @@ class Trained:
 
     Attributes:
         folder: the exported head.
-        steps: optimizer steps.
         estimate: τ on held-out text, None if nothing was held out.
     """
 
@@ -70,9 +69,7 @@ def train_head(
     """Train a head for `model` and export it to `output`; an interrupted run is resumed.
 
     Args:
-        method: see `available_trainers`.
         model: the target, on its device.
-        tokenizer: the target's.
         data: see data.py.
         output: the head's folder; the run's own files are in its folder `training`.
         options: an instance of the method's options class.
@@ -80,9 +77,6 @@ def train_head(
         regeneration: have the target write the answers first.
         cache_dir: keep the target's hidden states in this folder instead of computing them for every batch.
         form: the exported head's layout (default: the method's own).
-        dtype: of its tensors.
-        license: named in its card.
-        quiet: no progress bars.
         say: called with progress messages, one line each.
 
     Raises:

@@ -24,8 +24,7 @@ ATTENTION_NAME = "hf_specdec_unrolled"  # registered with transformers under thi
 
 @dataclass
 class LayerSteps:
-    """One layer's keys and values so far: [B, Hkv, S, D] of step 0; `own_keys` and `own_values` of the later steps; `widened`: in the form
-    of `attend_merged`."""
+    """One layer's keys and values so far: [B, Hkv, S, D] of step 0, those of later steps, and `widened` for `attend_merged`."""
 
     keys: torch.Tensor
     values: torch.Tensor

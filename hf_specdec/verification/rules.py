@@ -64,11 +64,7 @@ def _parameters(sampling: FusedSampling | None):
 
 
 def accept_block(trees, scores, score_rows, sequences, config, sampling=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block verification of chains (Sun et al. 2024).
-
-    Raises:
-        SpeculativeConfigError: the drafts are trees, for which the rule is not defined.
-    """
+    """Block verification of chains (Sun et al. 2024); raises SpeculativeConfigError for trees, for which it is not defined."""
     if not trees.is_chain:
         raise config.fail(
             "rejection_sample_method",

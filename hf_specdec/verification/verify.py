@@ -58,11 +58,8 @@ class PendingVerdict:
             self._event.record(torch.cuda.current_stream(table.device))
 
     def wait(self) -> Verdict:
-        """Wait for the verdict and return it.
-
-        Raises:
-            NothingToSample: a row should sample, but its logits hold NaN or infinity, or all tokens were removed.
-        """
+        """Wait for the verdict and return it. Raises NothingToSample: a row should sample, but its logits hold NaN or infinity, or all
+        tokens were removed."""
         if self._event is not None:
             self._event.synchronize()
         table = self._table.cpu().numpy()
@@ -88,7 +85,6 @@ def begin_verification(
     """Verify every row's tree by `config.verification_rule` (docs/verification.md compares the rules).
 
     Args:
-        trees: drafts of B rows.
         scores: float32 [R, V], the target's processed logits after the root and after each node of row 0, then of row 1, ..
         sequences: the B rows, not extended yet. Greedy rows follow the argmax under every rule except "synthetic".
         config: the rule, and the rule's own keys.
@@ -126,10 +122,7 @@ def begin_verification(
 def _nothing_to_sample(
     scores: torch.Tensor, score_rows: np.ndarray, accepted: torch.Tensor, sequences: list[Sequence]
 ) -> torch.Tensor:
-    """Which rows sampled from scores without a finite maximum, of which softmax would be NaN; bool [B].
-
-    Checking the maximum is enough: NaN and infinity pass through it, and top-k and the like never remove the best token.
-    """
+    """Rows bool [B] sampled from scores without a finite maximum, of which softmax would be NaN; filters keep the best score."""
     broken = ~scores.amax(1).isfinite()[upload(score_rows, scores.device)]  # [B, N + 1]
     broken[:, 1:] &= accepted  # the root always counts
     return broken.any(1) & upload([seq.do_sample for seq in sequences], scores.device)

@@ -3,16 +3,18 @@
     python recipes/tiny/inflate.py SRC DST --size 300m
     python recipes/tiny/inflate.py SRC DST --hidden-size 2048 --num-hidden-layers 24 --dtype bfloat16
 
-What grows and how: `hf_specdec/inflation/model.py`. Draft heads: inflate_head.py.
+What grows and how: `hf_specdec/inflation/model.py`, inflate_states.py. Draft heads: inflate_head.py.
 """
 
 import argparse
 from pathlib import Path
 
 import torch
+from inflate_states import STATE_DIMENSIONS, HybridInflation
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec.inflation import DIMENSIONS, PRESETS, STATE_DIMENSIONS, inflate
+from hf_specdec.inflation import DIMENSIONS, PRESETS, inflate
+from hf_specdec.inflation.tensors import Inflation
 
 
 def main() -> None:
@@ -34,7 +36,8 @@ def main() -> None:
     source = AutoModelForCausalLM.from_pretrained(arguments.source, dtype="auto")
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     try:
-        big = inflate(source, **sizes, vocab_size=arguments.vocab_size, dtype=dtype, seed=arguments.seed)
+        kind = HybridInflation if type(source).__name__ in HybridInflation.architectures else Inflation
+        big = inflate(source, **sizes, vocab_size=arguments.vocab_size, dtype=dtype, seed=arguments.seed, kind=kind)
     except ValueError as error:
         parser.error(str(error))
     big.save_pretrained(arguments.destination)

@@ -1,5 +1,6 @@
 """A server process for tests: started on a free port, asked over plain HTTP, and stopped."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -36,7 +38,79 @@ def children(pid, word):
     return found
 
 
-class Process:
+class Served:
+    """Something that serves at `url`, asked over plain HTTP with `headers`."""
+
+    url: str
+    headers: dict[str, str]
+
+    def post(self, path, body, headers=None):
+        """(status, headers, body)."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path,
+            data,
+            {"Content-Type": "application/json", **self.headers, **(headers or {})},
+            method="POST",
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.headers, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, json.loads(error.read())
+
+    def metrics(self):
+        request = urllib.request.Request(self.url + "/metrics", headers=self.headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return {
+            line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if line[0] != "#"
+        }
+
+
+@contextlib.contextmanager
+def in_thread(speculative_config=None, *, model="tiny", tokenizer=None, response_template=None, api_keys=None):
+    """The application with its engine in a thread of this process: what it answers is the same, and it starts in a moment."""
+    import uvicorn
+    from transformers import AutoTokenizer
+
+    import hf_specdec
+    from hf_specdec.serve.http.api import make_app
+    from hf_specdec.serve.http.server import Limits, Server
+
+    llm = hf_specdec.LLM(
+        str(model), tokenizer=tokenizer, dtype="float32", max_model_len=512, speculative_config=speculative_config
+    )
+    folder = hf_specdec.resolve_model(tokenizer or str(model))
+    server = Server(AutoTokenizer.from_pretrained(folder), ["tiny"], Limits(), response_template)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        server.start(llm, asyncio.get_running_loop())
+        yield
+        await asyncio.to_thread(server.stop)
+
+    served = Served()
+    port, served.headers = free_port(), {}
+    served.url = f"http://127.0.0.1:{port}"
+    app = make_app(server, api_keys, None, lifespan)
+    running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    try:
+        while not running.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield served
+    finally:
+        running.should_exit = True
+        thread.join()
+        llm.close()
+
+
+class Process(Served):
     """A server in processes of its own. `model`: its name or folder; `before`: code that each of them runs first."""
 
     def __init__(self, *flags, model="tiny", before=None, **more):
@@ -96,28 +170,3 @@ class Process:
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=60)
-
-    def post(self, path, body, headers=None):
-        """(status, headers, body)."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path,
-            data,
-            {"Content-Type": "application/json", **self.headers, **(headers or {})},
-            method="POST",
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.headers, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, error.headers, json.loads(error.read())
-
-    def metrics(self):
-        request = urllib.request.Request(self.url + "/metrics", headers=self.headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        return {
-            line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])
-            for line in lines
-            if line[0] != "#"
-        }

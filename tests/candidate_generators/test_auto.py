@@ -61,7 +61,7 @@ class RandomChoice:
 # ---- what is written ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**31), do_sample=st.booleans())
 def test_text_does_not_depend_on_the_choice(tiny_model, seed, do_sample):
     """Five drafters, chains and trees, chosen at random for each row and step, against no drafter."""

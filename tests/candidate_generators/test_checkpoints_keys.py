@@ -560,7 +560,9 @@ def looked_up(config: dict, path: str) -> Any:
     return config
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("DSpark, speculators", "DFlash2, speculators") else n for n in GOOD]
+)  # fmt: skip
 def test_any_one_key(model, tmp_path, name):
     """Added or changed: the draft follows the formula with that key, or the file is refused, or the key is declared to mean nothing."""
     good = GOOD[name]

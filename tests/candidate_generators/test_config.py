@@ -133,13 +133,13 @@ SPECIAL = {
     "rejection_sample_method": "rejection", "draft_sample_method": "greedy", "vocabulary_bridge": "text",
     "draft_length": "auto", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 0]],
     "synthetic_acceptance_rates": [0.9, 0.5], "synthetic_acceptance_length": 1.5, "strategy": "extend",
-    "first": {"method": "suffix"}, "second": NGRAM, "methods": {"it": NGRAM}, "total_tokens": 5, "mtp_strategy": "with_ngram",
+    "first": {"method": "suffix"}, "second": NGRAM, "methods": {"it": NGRAM}, "total_tokens": 5,
     "quantization": "wint8", "target_quantization": "wint4", "recurrent_states": "replayed",
 }  # fmt: skip
 SPECIAL_OF = {
     ("lookahead", "num_speculative_tokens"): 3, ("token_recycling", "num_speculative_tokens"): 3,
     ("token_recycling", "use_tree"): False, ("token_recycling", "recycle_prompt"): "logits",
-    ("mtp", "prompt_lookup_min"): 3, ("auto", "methods"): [{"method": "ngram", "num_speculative_tokens": 4}],
+    ("auto", "methods"): [{"method": "ngram", "num_speculative_tokens": 4}],
 }  # fmt: skip
 
 

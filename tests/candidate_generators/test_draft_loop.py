@@ -326,16 +326,16 @@ def test_calls_share_pools_and_what_was_captured_on_them(tiny_model, prompts, gr
     call(14)  # its pools come with its first step, which is no step to be captured
     warm = call(14)
     assert call(14) == warm > 0
-    longer = call(200)
+    longer = call(70)
     assert longer > warm
     layer = tiny_model.model.layers[-1]  # graphs hold addresses and numbers
     layer.mlp.down_proj.weight = torch.nn.Parameter(layer.mlp.down_proj.weight.detach().clone())
-    moved = call(200)
+    moved = call(70)
     layer.self_attn.scaling *= 0.9
     try:
-        scaled = call(200)
+        scaled = call(70)
         tiny_model.config.final_logit_softcapping = 30.0
-        assert call(200) > scaled > moved > longer
+        assert call(70) > scaled > moved > longer
     finally:
         layer.self_attn.scaling /= 0.9
         del tiny_model.config.final_logit_softcapping

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers_server import Process
+from helpers_server import Process, in_thread
 from oracle import ragged, tiny_llama
 from safetensors.numpy import load_file, save_file
 
@@ -540,18 +540,23 @@ KEYS = {"a": {"Authorization": "Bearer key-of-a"}, "b": {"Authorization": "Beare
 def serving(folder, *flags):
     """A function that asks a server with two keys. It returns (text, tokens per step)."""
     config = {"method": "token_recycling", "recycle_prompt": None, "lookup_cache": str(folder)}
-    keys = [flag for key in KEYS for flag in ("--api-key", f"key-of-{key}")]
-    with Process.running("--speculative-config", json.dumps(config), *keys, *flags) as process:
+    keys = [f"key-of-{key}" for key in KEYS]
+    if flags:
+        keys = [flag for key in keys for flag in ("--api-key", key)]
+        made = Process.running("--speculative-config", json.dumps(config), *keys, *flags)
+    else:
+        made = in_thread(config, api_keys=keys)
+    with made as server:
 
         def ask(key, path="/v1/completions", **more):
             body = {"input": PROMPT} if path == "/v1/responses" else {"prompt": PROMPT, "max_tokens": 40}
-            status, _, answer = process.post(path, {**body, "temperature": 0, **more}, KEYS[key])
+            status, _, answer = server.post(path, {**body, "temperature": 0, **more}, KEYS[key])
             assert status == 200, answer
             if path == "/v1/responses":
                 return None
             return answer["choices"][0]["text"], answer["metrics"]["speculative_decoding"]["mean_acceptance_length"]
 
-        ask.post = process.post
+        ask.post = server.post
         yield ask
 
 

@@ -1,4 +1,4 @@
-"""mtp_strategy "with_ngram": MTP layers begin a draft, n-gram look-up over text and draft continues it."""
+"""FastDeploy's mtp_strategy "with_ngram": MTP layers begin a draft, n-gram look-up over text and draft continues it."""
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from scipy import stats
 
 import hf_specdec
 from hf_specdec.candidate_generators import parse_config
+from hf_specdec.candidate_generators.hybrid import HybridGenerator
 from hf_specdec.candidate_generators.mtp import MtpGenerator
 from hf_specdec.candidate_generators.ngram import NGramGenerator, NGramIndex
 
@@ -46,10 +47,17 @@ def test_continuation_behind_a_draft_equals_rescan(text, draft, low, more, lengt
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_drafts_are_mtps_own_continued(tmp_path, steps):
+def test_drafts_are_mtps_own_continued(tmp_path, monkeypatch, steps):
     """The first tokens are the best by MTP's logits; the others what look-up finds; no draft is longer than its row's limit."""
     model = store(tmp_path, "GLM-4.5", 2).model
     inputs, script = ragged([9, 9, 9, 9], vocab_size=128), scripted()
+    proposed, propose = [], HybridGenerator.propose
+
+    def recording_propose(self, sequences, limits):
+        proposed.append(([tuple(seq.tokens) for seq in sequences], propose(self, sequences, limits)))
+        return proposed[-1][1]
+
+    monkeypatch.setattr(HybridGenerator, "propose", recording_propose)
     with recorded(MtpGenerator) as recording:
         output = model.generate(
             **inputs,
@@ -60,7 +68,7 @@ def test_drafts_are_mtps_own_continued(tmp_path, steps):
     assert torch.equal(output, model.generate(**inputs, max_new_tokens=28, logits_processor=script))
     logits = {(text, path): row for text, path, row in recording.logits}
     lengths, continued = set(), 0
-    for texts, trees in recording.trees:
+    for texts, trees in proposed:
         assert trees.is_chain and trees.probs is None
         for i, text in enumerate(texts):
             drafted = trees.tokens[i, : trees.lengths[i]].tolist()
@@ -156,44 +164,53 @@ def test_distribution_under_speculative_sampling(tmp_path, monkeypatch):
 # ---- configuration --------------------------------------------------------------------------------------------------
 
 
-def test_defaults_and_round_trip():
-    config = parse_config({"method": "mtp", "mtp_strategy": "with_ngram"})
-    assert (config.num_model_steps, config.num_speculative_tokens) == (1, 5)
-    config = parse_config({"method": "mtp", "mtp_strategy": "with_ngram", "num_model_steps": 5})
-    assert config.num_speculative_tokens == 6
+def test_it_is_a_hybrid_of_mtp_and_ngram():
+    """FastDeploy's keys, also those it names otherwise; keys of the drafter go to it, common ones stay."""
+    given = {
+        "method": "mtp",
+        "mtp_strategy": "with_ngram",
+        "num_speculative_tokens": 7,
+        "num_model_steps": 2,
+        "seed": 3,
+    }
+    config = parse_config({**given, "model": "x", "recycle_normed": "true", "max_ngram_size": 4})
+    assert config == parse_config({
+        "method": "hybrid", "strategy": "extend", "num_speculative_tokens": 7, "seed": 3,
+        "first": {"method": "mtp", "model": "x", "num_speculative_tokens": 2, "recycle_normed": True},
+        "second": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    })  # fmt: skip
     assert parse_config(config.to_json()) == config
-    assert parse_config({"method": "mtp"}).num_speculative_tokens == 1
+    assert parse_config({"method": "mtp", "mtp_strategy": "default"}).num_speculative_tokens == 1
     assert parse_config({"method": "mtp", "num_model_steps": 3}).num_speculative_tokens == 3
-    table = parse_config(
-        {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens_per_batch_size": {1: 7, 4: 0}}
-    )
-    assert table.num_speculative_tokens == 7
+    tokens = {"num_speculative_tokens_per_batch_size": {1: 7, 4: 0}}
+    assert parse_config({"method": "mtp", "mtp_strategy": "with_ngram", **tokens}).num_speculative_tokens == 7
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"mtp_strategy": "ngram"}, r"mtp_strategy.*must be one of 'default', 'with_ngram'.*with_ngram"),
-        ({"num_model_steps": 0}, r"num_model_steps.*at least 1"),
+        ({"mtp_strategy": "ngram"}, r"mtp_strategy.*must be one of 'default', 'with_ngram'"),
+        ({"num_model_steps": -1}, r"num_speculative_tokens.*at least"),
+        ({"num_model_steps": "2", "mtp_strategy": "with_ngram"}, r"num_speculative_tokens"),
         (
             {"num_model_steps": 2, "num_speculative_tokens": 5},
             r"num_model_steps.*is 2, but num_speculative_tokens is 5.*with_ngram",
         ),
         (
-            {"mtp_strategy": "with_ngram", "num_model_steps": 3, "num_speculative_tokens": 3},
-            r"leaves nothing to continue",
-        ),
-        ({"mtp_strategy": "with_ngram", "branching_factors": [2, 1]}, r"continues chains"),
-        ({"mtp_strategy": "with_ngram", "total_tokens": 20}, r"continues chains"),
-        ({"mtp_strategy": "with_ngram", "top_k": 2}, r"continues chains"),
-        (
             {"mtp_strategy": "with_ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3},
             r"is 4, more than prompt_lookup_max = 3",
         ),
         ({"recycle_normed": "yes"}, r"recycle_normed.*true or false"),
-        ({"num_modelsteps": 2}, r"num_modelsteps.*num_model_steps"),
+        ({"num_modelsteps": 2, "mtp_strategy": "with_ngram"}, r"num_modelsteps"),
     ],
 )
 def test_bad_configurations(config, message):
     with pytest.raises(hf_specdec.SpeculativeConfigError, match=message):
         parse_config({"method": "mtp", **config})
+
+
+def test_trees_are_not_continued(tmp_path):
+    model = store(tmp_path, "MiMo").model
+    config = {"method": "mtp", "mtp_strategy": "with_ngram", "branching_factors": [2]}
+    with pytest.raises(hf_specdec.SpeculativeConfigError, match="cannot be extended"):
+        model.generate(**ragged([7], vocab_size=128), max_new_tokens=6, speculative_config=config)

@@ -23,7 +23,7 @@ PAGES = {
         {"method": "mtp", "accept_policy": "accept_all", "num_speculative_tokens": 1, "model": "tiny-mtp"}, "mtp"),
     "FastDeploy: MTP": ({"method": "mtp", "num_speculative_tokens": 1, "model": "tiny-mtp"}, "mtp"),
     "FastDeploy: hybrid": (
-        {"method": "mtp", "num_model_steps": 2, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5, "model": "tiny-mtp"}, "mtp"),
+        {"method": "mtp", "num_model_steps": 2, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5, "model": "tiny-mtp"}, "hybrid"),
     "FastDeploy: n-gram": ({"method": "ngram", "num_speculative_tokens": 1}, "ngram"),
     "FastDeploy: n-gram with a model": ({"method": "ngram", "num_speculative_tokens": 1, "model": "/path/to/mtp_model"}, "ngram"),
     "FastDeploy: suffix keys": (

@@ -66,7 +66,9 @@ METHODS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "hydra" else n for n in METHODS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("eagle", "hydra") else n for n in METHODS]
+)
 def test_requests_join_leave_wait_and_are_preempted(target, name, tmp_path):
     run_scenario(target, None, made(name, target, tmp_path), num_requests=NUM_REQUESTS.get(name, 14), vocab_size=VOCAB)
 

@@ -33,6 +33,12 @@ for method in {methods}:
     assert torch.equal(out.sequences, plain) and out.speculation.num_draft_tokens > 0
     print(method, hf_specdec.parse_config({{"method": method}}).to_dict())
 """
+FAILS = """
+try:
+    hf_specdec.parse_config({"method": "fails"})
+except hf_specdec.SpeculativeConfigError as error:
+    print(error)
+"""
 
 
 def install(site: Path, package: str, files: dict[str, str], entry_points: str = "") -> None:
@@ -61,7 +67,8 @@ def test_an_installed_package_and_a_class_by_its_path(tmp_path):
     install(tmp_path, "missing", {}, "is_missing = missing.nowhere:Generator")
     install(tmp_path, "empty", {"method.py": "class Generator: pass"}, "registers_nothing = empty.method:Generator")
     methods = ["copying.method:CopyLastGenerator", "copy_outside"]
-    done = run(tmp_path, RUN.format(methods=methods))
+    trial = TRIAL.replace("copy_last", "copy_outside")
+    done = run(tmp_path, "\n".join([RUN.format(methods=methods), trial, FAILS]))
     assert done.stdout.count("{'method': 'copy_outside'}") == 2
     for package, problem in (
         ("failing", "RuntimeError: mine"),
@@ -70,15 +77,8 @@ def test_an_installed_package_and_a_class_by_its_path(tmp_path):
     ):
         (line,) = [line for line in done.stderr.splitlines() if f"package {package!r}" in line]
         assert problem in line and "hf_specdec.methods" in line
-    assert "mean_accepted_length" in run(tmp_path, TRIAL.replace("copy_last", "copy_outside")).stdout
-    code = """
-import hf_specdec
-try:
-    hf_specdec.parse_config({"method": "fails"})
-except hf_specdec.SpeculativeConfigError as error:
-    print(error)
-"""
-    assert "package 'failing' cannot be used: RuntimeError: mine" in run(tmp_path, code).stdout
+    assert "mean_accepted_length" in done.stdout
+    assert "package 'failing' cannot be used: RuntimeError: mine" in done.stdout
 
 
 WRONG = {

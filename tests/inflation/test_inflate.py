@@ -26,6 +26,9 @@ import hf_specdec
 from hf_specdec import inflation
 
 SCRIPT = ROOT / "recipes" / "tiny" / "inflate.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+from inflate_states import HybridInflation  # noqa: E402
 
 SMALL = {
     "vocab_size": 97,
@@ -169,7 +172,7 @@ def test_hybrids_keep_their_function(size, tied, tmp_path):
     """Recurrent layers grow too; and the text is that of the small model through states that are kept or replayed."""
     sizes = STATE_SIZES.get(size) or SIZES[size]
     small = make_hybrid(tie_word_embeddings=tied)
-    big = inflation.inflate(small, **sizes)
+    big = inflation.inflate(small, **sizes, kind=HybridInflation)
     assert {name: getattr(big.config, name) for name in sizes} == sizes
     assert big.num_parameters() > small.num_parameters()
     assert_same_function(small, big)
@@ -187,7 +190,7 @@ def test_hybrids_keep_their_function(size, tied, tmp_path):
 
 @needs_states
 def test_states_of_identity_layers_cost_real_work():
-    big = inflation.inflate(make_hybrid(), num_hidden_layers=7, linear_num_value_heads=8)
+    big = inflation.inflate(make_hybrid(), num_hidden_layers=7, linear_num_value_heads=8, kind=HybridInflation)
     assert big.config.layer_types == [*["linear_attention"] * 2, *["full_attention"] * 2, *["linear_attention"] * 3]
     for layer in big.model.layers:
         if hasattr(layer, "linear_attn"):
@@ -236,8 +239,10 @@ def test_seed_and_dtype():
 )
 def test_new_tokens_are_never_likely(source, tmp_path):
     """Old tokens keep their probabilities, new ones have none; so texts stay."""
-    small = make_hybrid(tie_word_embeddings=True) if source == "hybrid-tied" else make_source(source)
-    big = inflation.inflate(small, **SIZES["all"], vocab_size=150)
+    is_hybrid = source == "hybrid-tied"
+    small = make_hybrid(tie_word_embeddings=True) if is_hybrid else make_source(source)
+    kind = HybridInflation if is_hybrid else inflation.tensors.Inflation
+    big = inflation.inflate(small, **SIZES["all"], vocab_size=150, kind=kind)
     assert big.config.vocab_size == 150 and big.get_input_embeddings().weight.shape[0] == 150
     assert (big.lm_head.weight is big.model.embed_tokens.weight) == ("tied" in source)
     ids, mask = left_padded_batch()
@@ -308,7 +313,7 @@ def test_sizes_that_the_source_does_not_have(name):
 )
 def test_bad_sizes_of_hybrids(sizes, message):
     with pytest.raises(ValueError, match=message):
-        inflation.inflate(make_hybrid(), **sizes)
+        inflation.inflate(make_hybrid(), **sizes, kind=HybridInflation)
 
 
 @needs_states
@@ -316,7 +321,7 @@ def test_too_few_recurrent_key_heads():
     """Groups of 4 value heads do not fit groups of 3, and there are not 2 new key heads for each old one."""
     small = make_hybrid(linear_num_value_heads=8)
     with pytest.raises(ValueError, match="give linear_num_key_heads >= 4 or more linear_num_value_heads"):
-        inflation.inflate(small, linear_num_key_heads=3, linear_num_value_heads=9)
+        inflation.inflate(small, linear_num_key_heads=3, linear_num_value_heads=9, kind=HybridInflation)
 
 
 def test_rope_that_depends_on_the_head_size_is_refused():

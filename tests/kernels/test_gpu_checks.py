@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 from paths import ROOT
-from test_flash_attention import StandIn
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -18,13 +17,11 @@ if RUNS_HERE:
         check_sampling,
         check_verification,
         correctness,
-        kernel_times,
     )
     from gpu_sections.budget import Budget
     from gpu_sections.context import Context
     from gpu_sections.drafts import Drafts
 
-    from hf_specdec.kernels import flash_attention as flash
     from hf_specdec.kernels.attention import triton as attention
     from hf_specdec.kernels.cache import triton as cache_ops
     from hf_specdec.kernels.drafting import triton as draft_ops
@@ -137,24 +134,3 @@ def test_every_module_with_kernels_has_a_check(monkeypatch):
     assert correctness.unchecked() == []
     monkeypatch.setattr(check_sampling, "MODULES", ())
     assert correctness.unchecked() == ["sampling"]
-
-
-@needs_triton
-@pytest.mark.parametrize("version", [2, 3])
-def test_flash_attention_is_compared(context, monkeypatch, version):
-    stand_in = StandIn(version)
-    function = stand_in.varlen if version == 2 else stand_in.with_kvcache
-    monkeypatch.setattr(kernel_times, "installed_flash", lambda context: flash.FlashAttention(version, function))
-    rows = list(kernel_times.flash_rows(context))
-    assert [row.ok for row in rows] == [True, None, True, None] and rows[1].value > 0
-    assert "blocks of 256" in rows[1].note if version == 2 else "blocks of 16" in rows[1].note
-    wrong = flash.FlashAttention(version, lambda *a, **k: 1.1 * function(*a, **k))
-    monkeypatch.setattr(kernel_times, "installed_flash", lambda context: wrong)
-    assert next(kernel_times.flash_rows(context)).ok is False
-
-
-@needs_triton
-def test_without_flash_attention_there_is_nothing_to_choose(context):
-    if kernel_times.installed_flash(context) is None:
-        (row,) = kernel_times.flash_rows(context)
-        assert row.value is None and "nothing to choose" in row.note

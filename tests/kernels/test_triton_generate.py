@@ -11,7 +11,7 @@ import hf_specdec
 from hf_specdec.model import captures
 from hf_specdec.model.options import compiled
 
-VOCAB, NEW_TOKENS = 61, 8
+VOCAB, NEW_TOKENS = 61, 6
 CONFIGS = {
     "none": {"method": "none"},
     "chain": {"method": "draft_model", "num_speculative_tokens": 3},

@@ -12,7 +12,7 @@ from oracle import ragged
 import hf_specdec
 from hf_specdec.model.threads import FalseInThisThread, FirstLayers, OwnParameters
 
-NUM_CALLS = 10
+NUM_CALLS = 6
 
 
 def race(model, inputs, config, expected, **more):

@@ -59,7 +59,9 @@ def operators(graphs) -> set[str]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(f, marks=pytest.mark.slow if f in ("Phi3", "Qwen2", "Qwen3", "Mistral", "StarCoder2") else ())
+        pytest.param(
+            f, marks=pytest.mark.slow if f in ("Gemma2", "Phi3", "Qwen2", "Qwen3", "Mistral", "StarCoder2") else ()
+        )
         for f in FAMILIES
     ],
 )

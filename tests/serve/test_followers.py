@@ -24,68 +24,45 @@ ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }  # fmt: skip
-SCRIPT = f"""
-import json, time
-from hf_specdec import LLM, SamplingParams
-prompts, greedy = ["Once upon a time, there was", "The dog", "Tom and"], SamplingParams(temperature=0, max_tokens=24)
-run = lambda llm: [each.outputs[0].token_ids for each in llm.generate(prompts, greedy, use_tqdm=False)]
-found = {{}}
-llm = LLM("tiny", dtype="float32", speculative_config={CONFIG!r}, tensor_parallel_size=2, **{SIZES!r})
-first = run(llm)
-try:
-    llm.generate([[1, 99999]], use_tqdm=False)
-except ValueError as error:
-    found["refused"] = str(error)
-second, others = run(llm), llm.processes
-llm.close()
-found["left"] = len(others.processes)
-whole = LLM("tiny", dtype="float32", **{SIZES!r})
-found["equal"] = first == second == run(whole)
-try:
-    LLM(whole.model, tensor_parallel_size=2)
-except ValueError as error:
-    found["loaded"] = str(error)
-try:
-    LLM("tiny", tensor_parallel_size=2, max_model_len=10**9)
-except ValueError as error:
-    found["bad"] = str(error)
-print(json.dumps(found))
-"""
 
 
-def test_an_llm_starts_its_ranks_and_ends_them():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["equal"] is True and found["left"] == 0
-    assert "holds the id 99999" in found["refused"]
-    assert "pass a name or a folder" in found["loaded"]
-    assert "has 1024 positions" in found["bad"]
-
-
-def test_a_second_llm_knows_what_the_first_has_learnt(tmp_path):
+def test_an_llm_starts_its_ranks_ends_them_and_the_next_one_knows_what_it_has_learnt(tmp_path):
     """Two engines of two ranks after one another in a process: rank 0 knows the model already, the new rank 1 does not."""
     config = {"method": "token_recycling", "recycle_prompt": None, "lookup_cache": str(tmp_path)}
     script = f"""
 import json
 from hf_specdec import LLM, SamplingParams
-found, greedy = [], SamplingParams(temperature=0, max_tokens=24)
+answers, refused, left, greedy = [], [], [], SamplingParams(temperature=0, max_tokens=24)
 for ranks in (2, 2, 1):
     llm = LLM("tiny", dtype="float32", speculative_config={config!r}, tensor_parallel_size=ranks, **{SIZES!r})
-    for params in (greedy.copy(private=True), greedy.copy(space="a"), greedy.copy(space="a"), greedy.copy(space=str(len(found)))):
+    try:
+        llm.generate([[1, 99999]], use_tqdm=False)
+    except ValueError as error:
+        refused.append(str(error))
+    for params in (greedy.copy(private=True), greedy.copy(space="a"), greedy.copy(space="a"), greedy.copy(space=str(len(answers)))):
         (answer,) = llm.generate(["Once upon a time, there was"], params, use_tqdm=False)
-        found.append((answer.outputs[0].token_ids, answer.speculation["mean_accepted_length"]))
+        answers.append((answer.outputs[0].token_ids, answer.speculation["mean_accepted_length"]))
+    others = llm.processes
     llm.close()
-print(json.dumps(found))
+    left.append(others and len(others.processes))
+for model, more in ((llm.model, {{}}), ("tiny", {{"max_model_len": 10**9}})):
+    try:
+        LLM(model, tensor_parallel_size=2, **more)
+    except ValueError as error:
+        refused.append(str(error))
+print(json.dumps((answers, refused, left)))
 """
     done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert all(tokens == found[0][0] for tokens, _ in found)
-    private, first, second, other = (each[1] for each in found[:4])
+    answers, (*unknown, loaded, long), left = json.loads(done.stdout.splitlines()[-1])
+    assert all(tokens == answers[0][0] for tokens, _ in answers)
+    private, first, second, other = (length for _, length in answers[:4])
     assert second > first == private == other
-    for later in (found[4:8], found[8:]):
+    for later in (answers[4:8], answers[8:]):
         assert later[0][1] == later[3][1] == private and later[1][1] > first
+    assert left == [0, 0, None]
+    assert len(unknown) == 3 and all("holds the id 99999" in message for message in unknown)
+    assert "pass a name or a folder" in loaded and "has 1024 positions" in long
 
 
 def test_a_rank_ends_with_the_process_that_started_it():

@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 from helpers_browser import Browser, find_browser
-from helpers_server import Process
+from helpers_server import in_thread
 from paths import ROOT
 
 pytest.importorskip("uvicorn")
@@ -20,8 +20,8 @@ browsing = pytest.mark.skipif(find_browser() is None, reason="no Chromium is ins
 
 @pytest.fixture(scope="module")
 def server():
-    config = json.dumps({"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3})
-    with Process.running("--speculative-config", config, "--api-key", "secret", "--max-model-len", "512") as made:
+    config = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
+    with in_thread(config, api_keys=["secret"]) as made:
         yield made
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers_server import Process
+from helpers_server import in_thread
 from pydantic import BaseModel
 from test_tools import TEMPLATE, TOOLS, WEATHER
 
@@ -16,14 +16,10 @@ FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    path = tmp_path_factory.mktemp("template") / "template.json"
+def server():
     fields = {**TEMPLATE["fields"], "reasoning_content": {"open": "Once", "close": "."}}  # so that the model reasons
-    path.write_text(json.dumps({**TEMPLATE, "fields": fields}))
-    config = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
-    with Process.running(
-        "--speculative-config", config, "--response-template", str(path), "--max-model-len", "512"
-    ) as made:
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    with in_thread(config, response_template={**TEMPLATE, "fields": fields}) as made:
         yield made
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from helpers_server import Process
+from helpers_server import in_thread
 from paths import TESTS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -215,8 +215,7 @@ def server(tmp_path_factory):
     tokenizer.chat_template = TEMPLATE
     folder = str(tmp_path_factory.mktemp("tokenizer"))
     tokenizer.save_pretrained(folder)
-    config = json.dumps({"method": "per_request", "methods": PARTS})
-    with Process.running("--speculative-config", config, "--tokenizer", folder, "--max-model-len", "512") as made:
+    with in_thread({"method": "per_request", "methods": PARTS}, tokenizer=folder) as made:
         yield made
 
 

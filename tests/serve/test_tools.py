@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers_server import Process
+from helpers_server import in_thread
 from oracle import tiny_llama
 
 from hf_specdec.serve.engine.structured import GrammarCompiler, StructuredOutputsParams
@@ -176,17 +176,13 @@ def test_templates_that_transformers_knows(tiny_tokenizer, tiny_model):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    path = tmp_path_factory.mktemp("template") / "template.json"
+def server():
     fields = {
         **TEMPLATE["fields"],
         "reasoning_content": {"open": "<think>", "close": [".", "</think>"]},
     }  # the model writes "."
-    path.write_text(json.dumps({**TEMPLATE, "fields": fields}))
-    config = json.dumps({"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3})
-    with Process.running(
-        "--response-template", str(path), "--speculative-config", config, "--max-model-len", "512"
-    ) as made:
+    config = {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3}
+    with in_thread(config, response_template={**TEMPLATE, "fields": fields}) as made:
         yield made
 
 
@@ -452,10 +448,8 @@ def caller(tmp_path_factory, tiny_tokenizer):
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "template.json").write_text(json.dumps(TEMPLATE))
-    flags = ["--speculative-config", '{"method": "ngram"}', "--response-template", str(folder / "template.json")]
     with (
-        Process.running(*flags, "--served-model-name", "tiny", model=folder) as made,
+        in_thread({"method": "ngram"}, model=folder, response_template=TEMPLATE) as made,
         openai.OpenAI(base_url=made.url + "/v1", api_key="none", max_retries=0) as client,
     ):
         yield client

@@ -28,13 +28,7 @@ BEST_SHARE = 1 / 16  # of several small models, the one whose share is nearest t
 
 @dataclass(eq=False)
 class Candidate:
-    """A drafter that can be made.
-
-    Attributes:
-        config: its configuration.
-        why: where it comes from, as text to show.
-        is_given: the user named it, so a failure is an error.
-    """
+    """A drafter that can be made: its configuration, where it comes from, and whether the user named it (then failures are errors)."""
 
     config: SpeculativeConfig
     why: str
@@ -103,8 +97,7 @@ def _named(config: AutoConfig, context: DrafterContext | None) -> Candidate | No
 
 
 def _with_weights(config: AutoConfig, target: PackedModel, found: Found) -> list[Candidate]:
-    """The best head (own MTP layers, or one made for the target) and the best small model with its vocabulary, if there are any.
-    Both are taken, since which of the two is faster depends on the text."""
+    """The best head and the best small model, if there are any: which of the two is faster depends on the text."""
     heads = itertools.chain(_own_layers(target, found), _bundled_heads(target), _heads(config, target, found))
     return [*itertools.islice(heads, 1), *itertools.islice(_small_models(target, found), 1)]
 

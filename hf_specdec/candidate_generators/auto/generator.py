@@ -33,12 +33,8 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     row.
 
     Attributes:
-        found: what was found to draft with, and what was not.
         drafters: the names of the parts; look-ups come first.
-        num_lookups: how many parts are look-ups.
-        policy: measures; the decoder asks it for draft lengths.
         memory: keeps what the policy learns from process to process; None: it is not kept.
-        chooser: picks the drafters and depths.
 
     Args:
         chooser: in place of the policy.
@@ -124,11 +120,8 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         return super().moved_caches()
 
     def start(self, seq: Sequence) -> None:
-        """Start the sequence in its parts: without the heads while they rest, unless it names its drafter.
-
-        Raises:
-            ValueError: no drafter has the name that the sequence gives.
-        """
+        """Start the sequence in its parts: without the heads while they rest, unless it names its drafter. Raises ValueError: no drafter
+        has the name that the sequence gives."""
         check_drafter(seq, self.drafters)
         if self._rests(seq, begins=True):
             self._blind[seq.id] = [part for part in self.parts if part not in self._heads]

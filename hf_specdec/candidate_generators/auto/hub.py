@@ -35,9 +35,6 @@ class PublishedHead:
     """A head on the Hub.
 
     Attributes:
-        repo: its Hub id.
-        method: the method that drafts with it.
-        licence: as its publisher states it.
         tau: tokens per step that its publisher measured, on `task`.
         gigabytes: size of its weights; 0: unknown.
     """

@@ -29,9 +29,6 @@ class AutoMemory:
 
     The file is named after all that the numbers depend on: the model, its drafters, the machine and its threads. A file that cannot
     be read or written only causes a warning, because it affects nothing but speed.
-
-    Args:
-        path: the file.
     """
 
     def __init__(self, path: Path):

@@ -29,11 +29,8 @@ def most_frequent(texts: Iterable[list[int]], count: int) -> list[int]:
 
 
 def draft_ids(config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None) -> torch.Tensor | None:
-    """The target's ids int64 [Vd] that a drafter scores, on the host; None: all.
-
-    Raises:
-        SpeculativeConfigError: the file cannot be read, or holds anything but different ids of the target; or a number that no count fits.
-    """
+    """The target's ids int64 [Vd] that a drafter scores, on the host; None: all. Raises SpeculativeConfigError: the file cannot be read,
+    or holds anything but different ids of the target; or a number that no count fits."""
     given, size = config.draft_vocabulary, target.vocab_size
     if given is None:
         return None

@@ -60,7 +60,6 @@ class Format:
 
     Attributes:
         name: shown in errors, with an example.
-        method: the method that reads it.
         matches: True for a checkpoint in this format, by its `config` and tensor names alone.
         last: tried only if no other format matches.
     """
@@ -83,7 +82,6 @@ class Checkpoint:
     """A folder with `config.json` and weights in safetensors or pickles, read lazily.
 
     Args:
-        folder: a local folder.
         name: the name the user gave, for messages.
         wanted: selects tensors by name (None: all); others are ignored.
         nothing: the error if there are no such tensors; None: which files were looked for.
@@ -240,11 +238,8 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Build modules from its configuration, on the meta device.
-
-        Raises:
-            CheckpointError: torch or transformers raised: the configuration describes no module that can be built.
-        """
+        """Build modules from its configuration, on the meta device. Raises CheckpointError: torch or transformers raised: the
+        configuration describes no module that can be built."""
         try:
             with torch.device("meta"):
                 yield
@@ -313,11 +308,8 @@ def _unwrapped(names: Iterable[str]) -> list[str]:
 
 
 def counted(checkpoint: Checkpoint, numbers: Iterable[int], what: str) -> int:
-    """How many parts of a kind a file has, from the numbers in its tensors' names.
-
-    Raises:
-        CheckpointError: a number below the greatest is missing.
-    """
+    """How many parts of a kind a file has, from the numbers in its tensors' names. Raises CheckpointError: a number below the greatest
+    is missing."""
     present = set(numbers)
     missing = next((i for i in range(len(present)) if i not in present), None)
     if missing is not None:
@@ -336,11 +328,8 @@ def refused_kind(checkpoint: Checkpoint) -> str | None:
 
 
 def infer_format(checkpoint: Checkpoint) -> Format:
-    """The format of a checkpoint.
-
-    Raises:
-        CheckpointError: no format matches (the message lists those tried), or several do, which is a bug.
-    """
+    """The format of a checkpoint. Raises CheckpointError: no format matches (the message lists those tried), or several do, which is a
+    bug."""
     fitting = [form for form in _FORMATS if not form.last and form.matches(checkpoint)]
     fitting = fitting or [form for form in _FORMATS if form.last and form.matches(checkpoint)]
     if len({form.method for form in fitting}) == 1:
@@ -381,11 +370,7 @@ class Plan:
         return self.checkpoint.shape(self.sources[canonical])
 
     def matrix(self, canonical: str) -> tuple[int, int]:
-        """The shape of a tensor of two dimensions.
-
-        Raises:
-            CheckpointError: it has another number of dimensions.
-        """
+        """The shape of a tensor of two dimensions. Raises CheckpointError: it has another number of dimensions."""
         shape = self.shape(canonical)
         if len(shape) != 2:
             raise self.checkpoint.error(f"{self.sources[canonical]} has shape {list(shape)}; it must be a matrix.")
@@ -433,11 +418,8 @@ def load_module(module: nn.Module, plan: Plan, device: torch.device, dtype: torc
 
 
 def one_copy(checkpoint: Checkpoint, canonical: Callable[[str], str]) -> Callable[[str], str | None]:
-    """A renaming for `Plan` in which all tensors with one canonical name are the same tensor: one copy of it is loaded.
-
-    Raises:
-        CheckpointError: (when the renaming is called) two copies differ.
-    """
+    """A renaming for `Plan` in which all tensors with one canonical name are the same tensor: one copy of it is loaded. Raises
+    CheckpointError: (when the renaming is called) two copies differ."""
     first: dict[str, str] = {}
 
     def rename(name: str) -> str | None:

@@ -147,12 +147,8 @@ class Table:
         return name.startswith("_") or name in self.nothing or name in _NOTHING.split()
 
     def read(self, checkpoint: Checkpoint, plan: Plan | None = None) -> SimpleNamespace:
-        """The settings, as attributes. null and [] count as no value.
-
-        Raises:
-            CheckpointError: a bad value, places or tensors that contradict a value, a missing key, or a key or a value that
-                this format does not have.
-        """
+        """The settings, as attributes. null and [] count as no value. Raises CheckpointError: a bad value, places or tensors that
+        contradict a value, a missing key, or a key or a value that this format does not have."""
         if self.has_layers and checkpoint.config.get("speculators_model_type") and not checkpoint.section(LAYERS):
             raise checkpoint.error(f"is in speculators' format and has no {LAYERS}.")
         given: dict[str, Any] = {}

@@ -352,12 +352,8 @@ def table_scale(config: PretrainedConfig) -> float | None:
 def embeddings_of(
     checkpoint: Checkpoint, target: PackedModel, table: nn.Embedding | None, width: int, scale: float | None = None
 ) -> Embeddings:
-    """A head's own embeddings, or the target's if it has no `table`. Ids of padding rows that only the target has use the last row of the
-    head's own.
-
-    Raises:
-        CheckpointError: the target's are not as wide as the head.
-    """
+    """A head's own embeddings, or the target's if it has no `table`. Ids of padding rows that only the target has use the last row of
+    the head's own. Raises CheckpointError: the target's are not as wide as the head."""
     if table is not None:
         last = table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None
         return Embeddings(table, last, scale)

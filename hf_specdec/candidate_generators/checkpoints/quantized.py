@@ -45,11 +45,8 @@ class QuantizedWeight:
 
 
 def quantized_weights(checkpoint: Stored) -> dict[str, QuantizedWeight]:
-    """The quantized weights of a checkpoint by name, as its quantization_config says.
-
-    Raises:
-        CheckpointError: they are in a form that is not known here.
-    """
+    """The quantized weights of a checkpoint by name, as its quantization_config says. Raises CheckpointError: they are in a form that is
+    not known here."""
     config = checkpoint.section("quantization_config") or checkpoint.section("compression_config")
     method = config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else None)
     if method is None and any(name.endswith(".weight_scale_inv") for name in checkpoint.files):
@@ -68,11 +65,7 @@ def quantized_weights(checkpoint: Stored) -> dict[str, QuantizedWeight]:
 
 
 class _Parts:
-    """The stored tensors of one module's weight, by role.
-
-    Args:
-        read: computes the weight from these tensors.
-    """
+    """The stored tensors of one module's weight, by role; `read` computes the weight from them."""
 
     def __init__(
         self, checkpoint: Stored, module: str, roles: str, shape: tuple[int, ...], read: Callable[..., torch.Tensor]

@@ -97,11 +97,8 @@ def gather_features(
 
 
 def checked_ids(checkpoint: Checkpoint, target: PackedModel, name: str, ids: torch.Tensor, size: int) -> torch.Tensor:
-    """The target's ids int64 [size] of a draft vocabulary's tokens, on the device for heads.
-
-    Raises:
-        CheckpointError: another length, ids out of the target's range, or a token twice.
-    """
+    """The target's ids int64 [size] of a draft vocabulary's tokens, on the device for heads. Raises CheckpointError: another length, ids
+    out of the target's range, or a token twice."""
     if tuple(ids.shape) != (size,):
         raise checkpoint.error(f"{name} has shape {list(ids.shape)} for a draft vocabulary of {size} tokens.")
     if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
@@ -225,11 +222,8 @@ def device_and_dtype(target: PackedModel) -> tuple[torch.device, torch.dtype]:
 
 
 def built(checkpoint: Checkpoint, plan: Plan, target: PackedModel, make: Callable[[], Head]) -> Head:
-    """A head that `make` builds, filled from its checkpoint, on the device and in the dtype for heads.
-
-    Raises:
-        CheckpointError: config.json describes no module that can be built, or the tensors do not fit it.
-    """
+    """A head that `make` builds, filled from its checkpoint, on the device and in the dtype for heads. Raises CheckpointError:
+    config.json describes no module that can be built, or the tensors do not fit it."""
     with checkpoint.building():
         module = make()
     load_module(module, plan, *device_and_dtype(target))

@@ -320,8 +320,7 @@ def _canonical(name: str) -> str | None:
 
 @dataclass(eq=False)
 class LoadedDFlash:
-    """A loaded drafter; embeddings and language-model head are the target's if the file has none. `mask`: in place of the mask token's
-    embedding [H]; None: that is in the table."""
+    """A loaded drafter; the target's embeddings and lm_head where the file has none. `mask`: the mask token's embedding [H], if apart."""
 
     head: BlockHead
     embeddings: Embeddings
@@ -333,11 +332,8 @@ class LoadedDFlash:
 def load_dflash(
     checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel, prepack_weights: bool | None
 ) -> LoadedDFlash:
-    """Load the drafter of a checkpoint on the target's device and in its dtype.
-
-    Raises:
-        CheckpointError: it is inconsistent or does not fit the target; nothing was loaded.
-    """
+    """Load the drafter of a checkpoint on the target's device and in its dtype. Raises CheckpointError: it is inconsistent or does not
+    fit the target; nothing was loaded."""
     config = layout.layers
     plan = Plan(checkpoint, _canonical)
     owns = {

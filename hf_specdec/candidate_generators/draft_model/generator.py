@@ -85,10 +85,7 @@ _loading = threading.Lock()
 
 
 def load_drafter(config: DraftModelConfig, target: PackedModel, context: DrafterContext) -> PreTrainedModel:
-    """The drafter: the target itself (early exit), `generate(assistant_model=)`, or the configured model.
-
-    A configured model is loaded once per target, so that configurations with other draft lengths share it.
-    """
+    """The drafter: the target itself (early exit), `generate(assistant_model=)`, or the configured model, loaded once per target."""
     if context.assistant_model is not None:
         given = "model" if config.model is not None else "early_exit" if config.early_exit is not None else None
         if given is not None:
@@ -139,8 +136,7 @@ def is_known(name: str, revision: str) -> bool:
 
 
 def class_of(name: str, revision: str, target: PackedModel) -> Any:
-    """The class that a checkpoint names, so that an encoder-decoder model is loaded whole; for a Whisper whose encoder has the sizes of the
-    target's, as distil-whisper's has, that of its decoder, which reads the target's encoder."""
+    """The class that a checkpoint names; for a Whisper with the target's encoder, that of its decoder."""
     values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     ours, sizes = target.model.config.to_dict(), ("model_type", "d_model", "encoder_layers")
     if ours["model_type"] == "whisper" and all(values.get(name) == ours[name] for name in sizes):

@@ -130,11 +130,7 @@ class SharedVocabulary(DraftVocabulary):
 
 
 class TokenizerBridge(SharedVocabulary):
-    """Base for two tokenizers. Those `given` to the call belong to the caller and are held weakly.
-
-    Attributes:
-        read: per sequence, what the drafter has read of it.
-    """
+    """Base for two tokenizers, held weakly if `given` to the call. `read`: per sequence, what the drafter has read of it."""
 
     nodes_are_drafter_tokens = False
 

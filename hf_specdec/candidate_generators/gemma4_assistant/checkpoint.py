@@ -42,11 +42,8 @@ register_format(
 
 
 def load_assistant(checkpoint: Checkpoint, target: PackedModel) -> PreTrainedModel:
-    """transformers' model of an assistant, on the device and in the dtype for heads.
-
-    Raises:
-        CheckpointError: a key without a meaning, tensors that do not fit, or another target's assistant.
-    """
+    """transformers' model of an assistant, on the device and in the dtype for heads. Raises CheckpointError: a key without a meaning,
+    tensors that do not fit, or another target's assistant."""
     device, dtype = device_and_dtype(target)
     check_target(
         checkpoint,

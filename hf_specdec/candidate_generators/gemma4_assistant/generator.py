@@ -112,8 +112,7 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
 
     @torch.no_grad()
     def _pass(self, texts: list[Sequence], tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Logits [R, F, V] of the token after each of `tokens` [R, F], from the hidden states `before` them [R, F, Ht]. Sets the state
-        that comes before the nodes' children."""
+        """Logits [R, F, V] after `tokens` [R, F], from hidden states `before` them [R, F, Ht]; sets the children's state."""
         assert self.keys is not None
         keys, assistant, count = self.keys, self.assistant, tokens.shape[1]
         rows = []

@@ -37,9 +37,7 @@ class GrowsDrafts(ABC):
     A class that has it calls `grow_as` and sets `vocabulary` in its `__init__`.
 
     Attributes:
-        shape: of its drafts.
         rounds: the captured rounds; None: rounds run eagerly.
-        sequences: the batch of the current round.
         state: [R, F, S], what the last level's nodes pass to their children (of the roots: F = 1); None: nothing.
         loop: the inputs of the round's forwards, while it is captured.
     """
@@ -122,11 +120,8 @@ class GrowsDrafts(ABC):
         """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
-        """Replace the language-model heads of `begin` and `expand` by `rows` of them, which are those of `draft_vocabulary`.
-
-        Raises:
-            SpeculativeConfigError: this drafter cannot.
-        """
+        """Replace the language-model heads of `begin` and `expand` by `rows` of them, which are those of `draft_vocabulary`. Raises
+        SpeculativeConfigError: this drafter cannot."""
         raise self.config.fail(
             "draft_vocabulary", "cannot be used: its logits are not one product with a matrix of rows."
         )
@@ -176,11 +171,7 @@ class CapturedRounds:
         self._probs = torch.zeros(0)
 
     def draft(self, growth: Growth, roots: tuple[torch.Tensor, ...]) -> Draft:
-        """Run a round through a graph, or eagerly if this round cannot be captured.
-
-        Args:
-            roots: what `GrowsDrafts.roots` returned for the rows with a limit.
-        """
+        """Run a round through a graph, or eagerly if it cannot be captured; `roots`: of `GrowsDrafts.roots`, for the rows with a limit."""
         draft = self._replayed(growth, roots) if growth.is_replayable else None
         return growth.draft(*growth.levels(self.drafter.begin(*roots))) if draft is None else draft
 

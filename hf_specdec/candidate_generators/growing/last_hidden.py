@@ -53,7 +53,6 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     Args:
         heads: the drafter's weights, already on their device.
         num_heads: bounds the depth of drafts.
-        has_loop: see GrowsDrafts.
 
     Raises:
         SpeculativeConfigError: the configuration asks for deeper drafts.

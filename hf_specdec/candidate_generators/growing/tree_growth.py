@@ -404,8 +404,7 @@ def growth_of(drafter: Any, sequences: list[Sequence], limits: list[int], *captu
 
 
 def _with_children(ancestors: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:
-    """bool [R, F, E + F]: the ancestors of F new nodes. `parent` [R, F] are indices into the F nodes above, whose paths are
-    `ancestors` [R, F, E]."""
+    """bool [R, F, E + F]: the ancestors of F new nodes below `parent` [R, F], nodes whose paths are `ancestors` [R, F, E]."""
     rows, width, before = ancestors.shape
     themselves = torch.eye(width, dtype=torch.bool, device=parent.device).expand(rows, -1, -1)
     return torch.cat([ancestors.gather(1, parent[:, :, None].expand(-1, -1, before)), themselves], dim=2)

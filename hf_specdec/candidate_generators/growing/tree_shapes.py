@@ -72,11 +72,7 @@ class TreeTemplate:
 
     @classmethod
     def from_widths(cls, widths: list[int], keep_paths: int | None = None) -> TreeTemplate:
-        """Every node at depth d has `widths[d]` children.
-
-        Raises:
-            ValueError: there are more than MOST_DRAFT_NODES nodes.
-        """
+        """Every node at depth d has `widths[d]` children. Raises ValueError: there are more than MOST_DRAFT_NODES nodes."""
         if has_too_many_nodes(widths):
             raise ValueError(f"A tree of {widths} children per depth has more than {MOST_DRAFT_NODES} nodes.")
         parents, ranks, level = [], [], [-1]
@@ -443,11 +439,8 @@ _TREE_KEY = "speculative_token_tree"
 
 
 def read_token_tree(config: SpeculativeConfig, value: Any) -> list[list[int]]:
-    """The tree's child-rank paths: [[0], [1], [0, 0]] is a root with two children, the first of which has one.
-
-    Raises:
-        SpeculativeConfigError: an unknown name, not a list of paths, an empty list, or too many or too long paths.
-    """
+    """The tree's child-rank paths: [[0], [1], [0, 0]] is a root with two children, the first of which has one. Raises
+    SpeculativeConfigError: an unknown name, not a list of paths, an empty list, or too many or too long paths."""
     paths = value
     if isinstance(value, str):
         if not value.lstrip().startswith(("[", "(")):

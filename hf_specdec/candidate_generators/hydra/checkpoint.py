@@ -48,11 +48,8 @@ def _canonical(name: str, places: list[int]) -> str | None:
 
 
 def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
-    """Load the heads of a checkpoint on the target's device, in its dtype.
-
-    Raises:
-        CheckpointError: an architecture other than "mlp" and "prefix-mlp", tensors that do not fit, or heads for another target.
-    """
+    """Load the heads of a checkpoint on the target's device, in its dtype. Raises CheckpointError: an architecture other than "mlp" and
+    "prefix-mlp", tensors that do not fit, or heads for another target."""
     if checkpoint.config.get("speculators_model_type") == "hydra":
         raise checkpoint.error(
             "is of speculators type 'hydra', whose trainer shows a head the token that it predicts: it cannot draft."

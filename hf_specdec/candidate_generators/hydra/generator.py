@@ -41,8 +41,7 @@ def make_hydra(config: HydraConfig, target: PackedModel, context: DrafterContext
 
 
 class HydraDrafting(GrowsDrafts):
-    """Grows a draft with the heads, in the same way for Hydra and Hydra++. A node's state is that of its text and the embeddings of
-    its path."""
+    """Grows a draft with the heads. A node's state is that of its text and the embeddings of its path."""
 
     heads: HydraHeads
     score_only = GrowsDrafts.score_only  # each head has a language-model head inside

@@ -12,11 +12,7 @@ from ..checkpoints.layers import Embeddings, RotaryPositions
 
 
 class HydraBlock(nn.Module):
-    """res(x) + SiLU(W x + b). A head's first block reads the hidden state and the tokens' embeddings.
-
-    Args:
-        num_inputs: parts of the input, each [H]; with more than one the residual is a linear map.
-    """
+    """res(x) + SiLU(W x + b) of `num_inputs` parts [H]; with more than one (a head's first block) the residual is a linear map."""
 
     def __init__(self, hidden_size: int, num_inputs: int):
         super().__init__()

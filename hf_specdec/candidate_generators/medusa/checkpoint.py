@@ -62,8 +62,7 @@ def _converted(name: str) -> str:
 
 
 def _planned(checkpoint: Checkpoint, has_one_head: bool) -> tuple[Plan, int, int, int]:
-    """The tensors under the names of vLLM's layout; the numbers of heads and blocks, counted because original config.json files say 2
-    heads where there are 5; and that of language-model heads (0: the target's is used; 1: all heads share one)."""
+    """Tensors under vLLM's names; heads (counted: config.json files are wrong), blocks and lm_heads (0: the target's, 1: shared)."""
     if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
         checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
     names = [_converted(name) for name in checkpoint.names()]
@@ -86,11 +85,8 @@ def _planned(checkpoint: Checkpoint, has_one_head: bool) -> tuple[Plan, int, int
 
 
 def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
-    """Load the heads of a checkpoint in any layout, on the target's device, in its dtype.
-
-    Raises:
-        CheckpointError: tensors are missing, unused or of another shape, or the heads are for another target.
-    """
+    """Load the heads of a checkpoint in any layout, on the target's device, in its dtype. Raises CheckpointError: tensors are missing,
+    unused or of another shape, or the heads are for another target."""
     # a merged checkpoint has the target's config.json
     own = Checkpoint(checkpoint.folder, checkpoint.name)
     if checkpoint.config.get("model_type", "medusa") != "medusa" and "speculators_model_type" not in checkpoint.config:

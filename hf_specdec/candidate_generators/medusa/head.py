@@ -30,9 +30,7 @@ class MedusaHeads(nn.Module):
 
     Args:
         vocab_sizes: those of the language-model heads: one per head, one for all, or none (then all use the target's).
-        bias: of the blocks.
         target_head: the target's language-model head, for heads that have none.
-        scale: of the logits.
 
     Attributes:
         target_ids: int64 [Vd], the target's id of each token in the heads' vocabulary; None: the same ids.

@@ -67,11 +67,8 @@ register_format(
 
 
 def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """Load a speculator in any of the formats, on the target's device, in its dtype.
-
-    Raises:
-        CheckpointError: it does not fit its configuration or the target.
-    """
+    """Load a speculator in any of the formats, on the target's device, in its dtype. Raises CheckpointError: it does not fit its
+    configuration or the target."""
     given, kind = TABLE.read(checkpoint), kind_of(checkpoint)
     emb, inner, proj = (_widths(width) or [] for width in (given.emb_dim, given.inner_dim, given.proj_dim or []))
     recurrence = "sum_lstm" if kind == "sum_lstm" else "sum_rnn"
@@ -104,11 +101,7 @@ def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
 def _load_sum(
     checkpoint: Checkpoint, target: PackedModel, given: Any, inner: list[int], stacks: tuple[int, int] | None
 ) -> Speculator:
-    """Load a SumSpeculator.
-
-    Args:
-        stacks: number of further layers after each embedding and after each projection; None: no stacks, and other names of tensors.
-    """
+    """Load a SumSpeculator; `stacks`: further layers after each embedding and projection, None: no stacks, and other names of tensors."""
     n_predict, vocab_size, tied = given.n_predict, given.vocab_size, given.tie_weights
     hidden_size, width = target.config.hidden_size, inner[0]
     check_steps(checkpoint, n_predict, tied)

@@ -88,7 +88,6 @@ class LSTMSpeculator(Speculator):
     logits = head(s'). The cell state c starts at zero; [s', c'] is the state for the next step.
 
     Args:
-        hidden_size: of the target.
         tie_embeddings: one embedding for all gates.
     """
 

@@ -70,11 +70,8 @@ class LoadedMtp:
 
 
 def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedMtp:
-    """Load the MTP modules of a checkpoint, on the target's device and in its dtype.
-
-    Raises:
-        CheckpointError: it has no MTP modules, or they do not fit.
-    """
+    """Load the MTP modules of a checkpoint, on the target's device and in its dtype. Raises CheckpointError: it has no MTP modules, or
+    they do not fit."""
     device, dtype = device_and_dtype(target)
     family = _family(source, target)
     with torch.device("meta"):
@@ -182,8 +179,7 @@ def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> P
 
 
 def _own_tables(plan: Plan, target: PackedModel) -> tuple[torch.Tensor | None, dict[str, tuple[int, int]]]:
-    """The ids of a reduced draft vocabulary (see `mapped_ids`), and the shapes of the stored embeddings and heads that differ from the
-    target's. Equal ones are removed from the plan."""
+    """A reduced draft vocabulary's ids, and shapes of stored embeddings and heads unlike the target's; equal ones leave the plan."""
     shapes: dict[str, tuple[int, int]] = {}
     for name in [name for name in plan.sources if name.endswith((".embed_tokens.weight", ".lm_head.weight"))]:
         table = (target_embeddings if "embed_tokens" in name else target_head)(target).weight

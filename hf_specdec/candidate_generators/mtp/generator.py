@@ -1,6 +1,6 @@
 """Drafting with the multi-token-prediction (MTP) modules that target checkpoints bring along, and the keys of method `mtp`.
 
-Gloeckle et al. 2024; DeepSeek-V3 report, section 2.2; FastDeploy's continuation by n-grams.
+Gloeckle et al. 2024; DeepSeek-V3 report, section 2.2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import nn
 
 from ...cache import PagedStaticCache
 from ...config import config_key
-from ...core.draft_trees import DraftTrees
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...kernels.transfer import upload
@@ -29,14 +28,10 @@ from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.own_cache import node_inputs
 from ..growing.tree_growth import DraftLevel, on_host
-from ..growing.tree_shapes import TreeShape, TreeTemplate
-from ..ngram import NGramConfig, NGramGenerator
 from ..registry import register
 from .checkpoint import load_mtp
 from .layouts import is_mtp_tensor
 from .turns import BlockEnds, DraftNodes
-
-MTP_STRATEGIES = ("default", "with_ngram")
 
 
 @dataclass
@@ -48,78 +43,15 @@ class MtpConfig(HeadConfig):
     requires = ("MTP layers: in the target's own checkpoint, or in 'model'",)
     default_num_speculative_tokens: ClassVar[int] = 1
 
-    num_model_steps: int | None = config_key(
-        None, "draft tokens made by MTP layers; by default all, or 1 with mtp_strategy 'with_ngram'", minimum=1
-    )
-    mtp_strategy: str = config_key(
-        "default",
-        "'default': MTP layers make the whole draft; 'with_ngram': they make num_model_steps tokens, and n-gram "
-        "look-up over text and draft continues them up to num_speculative_tokens (chains)",
-        choices=MTP_STRATEGIES,
-    )
-    prompt_lookup_min: int = config_key(2, "'with_ngram': shortest n-gram looked up", minimum=1)
-    prompt_lookup_max: int = config_key(5, "'with_ngram': longest n-gram looked up", minimum=1)
     recycle_normed: bool | None = config_key(
         None,
         "whether a draft step reads the previous step's output after the module's last norm (true) or before it (false); "
         "by default as the family's reference does",
     )
 
-    def __post_init__(self) -> None:
-        self.check_keys()
-        has_tree = self.tree_key is not None or self.total_tokens is not None
-        if has_tree and self.continues_by_ngram:
-            raise self.fail("mtp_strategy", "is 'with_ngram', which continues chains: leave the tree's keys out.")
-        length_open = self.num_speculative_tokens is None and self.depth is None and not has_tree
-        if self.continues_by_ngram:
-            self.num_model_steps = self.num_model_steps or 1
-            if length_open and self.num_speculative_tokens_per_batch_size is None:
-                self.num_speculative_tokens = max(5, self.num_model_steps + 1)
-        elif length_open:
-            self.num_speculative_tokens = self.num_model_steps
-        super().__post_init__()
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise self.fail(
-                "prompt_lookup_min",
-                f"is {self.prompt_lookup_min}, more than prompt_lookup_max = {self.prompt_lookup_max}.",
-            )
-        self._check_steps()
-
-    @property
-    def continues_by_ngram(self) -> bool:
-        """Whether n-gram look-up continues the MTP layers' drafts."""
-        return self.mtp_strategy == "with_ngram"
-
-    def ngrams(self) -> NGramConfig:
-        return NGramConfig(prompt_lookup_min=self.prompt_lookup_min, prompt_lookup_max=self.prompt_lookup_max)
-
-    def _check_steps(self) -> None:
-        steps, tokens = self.num_model_steps, self.num_speculative_tokens or 0
-        if steps is None:
-            return
-        if self.continues_by_ngram and steps >= tokens:
-            raise self.fail(
-                "num_speculative_tokens",
-                f"is {tokens}, which leaves nothing to continue by n-gram after num_model_steps = {steps}.",
-            )
-        if not self.continues_by_ngram and steps != tokens:
-            raise self.fail(
-                "num_model_steps",
-                f"is {steps}, but num_speculative_tokens is {tokens}: make them equal, or set mtp_strategy 'with_ngram' to "
-                "continue by n-gram.",
-            )
-
-    def shape(self) -> TreeShape:
-        if self.continues_by_ngram:
-            return TreeTemplate.from_widths([1] * (self.num_model_steps or 1))
-        return super().shape()
-
     def open_for(self, target: PackedModel) -> Checkpoint:
-        """Open the checkpoint with the MTP layers: 'model', or the target's own.
-
-        Raises:
-            SpeculativeConfigError: it cannot be opened, or the target was not loaded from a checkpoint.
-        """
+        """Open the checkpoint with the MTP layers: 'model', or the target's own. Raises SpeculativeConfigError: it cannot be opened, or
+        the target was not loaded from a checkpoint."""
         wanted = is_mtp_tensor(target.config.num_hidden_layers)
         if self.model is not None:
             return self.open(wanted)
@@ -160,10 +92,8 @@ class MtpGenerator(FeatureGenerator):
     that shares n rows with another reads tokens n + 1, .. with all modules, which write slots n - j, .. n - 1 again with the same content.
 
     Attributes:
-        heads: one per module, over the same cache.
         boundaries: the modules' states at the ends of blocks; new with every cache.
         reached: per sequence: x_j of its last read token [H], per module j.
-        draft: the nodes of the current round.
     """
 
     config: MtpConfig
@@ -185,7 +115,6 @@ class MtpGenerator(FeatureGenerator):
         self.boundaries = BlockEnds()
         self.reached: dict[int, list[torch.Tensor | None]] = {}
         self.draft: DraftNodes | None = None
-        self.ngrams = NGramGenerator(config.ngrams(), target) if config.continues_by_ngram else None
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
         """A cache with one layer per module in use, which grows up to `num_blocks`. Slot s of module j holds token s + 1 + j, so the
@@ -229,11 +158,6 @@ class MtpGenerator(FeatureGenerator):
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    @property
-    def max_draft_nodes(self) -> int:
-        """The most nodes of a draft, n-grams included."""
-        return self.config.longest_draft if self.config.continues_by_ngram else super().max_draft_nodes
-
     def release(self) -> None:
         super().release()
         self.boundaries.forget()
@@ -241,8 +165,6 @@ class MtpGenerator(FeatureGenerator):
     def start(self, seq: Sequence) -> None:
         super().start(seq)
         self.reached[seq.id] = [None] * self.num_heads
-        if self.ngrams is not None:
-            self.ngrams.start(seq)
 
     def evict(self, seq: Sequence) -> None:
         super().evict(seq)
@@ -253,8 +175,6 @@ class MtpGenerator(FeatureGenerator):
         super().stop(seq)
         self.boundaries.drop(seq.id)
         del self.reached[seq.id]
-        if self.ngrams is not None:
-            self.ngrams.stop(seq)
 
     @contextlib.contextmanager
     def active(self):
@@ -345,11 +265,6 @@ class MtpGenerator(FeatureGenerator):
         return torch.stack([torch.zeros_like(like[0]) if state is None else state for state in reached])
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
-
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """The modules' drafts, continued by n-gram look-up if configured."""
-        trees = super().propose(sequences, limits)
-        return trees if self.ngrams is None else self.ngrams.continued(trees, sequences, limits)
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """As in the base, but a text with fewer tokens than there are modules gets at most as many draft tokens as it has tokens."""

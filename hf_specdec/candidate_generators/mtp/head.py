@@ -145,11 +145,7 @@ class TargetFamily:
 
     @classmethod
     def of(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> TargetFamily:
-        """Take the parts from a model.
-
-        Raises:
-            CheckpointError: its decoder lacks the usual parts.
-        """
+        """Take the parts from a model. Raises CheckpointError: its decoder lacks the usual parts."""
         decoder = architectures.decoder_of(model)
         layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
         norm = getattr(decoder, "norm", getattr(decoder, "norm_f", None))

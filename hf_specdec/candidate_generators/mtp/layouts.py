@@ -47,11 +47,7 @@ class MtpLayout:
     attention: str = "full_attention"
 
     def canonical(self, name: str, num_layers: int) -> tuple[int, str] | None:
-        """The module and the canonical name of a tensor; (-1, "") if it is not used; None if it is not part of this layout.
-
-        Args:
-            num_layers: number of the target's layers.
-        """
+        """The module and the canonical name of a tensor; (-1, "") if it is not used; None if it is not part of this layout."""
         for pattern, prefix in self.rules:
             match = re.fullmatch(pattern, name)
             if match is None:

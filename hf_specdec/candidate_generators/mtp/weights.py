@@ -58,11 +58,7 @@ class TargetTensors(Checkpoint):
         return name in self.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it.
-
-        Raises:
-            CheckpointError: the experts' matrices differ in shape.
-        """
+        """A tensor's shape, without reading it. Raises CheckpointError: the experts' matrices differ in shape."""
         if name not in self.stacks:
             return super().shape(name)
         rows = self.stacks[name]

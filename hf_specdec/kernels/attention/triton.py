@@ -17,7 +17,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch import next_power_of_two
-from ..flash_attention import flash_attention_for
 from .inputs import AttentionBatch, AttentionInputs, Window, window_parts
 from .launch import AttentionLaunch, AttentionShape, choose_launch, device_limits, head_widths, merge_tile, num_tiles
 
@@ -375,12 +374,10 @@ def paged_attention(
         query: [T, H, D] float16, bfloat16 or float32, any strides of tokens and heads.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv] of query's dtype; the batch's own keys must already be
             written.
-        inputs: see AttentionInputs.
         scaling: factor of the scores; must be above 0.
         window: a query at position p sees only keys at positions above p - window, and the first ones (see `Window`).
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head, without a value (gpt-oss).
-        invariant: see `choose_launch`.
         launch: tile sizes, for measurements; None: `choose_launch`.
         out: [T, H, Dv] of query's dtype, last dimension contiguous.
 
@@ -437,12 +434,9 @@ def paged_attention(
 
 
 def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
-    """See `reference.attend`; by flash-attn where it is to be used."""
+    """See `reference.attend`."""
     inputs = batch.attention_inputs(query.device)
-    has_kept = window_parts(window)[1] > 0  # flash-attn has no such windows
-    flash = None if has_kept else flash_attention_for(query, key_pool, value_pool, inputs, sinks)
-    run = flash or paged_attention
-    return run(query, key_pool, value_pool, inputs, scaling, window=window, softcap=softcap, sinks=sinks)
+    return paged_attention(query, key_pool, value_pool, inputs, scaling, window=window, softcap=softcap, sinks=sinks)
 
 
 def attend_invariant(

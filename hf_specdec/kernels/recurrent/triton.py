@@ -252,11 +252,7 @@ def tile_of(whole: int, parted: int) -> tuple[int, int]:
 
 
 def _checked(states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """States as the kernels index them.
-
-    Raises:
-        ValueError: they are not contiguous float32 states of the same shape.
-    """
+    """States as the kernels index them; raises ValueError unless they are contiguous float32 states of the same shape."""
     if states.dtype != torch.float32 or not states.is_contiguous() or states.shape[1:] != before.shape[1:]:
         raise ValueError(
             f"States {tuple(states.shape)} of {states.dtype} for lines with states {tuple(before.shape)}: the kernels need "

@@ -155,10 +155,7 @@ def block_walk(tokens, valid, probs, prob_index, target_probs, accept_uniform, r
 
 
 def block_acceptance(tokens, valid, probs, prob_index, target_probs, accept_uniform):
-    """The number of accepted tokens of each chain, int64 [B], and the unnormalised distribution of the next one, [B, V].
-
-    Arguments and rule: see `block_walk`.
-    """
+    """Accepted tokens of each chain, int64 [B], and the unnormalised distribution of the next one, [B, V]; see `block_walk`."""
     num_nodes = tokens.shape[1]
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     length, left_over = torch.zeros_like(rows), accept_uniform.new_zeros(())

@@ -53,10 +53,9 @@ def choices_kernel(
                     node = tl.load(parents + row * num_nodes + node).to(tl.int32)
             else:
                 position += slot
-            best, best_id, _top, _sum = best_noisy(
-                scores_row, start, vocab, -1, sampling, tl.load(seeds + row), position, 0,
-                TOKEN_STREAM, False, KIND, STEPS, LANES,
-            )  # fmt: skip
+            best, best_id = best_noisy(
+                scores_row, start, vocab, sampling, tl.load(seeds + row), position, 0, TOKEN_STREAM, KIND, STEPS, LANES
+            )
         else:
             steps = tl.minimum(STEPS, tl.cdiv(vocab - start, LANES * 32))
             best, best_id = greatest(scores_row, start, steps, vocab, sampling, KIND, LANES)
@@ -197,13 +196,7 @@ def verify_choices(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     **sampling: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Walk each tree along the target's own choices (definition: `reference.accepted_nodes`). Arguments: see `target_choices`.
-
-    Args:
-        out: bool [B, N], int32 [B], int64 [B] to write to.
-
-    Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
-    """
+    """Walk each tree along `target_choices` into `out`: path bool [B, N], length int32 [B], next token int64 [B]."""
     out = out if out is not None else empty_verdict(tokens)
     target_choices(logits, index, valid, parents, tokens=tokens, verdict=out, **sampling)
     return out

@@ -27,7 +27,6 @@ class Source:
         outputs: the encoder's output, its tensors [1, S, ..].
         given: the encoder's arguments, its tensors [1, ..]; without a main one if the caller passed the encoder's output.
         ids: the ids that the encoder has read, without padding; empty if it has read something else, or has a vocabulary of its own.
-        num_rows: number of rows of the batch.
     """
 
     outputs: BaseModelOutput

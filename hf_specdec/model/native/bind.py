@@ -55,11 +55,7 @@ def _forward_of_model(packed: PackedModel) -> Traceable:
 
 
 def _forward_of_head(head: PackedHead, key: Hashable, reads: bool, features_width: int) -> Traceable:
-    """A forward of a PackedHead: of `read_batch`, with the head's `fuse`, if `reads`; otherwise of `forward_batch`.
-
-    Args:
-        features_width: of the input of `fuse` if `reads`, otherwise of the features after `fuse`.
-    """
+    """A forward of a PackedHead: with its `fuse`, of an input of `features_width`, if `reads`; otherwise of the features after `fuse`."""
     run = head.read_batch if reads else head.forward_batch
     modules = _all_modules(head.modules())
     tables = [module.weight.shape[0] for module in modules if isinstance(module, nn.Embedding)]
@@ -75,10 +71,7 @@ def _all_modules(roots: list[nn.Module]) -> list[nn.Module]:
 
 
 class _Bound:
-    """Programs that run inside a context. In each context, a program is compared once with the modules it was made from.
-
-    If the program of a forward is refused, no program runs in that context, and `otherwise` does: faster linear layers.
-    """
+    """Programs of a context, each compared once with its modules. If the forward's is refused, no program runs, and `otherwise` does."""
 
     def __init__(self, otherwise: Activated | None):
         self._otherwise = otherwise
@@ -242,7 +235,6 @@ class NativeHead(_Bound):
         """`function(hidden)`, such as a norm and a language-model head. Every call must pass the same function.
 
         Args:
-            called: the modules that it calls.
             hidden: [n, F].
         """
 

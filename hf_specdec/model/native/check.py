@@ -34,12 +34,9 @@ class Traceable:
 
     Attributes:
         key: distinguishes it from others whose programs are kept in the same dictionary.
-        name: for messages.
         modules: all modules that it calls, submodules included.
-        device, dtype: of weights, keys and values.
         compute: its outputs, [T or R, width] each, operator by operator, from a batch and features [T, F].
         new_cache: a small cache for trials: 16 blocks of 16 slots; None: it reads only features, and neither ids nor positions.
-        config: the configuration whose values it depends on; None: it depends on none.
         features_width: number of features per token that it reads besides ids; 0: none.
         vocab_size: ids that it has embeddings for.
         max_positions: positions it was built for; None: any number.

@@ -205,8 +205,7 @@ def _copy(tape: Tape, value: Value, output: Register) -> TapeStep:
 
 
 def _allocated(steps: list[TapeStep], registers: list[Register]) -> tuple[np.ndarray, torch.Tensor]:
-    """The address of every register, int64, and the buffer that holds the program's own registers. Registers share memory if one is
-    written after the last step that reads the other."""
+    """The address of every register, int64, and the programs' own buffer; registers share memory where no step needs both."""
     last = {}
     for index, step in enumerate(steps):
         last |= {id(each): index for each in _registers(step)}
@@ -284,8 +283,7 @@ def _needed(steps: list[TapeStep]) -> list[TapeStep]:
 
 
 def _waits(steps: list[TapeStep], memory_of: dict[int, int]) -> list[bool]:
-    """For each step: True if all threads must have finished the earlier steps before it begins. Until then a shared step may neither
-    read what another writes, nor write where another reads or writes. `memory_of`: id of a register → its memory."""
+    """For each step: True if all threads must have finished earlier ones, whose memory it shares (`memory_of`: register id → memory)."""
     waits, read, written, shared, alone = [], set(), set(), False, False
     for step in steps:
         is_shared = step.operation in _SHARED

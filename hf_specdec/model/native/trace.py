@@ -355,11 +355,8 @@ _WITH_NUMBER = {"add": "plus", "subtract": "minus_from", "multiply": "times", "d
 
 
 def lower(tape: Tape, function: Any, args: tuple, kwargs: dict, result: Any) -> Any:
-    """The values of an operator's results, given the values of its tensor arguments; `result` is what torch computed.
-
-    Raises:
-        NotLowered: the library has no equivalent.
-    """
+    """The values of an operator's results, given the values of its tensor arguments; `result` is what torch computed. Raises NotLowered:
+    the library has no equivalent."""
     if function in _VIEWS:
         return _view(tape, function, args, kwargs)
     if any(isinstance(arg, Value) and arg.register.ids is not None for arg in args):
@@ -534,11 +531,7 @@ class TapeRecorder(ExclusiveMode):
             self.values[id(tensor)] = value
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """The value of a tensor.
-
-        Raises:
-            NotLowered: it has none; the message says why.
-        """
+        """The value of a tensor. Raises NotLowered: it has none; the message says why."""
         if id(tensor) in self.values:
             return self.values[id(tensor)]
         if id(tensor) in self._own:
@@ -706,8 +699,7 @@ class TapeRecorder(ExclusiveMode):
 
 
 def _by_position(module: Any, given: list[Any], num_args: int, names: list[str]) -> Callable[[int], list[torch.Tensor]]:
-    """A function that calls a rotary module (by weak reference) for positions 0 .. n - 1, which stand for None in `given`: its outputs
-    [n, R]."""
+    """A function that calls a rotary module, held weakly, for positions 0 .. n - 1 (None in `given`): outputs [n, R]."""
 
     def rows(count: int) -> list[torch.Tensor]:
         values = [torch.arange(count)[None] if each is None else each for each in given]

@@ -129,8 +129,7 @@ def inductor_after_rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) 
 
 
 def inductor_on_a_cpu(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """A backend of torch.compile: inductor, told how wide this processor's vectors are. Its cache keeps code apart by settings, but not by
-    instruction set: code for vectors of another width would be compiled for the present ones, and write wrong text."""
+    """torch.compile's inductor, told this processor's vector width: its cache does not tell code for other widths apart."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -139,11 +138,8 @@ def inductor_on_a_cpu(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Call
 
 
 def rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """A backend of torch.compile: `rewritten`, run operation by operation.
-
-    Raises:
-        RuntimeError: the graph modifies tensors in place, so it cannot be rewritten.
-    """
+    """A backend of torch.compile: `rewritten`, run operation by operation. Raises RuntimeError: the graph modifies tensors in place, so
+    it cannot be rewritten."""
     if modifies_in_place(graph):
         raise RuntimeError("the layer modifies tensors in place")
     return rewritten(graph).forward
@@ -382,8 +378,7 @@ def is_of_tracing(error: Exception) -> bool:
 
 
 def _own_copy(function: types.FunctionType) -> types.FunctionType:
-    """A copy of a function with its own code object. Dynamo limits compilations per code object, and several models of one
-    class would share that limit."""
+    """A copy of a function with its own code object, because Dynamo limits compilations per code object."""
     own = (
         function.__code__.replace(),
         function.__globals__,

@@ -23,11 +23,8 @@ _TRIAL = self_test.Trial((4, 4), (-1, -1, 1, 0, 2))
 
 
 def check(packed: PackedModel) -> None:
-    """Compare logits bit for bit, once per class and configuration. Costs about ten forwards over a few tokens.
-
-    Raises:
-        UnsupportedModel: the model cannot run deterministically; the message says why.
-    """
+    """Compare logits bit for bit, once per class and configuration. Costs about ten forwards over a few tokens. Raises UnsupportedModel:
+    the model cannot run deterministically; the message says why."""
     name = type(packed.model).__name__
     if packed.gather:
         raise UnsupportedModel(

@@ -42,11 +42,7 @@ _COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
 
 
 class InvariantOps(ExclusiveMode):
-    """A mode for one forward, in the thread that runs it. Deterministic forwards of several threads take turns.
-
-    Attributes:
-        what: name of the model, for errors.
-    """
+    """A mode for one forward, in the thread that runs it. Deterministic forwards of several threads take turns."""
 
     def __init__(self, what: str):
         super().__init__()

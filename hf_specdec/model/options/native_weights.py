@@ -28,7 +28,6 @@ class NativeWeight(torch.Tensor):
 
     Attributes:
         panels: uint8, see `kernels.linear.quantized`.
-        form: what is in the panels.
     """
 
     panels: torch.Tensor
@@ -163,11 +162,7 @@ def _int4_values(packed: torch.Tensor) -> torch.Tensor | None:
 
 
 def _unpacked(packed: torch.Tensor, size: int) -> torch.Tensor:
-    """The integers uint8 [N, K], if blocks of `size` outputs are packed together.
-
-    A block is [K, size / 2]. Where `size` is 64 or 32, the lower four bits of a full block's bytes hold its first half of the outputs, and
-    the upper four bits the second half. In other blocks, neighbours share a byte.
-    """
+    """The integers uint8 [N, K] of blocks [K, size / 2]: 64 or 32 outputs in halves of four bits, fewer side by side."""
     (outputs, width), values = packed.shape, []
     for first in range(0, outputs, size):
         count = min(size, outputs - first)

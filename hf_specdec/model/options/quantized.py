@@ -40,7 +40,6 @@ class QuantizedLinears:
     """Quantized copies of the weights of a module's linear layers, used instead of the originals while `active()`.
 
     Args:
-        module: a model or a draft head.
         kind: "wint8" (a scale per output) or "wint4" (a scale and a zero point per output and group of up to 128 inputs).
         kept: layers not to quantize, besides the output embeddings and layers that share their weight with an embedding.
         native: on a CPU, let the native library compute with the quantized weights where it can; False: torchao does.
@@ -102,11 +101,8 @@ class QuantizedLinears:
                 vars(linear)["_parameters"] = linear._parameters.theirs  # type: ignore[attr-defined]
 
     def copies(self) -> list[tuple[nn.Linear, nn.Parameter]]:
-        """The quantized layers, each with its up-to-date quantized weight.
-
-        Raises:
-            UnsupportedModel: weights are offloaded, or this kind does not support their device or dtype.
-        """
+        """The quantized layers, each with its up-to-date quantized weight. Raises UnsupportedModel: weights are offloaded, or this kind
+        does not support their device or dtype."""
         module = self._module()
         assert module is not None
         linears = list(self._linears(module))
@@ -190,8 +186,7 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def _quantize(weight: torch.Tensor, config: Any) -> nn.Parameter:
-    """torchao's quantized version of a weight [out, in]. Made in a temporary layer, because torchao marks the layers it
-    quantizes."""
+    """torchao's quantized version of a weight [out, in], made in a temporary layer, because torchao marks the layers it quantizes."""
     from torchao.quantization import quantize_
 
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")

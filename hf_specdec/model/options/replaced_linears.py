@@ -183,9 +183,6 @@ def few_row_linears(model: nn.Module, left_out: Collection[nn.Module] = ()) -> R
     """A model's large linear layers, computed by our kernel for few rows; None where the kernel cannot run.
 
     Only for captured forwards: launched one by one, our kernel costs the host more than cuBLAS.
-
-    Args:
-        left_out: modules whose layers are not changed.
     """
     parameter = next(model.parameters(), None)
     if parameter is None or not uses_triton(parameter.device):

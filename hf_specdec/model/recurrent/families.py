@@ -65,11 +65,8 @@ def family_of(config: PretrainedConfig) -> RecurrentFamily | None:
 
 
 def mixers_of(model: PreTrainedModel, family: RecurrentFamily) -> list[nn.Module]:
-    """The modules with a state, one per layer that has one.
-
-    Raises:
-        UnsupportedModel: they are not transformers' own, so what they compute is unknown; or transformers is too old.
-    """
+    """The modules with a state, one per layer that has one. Raises UnsupportedModel: they are not transformers' own, so what they
+    compute is unknown; or transformers is too old."""
     mixers = [module for module in model.modules() if type(module).__name__ == family.mixer]
     if mixers and not hasattr(Cache, "get_conv_state"):
         raise UnsupportedModel(
@@ -103,11 +100,7 @@ def attends(config: PretrainedConfig) -> bool:
 
 
 def num_cached(cache: Cache) -> int:
-    """Tokens in transformers' cache. Where no layer has keys, nothing counts them: 0.
-
-    Raises:
-        ValueError: such a cache has states.
-    """
+    """Tokens in transformers' cache. Where no layer has keys, nothing counts them: 0. Raises ValueError: such a cache has states."""
     if not cache.layers or any(hasattr(layer, "get_seq_length") for layer in cache.layers):
         return int(cache.get_seq_length())
     if stateful_layers(cache):

@@ -248,10 +248,7 @@ def _of_first_token(chunk: Callable, *args: Any, **kwargs: Any):
 def _token_by_token(
     rule: Rule, one_token: Callable, lines: LinesOnDevice, base: torch.Tensor, pool: StatePool, layer: int
 ):
-    """The rule over lines, level by level, as a replacement of the chunk form.
-
-    Tokens that the states `base` [n, ..] have not read come first. Writes kept states and inputs to the pool.
-    """
+    """The rule over lines, level by level, from the states `base` [n, ..], instead of the chunk form; writes what is kept to the pool."""
     kept_states, kept_inputs = pool.recurrent[layer], pool.inputs.get(layer, ())
 
     def replacement(chunk: Callable, first: torch.Tensor, *args: Any, **kwargs: Any):
@@ -278,11 +275,7 @@ def _token_by_token(
 
 
 def _over_windows(windows: torch.Tensor):
-    """The convolution of tokens whose last inputs are not beside each other: each token is a line of its own.
-
-    Args:
-        windows: int64 [n, T, k], the columns of each token's last k inputs.
-    """
+    """The convolution of tokens whose last k inputs, columns `windows` int64 [n, T, k], are not beside each other."""
     count, length, _ = windows.shape
 
     def replacement(convolution: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -322,11 +315,7 @@ def _rule_over_lines(
 
 
 def _convolution_over_lines(lines: LinesOnDevice, pool: torch.Tensor):
-    """The convolution of lines, as a replacement of the module's; writes the kept inputs to a layer's pool [slots, C, k].
-
-    Raises:
-        ValueError: the activation after it is unknown.
-    """
+    """The convolution of lines, instead of the module's; writes kept inputs to a pool [slots, C, k]. ValueError: unknown activation."""
 
     def replacement(
         convolution: Callable,

@@ -76,7 +76,6 @@ class LinesOnDevice:
     """Index tensors of `Lines`.
 
     Attributes:
-        packed: see Lines.
         bases, states: slots [n] of the lines' bases.
         replays: for the first, second, .. token that the states have not read: the lines that have one (None: all), and their slots.
         real: (lines, columns) of the tokens that are not padding, and `targets`, their packed indices.

@@ -36,12 +36,9 @@ class Engine:
         tokenizer: from transformers; None: no text is made of the new tokens.
         num_blocks: number of KV blocks of the pool, which lives as long as the engine.
         max_model_len: maximum number of tokens of a prompt and its answer together.
-        max_num_seqs, max_num_batched_tokens: see `Scheduler`.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
-        make_transfers: makes `transfers`, once the pools are allocated.
 
     Attributes:
-        transfers: moves prompts' KV between this engine and others; None: not configured.
         grammars: compiles grammars; it may be called in any thread.
     """
 

@@ -135,7 +135,6 @@ class Request:
     """A prompt, its parameters, and its answers.
 
     Attributes:
-        number: order of arrival.
         is_refused: True if its `error` is the client's mistake.
         prompt_logprobs: for each prompt token read so far; None for the first, which no logits predict.
         kv_transfer_params: parameters for the decode server that continues the request; None if no prompt is kept.

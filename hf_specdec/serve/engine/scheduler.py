@@ -22,13 +22,11 @@ class Scheduler:
     row by priority and arrival is preempted: it gives its blocks back, waits, and later reads its text again.
 
     Args:
-        max_num_seqs: maximum number of rows that run at once.
         max_num_batched_tokens: maximum number of tokens in a step. Rows that decode are never left out; their drafts are shortened instead.
             None: as many as the model runs in one native call, while decoding rows take at most half of them; else `USUAL_TOKENS`.
 
     Attributes:
         waiting, running: sorted by priority, then by arrival; the first runs first.
-        num_preemptions: number of preemptions so far.
     """
 
     USUAL_TOKENS = 2048
@@ -132,8 +130,7 @@ class Scheduler:
     def _limit_drafts(
         self, budget: int, decoding: list[Sequence], num_pending: int, waiting: list[RequestChoice]
     ) -> None:
-        """Set the rows' room for drafts so that the drafts of all decoding rows fit the budget together with the prompts. No room is kept
-        in a step in which the policy will not draft."""
+        """Set the rows' room so that drafts and prompts fit the budget; none in a step in which the policy will not draft."""
         most, num_decoding = self.decoder.generator.max_draft_nodes, len(decoding)
         if not most or not num_decoding:
             return

@@ -116,11 +116,7 @@ class MessageParser:
             delta.content, self._body = delta.content + self._body + rest, ""
 
     def _events_before_failure(self, text: str, error: Exception) -> tuple[list[dict[str, Any]], str]:
-        """Returns the events up to the place in `text` where the parser fails, and the text that no event has told.
-
-        Feeds the text again, to a new parser, character by character. The call that fails returns no events. The parser may have kept
-        characters for it that are not part of the mark at which it fails, since some marks end where the next character begins.
-        """
+        """The events up to where the parser fails in `text`, read again character by character, and the text that no event has told."""
         assert self._make is not None
         again, events = self._make(), []
         again.feed(self._fed)

@@ -51,7 +51,6 @@ class Endpoint(ABC, Generic[AnySampling]):
         object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
         ignored_fields: names of the request's fields that the server does not know and therefore ignores.
         prompts: as the client gave them, or as the chat template made them; `ids` are their token ids.
-        reasoning: what the model writes before the text that a grammar describes.
         answers: the state of each prompt's answer, in the order of the prompts.
         last: the last update whose events were made.
         grammar: what the text must match; None: any text.

@@ -12,7 +12,6 @@ class ApiError(Exception):
     """An error that is sent to the client as the answer.
 
     Args:
-        message: what is wrong and what to do, for people.
         type: OpenAI's name for the kind of error.
         param: the field of the request that is wrong; None: no single field.
         code: OpenAI's short name of the error, such as "model_not_found".

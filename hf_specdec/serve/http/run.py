@@ -46,9 +46,7 @@ class _DrainingServer(uvicorn.Server):
 
 
 class _Watch:
-    """Watches the engine while the server runs: tells the server when the model is loaded, and ends it if there is no engine any more.
-    `failure` is then the error. `ends` is set once the server ends.
-    """
+    """Tells the server when the model is loaded, and ends it (`failure`) if the engine is gone. `ends` is set once the server ends."""
 
     def __init__(self, server: Server, engine: EngineProcess, on_ready: Callable[[], None]):
         self.server, self.engine, self.on_ready = server, engine, on_ready
@@ -92,13 +90,8 @@ def serve(
     for a few seconds only and then ends, so that whoever watches it can start it again.
 
     Args:
-        names: names by which clients may call the model; answers contain the first.
-        api_keys, allowed_origins: see `make_app`.
         shutdown_timeout: seconds that running requests get to end after the signal; those left then end with an error, 503. New
             requests are refused.
-        chat_template, response_template: used in place of the tokenizer's own.
-        tokenizer: name or folder; None: the model's.
-        privacy: see `Server`.
         on_ready: called with the server's URL once the model is loaded.
         arguments: further arguments of `LLM`, which must be picklable.
 

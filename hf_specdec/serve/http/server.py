@@ -165,7 +165,6 @@ class Server:
     make token ids (those of `lanes`).
 
     Args:
-        names: names by which clients may call the model; answers contain the first.
         response_template: how the model marks reasoning and tool calls, in transformers' format; None: the tokenizer's own, or the
             one that transformers has for this family of models.
         privacy: whose texts may shape whose drafts; None: only texts of the same API key do.
@@ -363,8 +362,6 @@ class Server:
         """Send one prompt to the engine.
 
         Args:
-            prompt: as the client gave it; `ids` are its token ids, see `prompt_ids`.
-            reasoning: what the model writes before the text that a grammar describes.
             among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
             max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
             space: see `Sequence.space`; not used if API keys share what is learnt.

@@ -161,10 +161,7 @@ class EngineProcess(threading.Thread):
 
 
 def _start(descriptor: int) -> subprocess.Popen:
-    """Start the engine's process. `descriptor`: its end of the connection.
-
-    Ctrl-C reaches both processes, and systemd sends SIGTERM to both: the signals are blocked until the new one ignores them.
-    """
+    """Start the engine's process; `descriptor`: its end of the connection. Signals are blocked until it ignores Ctrl-C and SIGTERM."""
     # The path is set before anything is imported: Python would look in the working directory first.
     begin = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({descriptor})"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -307,9 +304,7 @@ def _serve(arguments: bytes, channel: Channel, reader: _Reader) -> BaseException
 
 
 class _Reader(threading.Thread):
-    """Reads what the HTTP side sends, and passes it on to the engine's thread. Ends the process when the HTTP side's ends. `is_over`: the
-    engine has ended; the channel is then closed on this side.
-    """
+    """Passes what the HTTP side sends on to the engine's thread, and ends the process with it. `is_over`: the engine has ended."""
 
     def __init__(self, channel: Channel):
         super().__init__(name="hf-specdec-reader", daemon=True)

@@ -129,9 +129,7 @@ class Load:
     """How busy the engine is: numbers after the last step, for metrics.
 
     Attributes:
-        running, waiting: number of choices.
         kv_usage: share of the KV blocks in use, 0 to 1.
-        preemptions: number so far.
         learning: what a learning drafter reports; None without one.
         free_rows: how many more choices could run, if there are blocks for them.
         num_read: number of choices that the engine has been sent so far, and has read.

@@ -37,8 +37,6 @@ class EngineWorker(threading.Thread):
 
     Args:
         deliver: called in this thread with the updates of a step; must not block.
-        lock: the model's lock, held while steps run.
-        ranks: the processes among which the model is sharded; None: one process.
         on_load: called in this thread with a `load` that differs from the one before.
 
     Attributes:
@@ -159,9 +157,7 @@ class EngineWorker(threading.Thread):
             self.deliver(updates)
 
     def _updates(self, request: Request) -> list[Update]:
-        """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten. If
-        making them raises, the request ends with that error, and no other does.
-        """
+        """A request's updates since the last call. The last one says that it has ended; an error ends this request alone."""
         try:
             return self._new_updates(request)
         except BaseException as error:

@@ -150,12 +150,7 @@ class Consumer:
         return ready
 
     def _advance(self, pull: Pull) -> bool:
-        """Do what can be done now, by the methods below. True if all blocks are here.
-
-        Raises:
-            ConnectionError: the producer has ended or given up the prompt, or there was no progress for too long.
-            ValueError: bytes that have arrived are not what the producer had.
-        """
+        """Do what can be done now; True if all blocks are here. ConnectionError: the producer is gone; ValueError: wrong bytes arrived."""
         needed = self.pools.num_blocks(pull.params["num_tokens"])
         if not pull.is_begun and not self._begin(pull):
             return False
