@@ -68,6 +68,7 @@ class PagedStaticCache(Cache):
         states: the pool of recurrent and convolutional states; None: no layer has a state. With states, a prefix is shared only if
             `prefix_states` has the states after it, because blocks hold no states.
         has_sources: rows also attend to keys of something else than their text, in `cross`, so that equal texts have other keys.
+        is_latent: layers cache compressed keys (see `PagedLayer.pools`).
     """
 
     layers: list[PagedLayer]  # pyright: ignore[reportIncompatibleVariableOverride] (made below, and never others)
@@ -85,6 +86,7 @@ class PagedStaticCache(Cache):
         states: StatePool | None = None,
         window: int | Window | None = None,
         has_sources: bool = False,
+        is_latent: bool = False,
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         weights = list(weights)
@@ -96,7 +98,7 @@ class PagedStaticCache(Cache):
         self.states, self.window = states, window
         self.prefix_states: PrefixStates | None = None
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
-        self.has_sources, self.cross = has_sources, None
+        self.has_sources, self.cross, self.is_latent = has_sources, None, is_latent
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
         self.batch: RunningBatch | None = None  # see `running`
@@ -152,7 +154,7 @@ class PagedStaticCache(Cache):
         """Count the memory of a layer, and log the total once every layer has its pools."""
         self._movers.clear()
         self._identity = None
-        self.bytes_per_token += (layer.keys.nbytes + layer.values.nbytes) // self.num_slots
+        self.bytes_per_token += sum(pool.nbytes for pool in layer.pools) // self.num_slots
         if self.is_allocated:
             logger.info(
                 "KV cache: up to %d blocks of %d tokens, %.1f KiB each, on %s (%s); %d of them allocated.",
@@ -406,7 +408,7 @@ class PagedStaticCache(Cache):
         for device in {layer.keys.device for layer in written}:
             if device not in self._movers:
                 layers = [layer for layer in written if layer.keys.device == device]
-                self._movers[device] = SlotMover([pool for layer in layers for pool in (layer.keys, layer.values)])
+                self._movers[device] = SlotMover([pool for layer in layers for pool in layer.pools])
             self._movers[device].move(moves)
 
     def truncate(self, seq_id: int, length: int) -> None:

@@ -95,12 +95,10 @@ def has_bidirectional_prompts(model: PreTrainedModel) -> bool:
 def reads_pages(model: PreTrainedModel) -> bool:
     """True if the model can attend through a registered attention function that reads pages.
 
-    False for models that do not use transformers' attention interface or do not pass our arguments to it, for latent
-    attention (its cache holds compressed keys), for layers that reuse another layer's keys or attend within chunks, and where
-    the model is configured with soft-capping that its own attention leaves out.
+    False for models that do not use transformers' attention interface or do not pass our arguments to it, for layers that reuse another
+    layer's keys or attend within chunks, and where the model is configured with soft-capping that its own attention leaves out.
     """
     text = model.config.get_text_config(decoder=True)
-    latent = getattr(text, "kv_lora_rank", None) is not None
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
     # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
@@ -108,7 +106,7 @@ def reads_pages(model: PreTrainedModel) -> bool:
     family = encoder_decoder.family_of(model)
     drops |= family is not None and family.positions == "bias"  # which our attention does not add
     fits = attends(text) and model._can_set_attn_implementation()
-    return fits and not (drops or latent or shared or uncapped or _has_chunks(text))
+    return fits and not (drops or shared or uncapped or _has_chunks(text))
 
 
 def _has_chunks(text: Any) -> bool:

@@ -19,6 +19,7 @@ from . import architectures
 from .attention import paged_attention_forward
 from .captures import uses_graphs
 from .graphs import CapturedBatch, GraphRunner
+from .latent import is_latent
 from .options.compiled import RewrittenLayers, layers_of
 from .options.prepacked import prepack
 from .options.replaced_linears import few_row_linears
@@ -77,6 +78,7 @@ class PackedHead:
     ):
         self.fuse = fuse
         self.module, self.config, self.num_layers, self.gather = module.eval(), config, num_layers, gather
+        self.is_latent = is_latent(module)
         config._attn_implementation = "eager" if gather else ATTENTION_NAME
         self.linears = prepack(module, prepack_weights)
         weight = next(module.parameters())
@@ -89,7 +91,15 @@ class PackedHead:
             if graphs is not None:
                 graphs.captures.clear()
         weights = architectures.all_parameters(self.module)
-        return PagedStaticCache(self.num_layers, num_blocks, block_size, weights=weights, ahead=1, window=self.window)
+        return PagedStaticCache(
+            self.num_layers,
+            num_blocks,
+            block_size,
+            weights=weights,
+            ahead=1,
+            window=self.window,
+            is_latent=self.is_latent,
+        )
 
     def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
         """A copy of this head, with the same weights, that runs its forwards as CUDA graphs; or this head, without graphs.
@@ -108,7 +118,7 @@ class PackedHead:
         own = copy.copy(self)
         own.graphs = GraphRunner(own)
         own.linears = few_row_linears(own.module)
-        if rewritten:
+        if rewritten and not own.is_latent:
             own._layers = layers_of(own.module, paged_attention_forward, RewrittenLayers)
         if own.fuse is not None:
             own.reading_graphs = GraphRunner(own, own.read_batch, name="{} (reading texts)")

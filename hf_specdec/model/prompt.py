@@ -243,7 +243,9 @@ def _check_next_step(
     length = lengths[row]
     states = None if prompt.states is None else StatePool()
     num_layers = packed.config.num_hidden_layers
-    cache = PagedStaticCache(num_layers, length // 16 + 1, 16, share_prefixes=False, states=states)
+    cache = PagedStaticCache(
+        num_layers, length // 16 + 1, 16, share_prefixes=False, states=states, is_latent=packed.is_latent
+    )
     cache.add(0)
     cache.reserve(0, length + 1)
     cache.load_all(0, prompt.keys_values[row])
