@@ -150,16 +150,16 @@ class PagedStaticCache(Cache):
             self._identity = (self.num_slots, *places)
         return self._identity
 
-    def note_allocated(self, layer: PagedLayer) -> None:
-        """Count the memory of a layer, and log the total once every layer has its pools."""
+    def note_allocated(self, pools: list[torch.Tensor]) -> None:
+        """Count the memory of a layer's new pools, and log the total once every layer has its own."""
         self._movers.clear()
         self._identity = None
-        self.bytes_per_token += sum(pool.nbytes for pool in layer.pools) // self.num_slots
+        self.bytes_per_token += sum(pool.nbytes for pool in pools) // self.num_slots
         if self.is_allocated:
             logger.info(
                 "KV cache: up to %d blocks of %d tokens, %.1f KiB each, on %s (%s); %d of them allocated.",
-                self.most_blocks, self.block_size, self.bytes_per_token * self.block_size / 2**10, layer.keys.device,
-                layer.keys.dtype, self.pool.num_blocks,
+                self.most_blocks, self.block_size, self.bytes_per_token * self.block_size / 2**10, pools[0].device,
+                pools[0].dtype, self.pool.num_blocks,
             )  # fmt: skip
 
     def grow_up_to(self, num_blocks: int) -> None:
@@ -426,24 +426,28 @@ class PagedStaticCache(Cache):
 
     # ---- to and from transformers' own caches -----------------------------------------------------------------------
 
-    def read(self, seq_id: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of a sequence's valid keys and values in one layer: [length, heads, width] each."""
+    def read(self, seq_id: int, layer: int) -> tuple[torch.Tensor, ...]:
+        """Copies of a sequence's valid `states` in one layer: [length, heads, width] each."""
         table = self.tables[seq_id]
         pools = self.layers[layer]
         slots = torch.from_numpy(table.slots[: table.length]).to(pools.keys.device)
-        return pools.keys.index_select(0, slots), pools.values.index_select(0, slots)
+        return tuple(states.index_select(0, slots) for states in pools.states)
 
-    def load_all(self, seq_id: int, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        """`load` every layer's keys and values [n, heads, width]; None: the layer uses another layer's. The length becomes n."""
-        for index, pair in enumerate(layers):
-            if pair is not None:
-                self.load(seq_id, index, *pair)
-                self.tables[seq_id].length = pair[0].shape[0]
+    def load_all(self, seq_id: int, layers: list[tuple[torch.Tensor, ...] | None]) -> None:
+        """`load` every layer's states [n, heads, width]; None: the layer uses another layer's keys. The length becomes n."""
+        for index, states in enumerate(layers):
+            if states is not None:
+                self.load(seq_id, index, *states)
+                self.tables[seq_id].length = states[0].shape[0]
 
-    def load(self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [n, heads, width] of a sequence's first n tokens. Its slots must be reserved."""
+    def load(
+        self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor, index_keys: torch.Tensor | None = None
+    ) -> None:
+        """Write the states [n, heads, width] of a sequence's first n tokens. Its slots must be reserved."""
         pools = self.layers[layer]
         if not pools.is_initialized:
             pools.lazy_initialization(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         slots = torch.from_numpy(self.tables[seq_id].slots[: keys.shape[0]]).to(pools.keys.device)
         pools.write(slots, keys.to(pools.keys.device), values.to(pools.values.device))
+        if index_keys is not None:
+            pools.write_index(slots, index_keys.to(pools.keys.device))

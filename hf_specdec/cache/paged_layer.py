@@ -47,12 +47,14 @@ class PagedLayer(CacheLayerMixin):
     """One layer's keys [slots, heads, width] and values [slots, heads, value width], allocated by the first write.
 
     `pools`: what was allocated, keys and values; for latent attention one tensor whose columns are the latents and the rotated keys,
-    which transformers caches as keys and values.
+    which transformers caches as keys and values. `index_keys` [slots, 1, width], a further pool: the keys by which an indexer selects
+    tokens; None: the layer has written none.
     """
 
     is_sliding = False
     keys: Any  # tensors; transformers' classes have None in them before the first write
     values: Any
+    index_keys: Any = None
 
     def __init__(self, owner: Any):
         super().__init__()
@@ -77,11 +79,20 @@ class PagedLayer(CacheLayerMixin):
         # Zeros, not empty: attention multiplies masked slots by zero weights, and 0 * NaN would be NaN.
         self._use([memory.zeros((slots, *shape), key_states) for shape in shapes])
         self.is_initialized = True
-        self.owner.note_allocated(self)
+        self.owner.note_allocated(self.pools)
 
     def _use(self, pools: list[torch.Tensor]) -> None:
         self.pools = pools
-        self.keys, self.values = pools if len(pools) > 1 else pools[0].split(self._widths, dim=2)
+        if self.owner.is_latent:
+            (self.keys, self.values), more = pools[0].split(self._widths, dim=2), pools[1:]
+        else:
+            self.keys, self.values, *more = pools
+        self.index_keys = more[0] if more else None
+
+    @property
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """All that is kept of a token: keys, values and, of layers with an indexer, its keys."""
+        return self.keys, self.values, *(() if self.index_keys is None else (self.index_keys,))
 
     def grow(self, num_slots: int, runs: list[tuple[int, int]]) -> None:
         """Move to larger pools and copy the slots in `runs` (first, end)."""
@@ -127,6 +138,20 @@ class PagedLayer(CacheLayerMixin):
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [T, heads, width] to `slots` [T]."""
         write_keys_values(keys, values, self.keys, self.values, slots)
+
+    def write_index(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
+        """Write an indexer's keys [T, 1, width] to `slots` [T]."""
+        if self.index_keys is None:
+            pool = memory.zeros((self.keys.shape[0], *keys.shape[1:]), keys)
+            self._use([*self.pools, pool])
+            self.owner.note_allocated([pool])
+        self.index_keys.index_copy_(0, slots, keys)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write an indexer's keys [1, T, width]. Returns those of all rows, one row after the other: [1, S_total, width]."""
+        there = self.owner.batch.on(indexer_key_states.device)
+        self.write_index(there.write_slots, indexer_key_states[0][:, None])
+        return self.index_keys.index_select(0, there.read_slots).transpose(0, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """For the mask helpers of transformers; our masks are made elsewhere."""

@@ -199,6 +199,8 @@ def module_config(config: PretrainedConfig, index: int, attention: str, sparse: 
     elif getattr(config, "layer_types", None) is not None:
         kinds = getattr(config, "mtp_layer_types", None) or [attention]
         config.layer_types = [kinds[i % len(kinds)] for i in range(count)]
+    if getattr(config, "indexer_types", None) is not None:  # no other layer's choice can be shared
+        config.indexer_types = ["full"] * count
     if getattr(config, "mlp_layer_types", None) is not None:
         config.mlp_layer_types = ["sparse" if sparse else "dense"] * count
     if hasattr(config, "first_k_dense_replace"):
