@@ -148,9 +148,12 @@ class PagedLayer(CacheLayerMixin):
         self.index_keys.index_copy_(0, slots, keys)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write an indexer's keys [1, T, width]. Returns those of all rows, one row after the other: [1, S_total, width]."""
+        """Write an indexer's keys [1, T, width]. Returns none, since the pages are read, or, for models that attend to what the cache
+        returns, those of all rows, one row after the other: [1, S_total, width]."""
         there = self.owner.batch.on(indexer_key_states.device)
         self.write_index(there.write_slots, indexer_key_states[0][:, None])
+        if not self.owner.batch.gather:
+            return indexer_key_states[:, :0]
         return self.index_keys.index_select(0, there.read_slots).transpose(0, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -99,8 +99,7 @@ def reads_pages(model: PreTrainedModel) -> bool:
     """True if the model can attend through a registered attention function that reads pages.
 
     False for models that do not use transformers' attention interface or do not pass our arguments to it, for layers that reuse another
-    layer's keys, attend within chunks or attend to selected keys, and where the model is configured with soft-capping that its own
-    attention leaves out.
+    layer's keys or attend within chunks, and where the model is configured with soft-capping that its own attention leaves out.
     """
     text = model.config.get_text_config(decoder=True)
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
@@ -110,11 +109,11 @@ def reads_pages(model: PreTrainedModel) -> bool:
     family = encoder_decoder.family_of(model)
     drops |= family is not None and family.positions == "bias"  # which our attention does not add
     fits = attends(text) and model._can_set_attn_implementation()
-    return fits and not (drops or shared or uncapped or _has_chunks(text) or has_indexers(text))
+    return fits and not (drops or shared or uncapped or _has_chunks(text))
 
 
 def has_indexers(text: PreTrainedConfig) -> bool:
-    """True if some layers attend only to keys that an indexer selects, which masks say."""
+    """True if some layers attend only to keys that an indexer selects."""
     return "indexed_attention" in (getattr(text, "layer_types", None) or [])
 
 

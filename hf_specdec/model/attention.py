@@ -62,7 +62,7 @@ def paged_attention_forward(
         attend = batch.invariant.direct()(attend)
     options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     if is_latent:
-        out = attend_latent(module, packed, layer, batch, attend, scaling, **options)
+        out = attend_latent(module, packed, layer, batch, attend, scaling, kwargs.get("indices"), **options)
     else:
         out = attend(packed, layer.keys, layer.values, batch, scaling, **options)
     if padding:

@@ -101,8 +101,8 @@ def ways(monkeypatch):
     """Counts rows by the way their attention is computed."""
     found, absorbed = {"absorbed": 0, "expanded": 0}, latent._is_absorbed
 
-    def counted(module, row):
-        way = absorbed(module, row)
+    def counted(module, row, *num_keys):
+        way = absorbed(module, row, *num_keys)
         found["absorbed" if way else "expanded"] += 1
         return way
 
@@ -127,7 +127,7 @@ def test_greedy_text_is_plain_text(name, models, ways, monkeypatch):
         if method in ("ngram", "chain", "tree"):
             assert torch.equal(generate(model, one, drafter, speculative_config=config).sequences, expected[:1, 13:])
     assert max(preempted) > 0
-    assert prepare(model).gather if name in INDEXED else min(ways.values()) > 100
+    assert not prepare(model).gather and min(ways.values()) > 50
 
 
 @pytest.mark.parametrize("name", ALL)
