@@ -1,10 +1,11 @@
-"""What latent attention (MLA) costs a step on a CPU: over pages, and with gathered keys, as before 0.2.0's pages for it.
+"""What latent attention (MLA) costs a step on a CPU: over pages, and with gathered keys.
 
     python benchmarks/latent.py                                     # the table of docs/performance.md
     python benchmarks/latent.py --lengths 512 --rows 1 --dtypes float32 --turns 5
 
 One thread. A random model of the type deepseek_v3, four dense layers of width 1,024 with 16 heads, a rank of 512 and heads of DeepSeek's
-widths. Its cache holds random latents. CPU time of forwards of one token and of five (a chain of four drafts) per row, in turns; medians.
+widths. Its cache holds random latents. CPU time of forwards of one token and of five (a chain of four drafts) per row, in turns; medians
+(of one turn after a first one, where rows hold more than 65,536 tokens together).
 Then forwards of more tokens after 2,048 cached ones, with absorbed products and with expanded keys: the library takes the way with
 fewer multiplications.
 """
@@ -124,11 +125,12 @@ def prompts(model: Any, turns: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print, write."""
     import torch
+    from decode import machine
     from transformers import AutoConfig, AutoModelForCausalLM
 
     arguments = parse()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"sizes": SIZES}
+    results: dict[str, Any] = {"turns": arguments.turns, "machine": machine(), "sizes": SIZES}
     for dtype in arguments.dtypes:
         torch.manual_seed(0)
         config = AutoConfig.for_model("deepseek_v3", **SIZES)

@@ -112,9 +112,9 @@ def reads_pages(model: PreTrainedModel) -> bool:
     return fits and not (drops or shared or uncapped or _has_chunks(text))
 
 
-def has_indexers(text: PreTrainedConfig) -> bool:
-    """True if some layers attend only to keys that an indexer selects."""
-    return "indexed_attention" in (getattr(text, "layer_types", None) or [])
+def has_indexers(model: nn.Module) -> bool:
+    """True if some layers of a model or head attend only to keys that an indexer selects."""
+    return any(getattr(module, "indexer", None) is not None for module in all_modules(model))
 
 
 def _has_chunks(text: Any) -> bool:
@@ -180,8 +180,7 @@ def layer_windows(config) -> dict[str, int | Chunks | None]:
         return {"full_attention": None, "chunked_attention": Chunks(config.attention_chunk_size)}
     if hasattr(config, "layer_types"):
         stateful = {} if family_of(config) is None else dict.fromkeys({"linear_attention", *config.layer_types})
-        indexed = {"indexed_attention": None} if has_indexers(config) else {}
-        return {**stateful, **indexed, "full_attention": None, "sliding_attention": window}
+        return {**stateful, "full_attention": None, "indexed_attention": None, "sliding_attention": window}
     return {"attention": window}
 
 

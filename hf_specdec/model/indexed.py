@@ -26,7 +26,9 @@ def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
         if batch is None or batch.gather:
             return forward(indexer, hidden, queries, angles, mask, positions, cache=cache)
         if batch.captured or batch.invariant is not None:
-            raise UnsupportedModel("an indexer's selections are made row by row, on the host.")
+            raise UnsupportedModel(
+                "Layers that select their keys (indexers) run neither in CUDA graphs nor with 'deterministic'. Leave the key out."
+            )
         # Every key is written before any row is scored, because rows may share blocks.
         forward(indexer, hidden, queries, angles, mask[..., :0], positions, cache=cache)
         rows, masks = batch.plan(cache.window, hidden[0, :, None], hidden[0, :, None])

@@ -29,7 +29,9 @@ def is_latent(module: nn.Module) -> bool:
     """
     layers: list[Any] = [inner for inner in module.modules() if hasattr(inner, "expand_kv")]
     kinds = {type(layer): ("expand_kv", _or_nothing) for layer in layers}
-    kinds |= {type(layer.indexer): ("forward", by_row) for layer in layers if getattr(layer, "indexer", None) is not None}
+    kinds |= {
+        type(layer.indexer): ("forward", by_row) for layer in layers if getattr(layer, "indexer", None) is not None
+    }
     for kind, (name, changed) in kinds.items():
         if not hasattr(getattr(kind, name), "is_ours"):
             ours = changed(getattr(kind, name))
@@ -85,7 +87,9 @@ def attend_latent(
             out[own] = _absorbed_selected(module, query[own], layer, row, mask, selected[i], scaling, options)
         elif selected is not None:
             only = query.new_full((row.end - row.start, row.length), float("-inf")).scatter_(1, selected[i], 0)
-            out[own] = _expanded(module, query[own], layer, row, only if mask is None else only + mask, scaling, options)
+            out[own] = _expanded(
+                module, query[own], layer, row, only if mask is None else only + mask, scaling, options
+            )
         elif i not in few:
             out[own] = _expanded(module, query[own], layer, row, mask, scaling, options)
     return out

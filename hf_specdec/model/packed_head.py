@@ -47,7 +47,6 @@ class PackedHead:
             does not own, such as the target's embeddings.
         config: of the layers. Its attention implementation is set to ours permanently, because we own the head.
         num_layers: number of layers with keys and values.
-        gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).
         prepack_weights: see `prepack`.
         fuse: computes features [.., F] from the target's states; None: texts are read with features directly.
         device, dtype: device and dtype of the head's inputs; by default those of its first parameter.
@@ -70,16 +69,15 @@ class PackedHead:
         module: nn.Module,
         config: PretrainedConfig,
         num_layers: int,
-        gather: bool = False,
         prepack_weights: bool | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         fuse: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
         self.fuse = fuse
-        self.module, self.config, self.num_layers, self.gather = module.eval(), config, num_layers, gather
+        self.module, self.config, self.num_layers = module.eval(), config, num_layers
         self.is_latent = is_latent(module)
-        config._attn_implementation = "eager" if gather else ATTENTION_NAME
+        config._attn_implementation = ATTENTION_NAME
         self.linears = prepack(module, prepack_weights)
         weight = next(module.parameters())
         self.device, self.dtype = device or weight.device, dtype or weight.dtype
@@ -164,7 +162,7 @@ class PackedHead:
         if hidden is None and self.native is not None:
             hidden = self.native.run(self, rows, features, cache, reads)
         if hidden is None:
-            hidden = run(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
+            hidden = run(PackedBatch.pack(rows, cache, self.device, gather=False), features=features)
         return hidden
 
     def read_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
@@ -174,10 +172,7 @@ class PackedHead:
 
     def forward_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`forward` of a packed batch."""
-        mask = None
-        if self.gather and isinstance(batch, PackedBatch):
-            (window,) = set(architectures.layer_windows(self.config).values()) - {None} or {None}
-            mask = batch.dense_mask(window, self.dtype, self.device)
-        given = {"attention_mask": mask, CACHE: batch.cache, **({} if self.gather else {"specdec": batch})}
+        mask = features.new_zeros(1, 1, 1, 1) if self.is_latent else None  # its values are never read
+        given = {"attention_mask": mask, CACHE: batch.cache, "specdec": batch}
         with batch.cache.running(batch):
             return self.module(batch.input_ids, features[None], batch.position_ids, **given)[0]

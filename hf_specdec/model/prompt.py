@@ -80,7 +80,7 @@ def read_prompt(
     cache: Any = given
     if not isinstance(given, DynamicCache) or not num_cached(given):
         # With a layer of its kind for each layer that keeps more than keys and values.
-        has_kinds = packed.recurrent is not None or architectures.has_indexers(packed.config)
+        has_kinds = packed.recurrent is not None or architectures.has_indexers(packed.model)
         cache = DynamicCache(config=packed.config) if has_kinds else DynamicCache()
     cached, end = num_cached(cache), text.shape[1]
     inputs = {**inputs, CACHE: cache, "use_cache": True, **_wanted(packed, inputs, all_hidden_states)}

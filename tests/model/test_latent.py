@@ -1,4 +1,4 @@
-"""Latent attention (MLA) over pages, and indexed attention over gathered keys: every model type writes plain `generate()`'s greedy text."""
+"""Latent attention (MLA), and indexed attention, over pages: every model type writes plain `generate()`'s greedy text."""
 
 import copy
 
@@ -12,10 +12,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 import hf_specdec
 from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
+from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.names import CACHE
 from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.kernels.dispatch import VARIABLE
-from hf_specdec.model import latent
+from hf_specdec.model import captures, latent
 from hf_specdec.model.prepare import ModelOptions, prepare
 
 pytestmark = pytest.mark.skipif(
@@ -169,6 +170,15 @@ def test_index_keys_matter_and_leave_with_the_others(name, models):
     waiting = {**CHAIN, "num_blocks": 16, "block_size": 4}
     out = generate(model, embedded, drafter, speculative_config=waiting | {"method": "ngram"}).sequences
     assert torch.equal(out, expected[:, 30:])
+
+
+def test_what_indexers_cannot_do(models):
+    model, _ = models("deepseek_v32")
+    with pytest.raises(UnsupportedModel, match="indexers"):
+        prepare(model, ModelOptions(deterministic=True))
+    assert "its indexers select keys row by row" in captures.capture_obstacle(prepare(model))
+    with pytest.raises(UnsupportedModel, match="that caches whole keys"):
+        prepare(model, ModelOptions(compile=True))
 
 
 class _Halved(torch.nn.Linear):

@@ -196,7 +196,7 @@ def natively(head: Head, wanted: bool | None = None) -> Head:
         wanted: False: always return the head itself.
     """
     serves = uses_native(head.device) and head.dtype in TYPES
-    if wanted is False or not serves or head.gather or head.is_latent or head.graphs is not None:
+    if wanted is False or not serves or head.is_latent or head.graphs is not None:
         return head
     own = copy.copy(head)
     own.native = NativeHead(otherwise=head.linears)
