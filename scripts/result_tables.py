@@ -129,6 +129,18 @@ def hybrid_acceptance() -> str:
     return table(["method", "τ", "× `none`", "× `generate()`"], rows)
 
 
+def latent() -> str:
+    """Milliseconds of a step with latent attention, gathered and over pages, by context."""
+    found: dict[str, dict[int, str]] = {}
+    for dtype in ("float32", "bfloat16"):
+        for step in read("latent-cpu")[dtype]["steps"]:
+            if step["tokens"] == 1:
+                name = f"{dtype}, batch {step['rows']}"
+                found.setdefault(name, {})[step["context"]] = f"{step['gathered']:.0f}/{step['pages']:.0f}"
+    lengths = (512, 2048, 16384)
+    return table(["", *map(str, lengths)], [[name, *map(of.get, lengths)] for name, of in found.items()])
+
+
 OURS = {"ours plain": "plain", "ours ngram": "n-gram", "ours ngram, auto length": "n-gram, auto"}
 EAGLE = {"ours EAGLE-3": "EAGLE-3"}
 
@@ -155,6 +167,7 @@ TABLES = {
     "training": training,
     "acceptance-hybrid": hybrid_acceptance,
     "quantized": quantized,
+    "latent": latent,
     "formats": formats,
 }
 

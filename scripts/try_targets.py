@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "chunk_size": 8, "attention_hidden_size": 64,
     "global_head_dim": 16, "query_pre_attn_scalar": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-    "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "layerdrop": 0.0, "ffn_hidden_size": 64, "index_n_heads": 2, "index_head_dim": 16,
+    "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "layerdrop": 0.0, "ffn_hidden_size": 64, "index_n_heads": 32, "index_head_dim": 16,
     "index_topk": 8, "sliding_window_size": 12,
 }  # fmt: skip
 _NO_HEAD_DIM: dict[str, Any] = {"head_dim": LEFT_OUT, "num_key_value_heads": 4}  # latent attention

@@ -25,7 +25,10 @@ def compile_cases() -> list[CompileCase]:
         ("draft llama-8b (window, first keys)", "bf16", 8, 8, 8192, 8, 4, 128, 128, {**windowed, "kept": True}),
         ("decode phi-3 (96)", "fp16", 1, 1, 4096, 32, 1, 96, 96, {}),
         ("verify bloom (80)", "fp16", 4, 8, 2048, 16, 1, 80, 80, trees),
-        ("verify mla absorbed (576/512)", "bf16", 8, 4, 8192, 1, 128, 576, 512, trees),
+        ("verify mla absorbed (576/512)", "bf16", 8, 4, 8192, 1, 128, 576, 512, {**trees, "shared": True}),
+        ("decode mla absorbed (576/512)", "bf16", 1, 1, 32768, 1, 16, 576, 512, {"shared": True}),
+        ("verify mla absorbed (288/256)", "bf16", 8, 4, 8192, 1, 40, 288, 256, {**trees, "shared": True}),
+        ("verify mla absorbed, float32", "fp32", 1, 4, 8192, 1, 16, 576, 512, {**trees, "shared": True}),
         ("prompt chunk mla (192/128)", "bf16", 1, 1024, 4096, 16, 1, 192, 128, {}),
         ("verify float32 (128)", "fp32", 1, 8, 4096, 8, 4, 128, 128, trees),
         ("verify float32 (256)", "fp32", 1, 8, 4096, 8, 2, 256, 256, trees),
@@ -56,7 +59,19 @@ def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, val
     itemsize = 4 if dtype == "fp32" else 2
     trees, windowed = (options.get(key, False) for key in ("trees", "window"))
     masks_load = trees and (tokens > 32 or windowed)
-    shape = AttentionShape(rows, rows * tokens, tokens, keys, kv_heads, group, width, value_width, itemsize, masks_load)
+    shape = AttentionShape(
+        rows,
+        rows * tokens,
+        tokens,
+        keys,
+        kv_heads,
+        group,
+        width,
+        value_width,
+        itemsize,
+        masks_load,
+        options.get("shared", False),
+    )
     launch = choose_launch(shape, H200, options.get("invariant", False))
     split = launch.num_splits > 1 or launch.fixed_splits
     optional = {
@@ -76,7 +91,8 @@ def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, val
     constants = {key: None for key, (_, there) in optional.items() if not there}
     constants |= {
         "GROUP": group, "WIDTH": width, "WIDTH1": width1, "WIDTH2": width2, "VALUE_WIDTH": value_width,
-        "VALUE_BLOCK": next_power_of_two(value_width), "BLOCK_SIZE": 16, "WORDS": max(tokens // 32, 1) if trees else 0,
+        "VALUE_BLOCK": next_power_of_two(value_width), "SHARED": options.get("shared", False),
+        "BLOCK_SIZE": 16, "WORDS": max(tokens // 32, 1) if trees else 0,
         "HAS_WINDOW": windowed, "HAS_KEPT": options.get("kept", False), "HAS_SOFTCAP": options.get("softcap", False),
         "SPLIT": split, "FIXED_SPLITS": launch.fixed_splits,
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.num_stages, "UPCAST": False,

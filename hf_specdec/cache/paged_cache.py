@@ -68,6 +68,7 @@ class PagedStaticCache(Cache):
         states: the pool of recurrent and convolutional states; None: no layer has a state. With states, a prefix is shared only if
             `prefix_states` has the states after it, because blocks hold no states.
         has_sources: rows also attend to keys of something else than their text, in `cross`, so that equal texts have other keys.
+        is_latent: layers cache compressed keys (see `PagedLayer.pools`).
     """
 
     layers: list[PagedLayer]  # pyright: ignore[reportIncompatibleVariableOverride] (made below, and never others)
@@ -85,6 +86,7 @@ class PagedStaticCache(Cache):
         states: StatePool | None = None,
         window: int | Window | None = None,
         has_sources: bool = False,
+        is_latent: bool = False,
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         weights = list(weights)
@@ -96,7 +98,7 @@ class PagedStaticCache(Cache):
         self.states, self.window = states, window
         self.prefix_states: PrefixStates | None = None
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
-        self.has_sources, self.cross = has_sources, None
+        self.has_sources, self.cross, self.is_latent = has_sources, None, is_latent
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
         self.batch: RunningBatch | None = None  # see `running`
@@ -148,16 +150,16 @@ class PagedStaticCache(Cache):
             self._identity = (self.num_slots, *places)
         return self._identity
 
-    def note_allocated(self, layer: PagedLayer) -> None:
-        """Count the memory of a layer, and log the total once every layer has its pools."""
+    def note_allocated(self, pools: list[torch.Tensor]) -> None:
+        """Count the memory of a layer's new pools, and log the total once every layer has its own."""
         self._movers.clear()
         self._identity = None
-        self.bytes_per_token += (layer.keys.nbytes + layer.values.nbytes) // self.num_slots
+        self.bytes_per_token += sum(pool.nbytes for pool in pools) // self.num_slots
         if self.is_allocated:
             logger.info(
                 "KV cache: up to %d blocks of %d tokens, %.1f KiB each, on %s (%s); %d of them allocated.",
-                self.most_blocks, self.block_size, self.bytes_per_token * self.block_size / 2**10, layer.keys.device,
-                layer.keys.dtype, self.pool.num_blocks,
+                self.most_blocks, self.block_size, self.bytes_per_token * self.block_size / 2**10, pools[0].device,
+                pools[0].dtype, self.pool.num_blocks,
             )  # fmt: skip
 
     def grow_up_to(self, num_blocks: int) -> None:
@@ -406,7 +408,7 @@ class PagedStaticCache(Cache):
         for device in {layer.keys.device for layer in written}:
             if device not in self._movers:
                 layers = [layer for layer in written if layer.keys.device == device]
-                self._movers[device] = SlotMover([pool for layer in layers for pool in (layer.keys, layer.values)])
+                self._movers[device] = SlotMover([pool for layer in layers for pool in layer.pools])
             self._movers[device].move(moves)
 
     def truncate(self, seq_id: int, length: int) -> None:
@@ -424,29 +426,33 @@ class PagedStaticCache(Cache):
 
     # ---- to and from transformers' own caches -----------------------------------------------------------------------
 
-    def read(self, seq_id: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Copies of a sequence's valid keys and values: per layer [length, heads, width] each; None for a layer that has stored none."""
+    def read(self, seq_id: int) -> list[tuple[torch.Tensor, ...] | None]:
+        """Copies of a sequence's valid `states`: per layer [length, heads, width] each; None for a layer that has stored none."""
         table, copies = self.tables[seq_id], []
         slots = torch.from_numpy(table.slots[: table.length])
         for pools in self.layers:
             if pools.is_initialized:
                 slots = slots.to(pools.keys.device)
-                copies.append((pools.keys.index_select(0, slots), pools.values.index_select(0, slots)))
+                copies.append(tuple(states.index_select(0, slots) for states in pools.states))
             else:
                 copies.append(None)
         return copies
 
-    def load_all(self, seq_id: int, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        """`load` every layer's keys and values [n, heads, width]; None: the layer uses another layer's. The length becomes n."""
-        for index, pair in enumerate(layers):
-            if pair is not None:
-                self.load(seq_id, index, *pair)
-                self.tables[seq_id].length = pair[0].shape[0]
+    def load_all(self, seq_id: int, layers: list[tuple[torch.Tensor, ...] | None]) -> None:
+        """`load` every layer's states [n, heads, width]; None: the layer uses another layer's keys. The length becomes n."""
+        for index, states in enumerate(layers):
+            if states is not None:
+                self.load(seq_id, index, *states)
+                self.tables[seq_id].length = states[0].shape[0]
 
-    def load(self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [n, heads, width] of a sequence's first n tokens. Its slots must be reserved."""
+    def load(
+        self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor, index_keys: torch.Tensor | None = None
+    ) -> None:
+        """Write the states [n, heads, width] of a sequence's first n tokens. Its slots must be reserved."""
         pools = self.layers[layer]
         if not pools.is_initialized:
             pools.lazy_initialization(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         slots = torch.from_numpy(self.tables[seq_id].slots[: keys.shape[0]]).to(pools.keys.device)
         pools.write(slots, keys.to(pools.keys.device), values.to(pools.values.device))
+        if index_keys is not None:
+            pools.write_index(slots, index_keys.to(pools.keys.device))

@@ -44,14 +44,21 @@ class RunningBatch(Protocol):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's pools: keys [slots, heads, width] and values [slots, heads, value width], allocated by the first write."""
+    """One layer's keys [slots, heads, width] and values [slots, heads, value width], allocated by the first write.
+
+    `pools`: what was allocated, keys and values; for latent attention one tensor whose columns are the latents and the rotated keys,
+    which transformers caches as keys and values. `index_keys` [slots, 1, width], a further pool: the keys by which an indexer selects
+    tokens; None: the layer has written none.
+    """
 
     is_sliding = False
     keys: Any  # tensors; transformers' classes have None in them before the first write
     values: Any
+    index_keys: Any = None
 
     def __init__(self, owner: Any):
         super().__init__()
+        self.pools: list[torch.Tensor] = []
         # weak: a cycle of strong references would keep all memory until the garbage collector runs
         self._owner = weakref.ref(owner)
 
@@ -66,26 +73,41 @@ class PagedLayer(CacheLayerMixin):
         shapes = [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
         per_slot = sum(heads * width for heads, width in shapes) * key_states.element_size()
         slots = self.owner.slots_at_first(per_slot)
+        self._widths = [width for _, width in shapes]
+        if self.owner.is_latent:
+            shapes = [(shapes[0][0], sum(self._widths))]
         # Zeros, not empty: attention multiplies masked slots by zero weights, and 0 * NaN would be NaN.
-        self.keys = memory.zeros((slots, *shapes[0]), key_states)
-        self.values = memory.zeros((slots, *shapes[1]), value_states)
+        self._use([memory.zeros((slots, *shape), key_states) for shape in shapes])
         self.is_initialized = True
-        self.owner.note_allocated(self)
+        self.owner.note_allocated(self.pools)
+
+    def _use(self, pools: list[torch.Tensor]) -> None:
+        self.pools = pools
+        if self.owner.is_latent:
+            (self.keys, self.values), more = pools[0].split(self._widths, dim=2), pools[1:]
+        else:
+            self.keys, self.values, *more = pools
+        self.index_keys = more[0] if more else None
+
+    @property
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """All that is kept of a token: keys, values and, of layers with an indexer, its keys."""
+        return self.keys, self.values, *(() if self.index_keys is None else (self.index_keys,))
 
     def grow(self, num_slots: int, runs: list[tuple[int, int]]) -> None:
         """Move to larger pools and copy the slots in `runs` (first, end)."""
-        self.keys = _grown(self.keys, num_slots, runs)
-        self.values = _grown(self.values, num_slots, runs)
+        self._use([_grown(pool, num_slots, runs) for pool in self.pools])
 
     def shrink(self, num_slots: int) -> None:
         """Keep only the first slots."""
-        self.keys, self.values = self.keys[:num_slots], self.values[:num_slots]
+        self._use([pool[:num_slots] for pool in self.pools])
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Write the packed states [1, heads, T, width] to the current batch's slots.
 
-        Returns the new states themselves, since attention reads the pages. For models that attend to what the cache returns, it
-        returns the keys and values of all rows, one row after the other: [1, heads, S_total, width].
+        Returns the new states themselves, since attention reads the pages; of latent attention none, so that the layer expands none. For
+        models that attend to what the cache returns, it returns the keys and values of all rows, one row after the other:
+        [1, heads, S_total, width].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -94,7 +116,9 @@ class PagedLayer(CacheLayerMixin):
         keys, values = tokens_first(key_states), tokens_first(value_states)
         there.write(keys, values, self.keys, self.values, there.write_slots)
         if not batch.gather:
-            return key_states, value_states
+            return (
+                (key_states[:, :, :0], value_states[:, :, :0]) if self.owner.is_latent else (key_states, value_states)
+            )
         read = there.read_slots
         keys, values = self.keys.index_select(0, read), self.values.index_select(0, read)
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
@@ -114,6 +138,23 @@ class PagedLayer(CacheLayerMixin):
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [T, heads, width] to `slots` [T]."""
         write_keys_values(keys, values, self.keys, self.values, slots)
+
+    def write_index(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
+        """Write an indexer's keys [T, 1, width] to `slots` [T]."""
+        if self.index_keys is None:
+            pool = memory.zeros((self.keys.shape[0], *keys.shape[1:]), keys)
+            self._use([*self.pools, pool])
+            self.owner.note_allocated([pool])
+        self.index_keys.index_copy_(0, slots, keys)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write an indexer's keys [1, T, width]. Returns none, since the pages are read, or, for models that attend to what the cache
+        returns, those of all rows, one row after the other: [1, S_total, width]."""
+        there = self.owner.batch.on(indexer_key_states.device)
+        self.write_index(there.write_slots, indexer_key_states[0][:, None])
+        if not self.owner.batch.gather:
+            return indexer_key_states[:, :0]
+        return self.index_keys.index_select(0, there.read_slots).transpose(0, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """For the mask helpers of transformers; our masks are made elsewhere."""

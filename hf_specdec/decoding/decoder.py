@@ -164,7 +164,9 @@ class SpeculativeDecoder:
         elif seq.id not in self.outside:
             layers = self.read_cache(seq)
             self.cache.evict(seq.id, keep_states=True)
-            self.keep_outside(seq, [None if pair is None else (pair[0].cpu(), pair[1].cpu()) for pair in layers])
+            self.keep_outside(
+                seq, [None if states is None else tuple(each.cpu() for each in states) for states in layers]
+            )
         if seq.is_text or not self.generator.taps.whole_text:  # else the target would not compute its features again
             self.generator.evict(seq)
 

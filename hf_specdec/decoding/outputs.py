@@ -177,10 +177,11 @@ def _layer_hidden(
     return [states.movedim(2, 0) for states in every] if first.dim() == 4 else every
 
 
-def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Per layer, keys and values of the row's tokens that were fed; None for a layer that reads another layer's."""
+def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tensor, ...] | None]:
+    """Per layer, the states (see PagedLayer) of the row's tokens that were fed; None for a layer that reads another layer's keys."""
     length = len(seq.tokens)
-    return [None if pair is None else (pair[0][:length], pair[1][:length]) for pair in cache.read(seq.id)]
+    layers = cache.read(seq.id)
+    return [None if states is None else tuple(each[:length] for each in states) for states in layers]
 
 
 def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: list[np.ndarray], length: int) -> None:
@@ -190,7 +191,7 @@ def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: lis
         if example_pair is None:
             continue
         states = []
-        for which in (0, 1):
+        for which in range(len(example_pair)):
             example = example_pair[which]
             full = example.new_zeros(len(rows), example.shape[1], length, example.shape[2])
             for i, row in enumerate(rows):
@@ -206,9 +207,12 @@ def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: lis
             states.append(full)
         there: Any = cache.layers[layer] if layer < len(cache.layers) else None
         if there is not None and there.get_seq_length() > 0:
-            there.keys, there.values = states
+            there.keys, there.values = states[:2]
+            there.is_indexer_initialized = False
         else:
             cache.update(states[0], states[1], layer)
+        if len(states) > 2:
+            cache.update_indexer(states[2][:, 0], layer)
 
 
 def _as_slice(places: np.ndarray) -> slice | torch.Tensor:

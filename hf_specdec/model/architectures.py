@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..core.output import Taps
 
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Model types whose indexers select the keys that a token attends to by scores under the mask of all keys, whatever their order.
+_INDEXED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
 # Model types whose layers do not pass the forward's keyword arguments on to the attention function.
 _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
@@ -48,7 +50,8 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head.")
-    kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYER_TYPES
+    known = _ATTENTION_LAYER_TYPES | ({"indexed_attention"} if text.model_type in _INDEXED else set())
+    kinds = set(getattr(text, "layer_types", None) or []) - known
     masks = {kind for kind in kinds if kind.endswith("attention") and kind != "linear_attention"}
     family = family_of(text)
     if family is not None:
@@ -95,12 +98,10 @@ def has_bidirectional_prompts(model: PreTrainedModel) -> bool:
 def reads_pages(model: PreTrainedModel) -> bool:
     """True if the model can attend through a registered attention function that reads pages.
 
-    False for models that do not use transformers' attention interface or do not pass our arguments to it, for latent
-    attention (its cache holds compressed keys), for layers that reuse another layer's keys or attend within chunks, and where
-    the model is configured with soft-capping that its own attention leaves out.
+    False for models that do not use transformers' attention interface or do not pass our arguments to it, for layers that reuse another
+    layer's keys or attend within chunks, and where the model is configured with soft-capping that its own attention leaves out.
     """
     text = model.config.get_text_config(decoder=True)
-    latent = getattr(text, "kv_lora_rank", None) is not None
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
     # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
@@ -108,7 +109,12 @@ def reads_pages(model: PreTrainedModel) -> bool:
     family = encoder_decoder.family_of(model)
     drops |= family is not None and family.positions == "bias"  # which our attention does not add
     fits = attends(text) and model._can_set_attn_implementation()
-    return fits and not (drops or latent or shared or uncapped or _has_chunks(text))
+    return fits and not (drops or shared or uncapped or _has_chunks(text))
+
+
+def has_indexers(model: nn.Module) -> bool:
+    """True if some layers of a model or head attend only to keys that an indexer selects."""
+    return any(getattr(module, "indexer", None) is not None for module in all_modules(model))
 
 
 def _has_chunks(text: Any) -> bool:
@@ -174,7 +180,7 @@ def layer_windows(config) -> dict[str, int | Chunks | None]:
         return {"full_attention": None, "chunked_attention": Chunks(config.attention_chunk_size)}
     if hasattr(config, "layer_types"):
         stateful = {} if family_of(config) is None else dict.fromkeys({"linear_attention", *config.layer_types})
-        return {**stateful, "full_attention": None, "sliding_attention": window}
+        return {**stateful, "full_attention": None, "indexed_attention": None, "sliding_attention": window}
     return {"attention": window}
 
 

@@ -18,6 +18,7 @@ from ..cache.paged_layer import tokens_first
 from ..core.names import ATTENTION_NAME
 from ..kernels.attention.inputs import window_parts
 from .architectures import layer_window
+from .latent import attend_latent
 from .options.compiled import TRACED, traced_attention
 from .packed_batch import PackedBatch
 
@@ -39,7 +40,10 @@ def paged_attention_forward(
     batch: PackedBatch = specdec
     batch.attention_calls += 1
     layer = batch.cache.layers[module.layer_idx]
-    if key.shape[1] != layer.keys.shape[1]:  # JetMoE repeats its keys per expert after they were cached
+    is_latent = hasattr(module, "expand_kv")
+    if (
+        not is_latent and key.shape[1] != layer.keys.shape[1]
+    ):  # JetMoE repeats its keys per expert after they were cached
         raise RuntimeError(f"attention reads {key.shape[1]} key heads, and the cache holds {layer.keys.shape[1]}")
     if "sliding_window" in kwargs:
         window = kwargs["sliding_window"]
@@ -51,11 +55,15 @@ def paged_attention_forward(
     if batch.cache.window is not None:
         window = min(window, window_parts(batch.cache.window)[0]) if window else batch.cache.window
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    padding = key.shape[3] - layer.keys.shape[2]  # Moonshine pads its heads after they were cached
+    padding = 0 if is_latent else key.shape[3] - layer.keys.shape[2]  # Moonshine pads its heads after they were cached
     query = query[..., :-padding] if padding else query
     attend, packed = batch.on(query.device).attend, tokens_first(query)
+    if batch.invariant is not None:
+        attend = batch.invariant.direct()(attend)
     options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    with contextlib.nullcontext() if batch.invariant is None else batch.invariant.direct():
+    if is_latent:
+        out = attend_latent(module, packed, layer, batch, attend, scaling, kwargs.get("indices"), **options)
+    else:
         out = attend(packed, layer.keys, layer.values, batch, scaling, **options)
     if padding:
         out = torch.nn.functional.pad(out, (0, padding))

@@ -149,12 +149,10 @@ class Capturable(Protocol):
     """A model or a head, as far as graphs need to know it.
 
     Attributes:
-        gather: it attends to gathered keys, whose number changes from step to step.
         forward_batch: runs its forward over a packed batch.
         modules: returns the modules that the forward calls: `module`, and those that are borrowed.
     """
 
-    gather: bool
     forward_batch: Callable[..., Any]
     modules: Callable[[], list[nn.Module]]
 
@@ -209,7 +207,9 @@ def capture_obstacle(model: Capturable) -> str | None:
         return f"cannot be used with {name}: its recurrent layers are run token by token, outside of graphs"
     if getattr(model, "family", None) is not None:
         return f"cannot be used with {name}: its decoder reads the encoder's output outside of graphs"
-    if not model.gather and can_capture_steps(model.device) and len(devices) == 1:
+    if architectures.has_indexers(model.module):
+        return f"cannot be used with {name}: its indexers select keys row by row, outside of graphs"
+    if not getattr(model, "gather", False) and can_capture_steps(model.device) and len(devices) == 1:
         return None
     return (
         f"needs a model that uses transformers' attention interface, on one CUDA device that can run the Triton kernels (compute "

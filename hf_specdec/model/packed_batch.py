@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -68,6 +69,7 @@ class PackedBatch:
     _lines: dict = field(default_factory=dict)
     _plans: dict = field(default_factory=dict)
     _masks: dict = field(default_factory=dict)
+    _parts: dict = field(default_factory=dict)
 
     captured = False  # the forward is not part of a CUDA graph
 
@@ -162,6 +164,27 @@ class PackedBatch:
             masks = (block_diagonal_mask(self.inputs, each, dtype) for each in windows)
             self._masks[key] = functools.reduce(torch.minimum, masks)[None, None].to(device)
         return self._masks[key]
+
+    def part(self, rows: tuple[int, ...], device: torch.device) -> tuple[PackedBatch, torch.Tensor]:
+        """The batch of some of the rows, and the indices of their tokens; made once per step, not per layer."""
+        key = rows, device
+        if key not in self._parts:
+            tokens = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in rows])
+            inputs = [self.inputs[row] for row in rows]
+            starts = [0, *itertools.accumulate(row.num_tokens for row in inputs)]
+            own = dataclasses.replace(
+                self,
+                inputs=inputs,
+                starts=starts,
+                _native_rows=None,
+                _inputs={},
+                _lines={},
+                _plans={},
+                _masks={},
+                _parts={},
+            )
+            self._parts[key] = own, upload(tokens, device)
+        return self._parts[key]
 
     @functools.cached_property
     def cross(self) -> PackedBatch:

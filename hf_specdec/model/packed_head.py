@@ -19,6 +19,7 @@ from . import architectures
 from .attention import paged_attention_forward
 from .captures import uses_graphs
 from .graphs import CapturedBatch, GraphRunner
+from .latent import is_latent
 from .options.compiled import RewrittenLayers, layers_of
 from .options.prepacked import prepack
 from .options.replaced_linears import few_row_linears
@@ -46,7 +47,6 @@ class PackedHead:
             does not own, such as the target's embeddings.
         config: of the layers. Its attention implementation is set to ours permanently, because we own the head.
         num_layers: number of layers with keys and values.
-        gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).
         prepack_weights: see `prepack`.
         fuse: computes features [.., F] from the target's states; None: texts are read with features directly.
 
@@ -66,15 +66,15 @@ class PackedHead:
         module: nn.Module,
         config: PretrainedConfig,
         num_layers: int,
-        gather: bool = False,
         prepack_weights: bool | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         fuse: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
         self.fuse = fuse
-        self.module, self.config, self.num_layers, self.gather = module.eval(), config, num_layers, gather
-        config._attn_implementation = "eager" if gather else ATTENTION_NAME
+        self.module, self.config, self.num_layers = module.eval(), config, num_layers
+        self.is_latent = is_latent(module)
+        config._attn_implementation = ATTENTION_NAME
         self.linears = prepack(module, prepack_weights)
         weight = next(module.parameters())
         self.device, self.dtype = device or weight.device, dtype or weight.dtype
@@ -86,7 +86,15 @@ class PackedHead:
             if graphs is not None:
                 graphs.captures.clear()
         weights = architectures.all_parameters(self.module)
-        return PagedStaticCache(self.num_layers, num_blocks, block_size, weights=weights, ahead=1, window=self.window)
+        return PagedStaticCache(
+            self.num_layers,
+            num_blocks,
+            block_size,
+            weights=weights,
+            ahead=1,
+            window=self.window,
+            is_latent=self.is_latent,
+        )
 
     def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
         """A copy of this head, with the same weights, that runs its forwards as CUDA graphs; or this head, without graphs.
@@ -105,7 +113,7 @@ class PackedHead:
         own = copy.copy(self)
         own.graphs = GraphRunner(own)
         own.linears = few_row_linears(own.module)
-        if rewritten:
+        if rewritten and not own.is_latent:
             own._layers = layers_of(own.module, paged_attention_forward, RewrittenLayers)
         if own.fuse is not None:
             own.reading_graphs = GraphRunner(own, own.read_batch, name="{} (reading texts)")
@@ -151,7 +159,7 @@ class PackedHead:
         if hidden is None and self.native is not None:
             hidden = self.native.run(self, rows, features, cache, reads)
         if hidden is None:
-            hidden = run(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
+            hidden = run(PackedBatch.pack(rows, cache, self.device, gather=False), features=features)
         return hidden
 
     def read_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
@@ -161,10 +169,7 @@ class PackedHead:
 
     def forward_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`forward` of a packed batch."""
-        mask = None
-        if self.gather and isinstance(batch, PackedBatch):
-            (window,) = set(architectures.layer_windows(self.config).values()) - {None} or {None}
-            mask = batch.dense_mask(window, self.dtype, self.device)
-        given = {"attention_mask": mask, CACHE: batch.cache, **({} if self.gather else {"specdec": batch})}
+        mask = features.new_zeros(1, 1, 1, 1) if self.is_latent else None  # its values are never read
+        given = {"attention_mask": mask, CACHE: batch.cache, "specdec": batch}
         with batch.cache.running(batch):
             return self.module(batch.input_ids, features[None], batch.position_ids, **given)[0]

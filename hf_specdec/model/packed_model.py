@@ -29,6 +29,7 @@ from .captures import Captures
 from .encoder_decoder.forward import arguments, replaced
 from .encoder_decoder.source import Source, read_source
 from .graphs import CapturedBatch, GraphRunner
+from .latent import is_latent
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
@@ -101,6 +102,7 @@ class PackedModel:
         recurrent = None if family is None else RecurrentLayers(model, family)
         self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
+        self.is_latent = is_latent(model)
         self.replays_drafts, self.chooses_states = False, False
         self.window: int | Window | None = None
         self.cache_bytes: int | None = None
@@ -179,7 +181,7 @@ class PackedModel:
         states = None if self.recurrent is None else StatePool(self.replays_drafts)
         return PagedStaticCache(
             num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states, window=self.window,
-            has_sources=self.family is not None,
+            has_sources=self.family is not None, is_latent=self.is_latent,
         )  # fmt: skip
 
     def read_source(self, cache: PagedStaticCache, seq_id: int, source: Source | None) -> None:

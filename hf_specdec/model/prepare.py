@@ -107,9 +107,10 @@ def prepare(
         invariant_check.check(packed)
     layers: Activated | None = None
     if options.compile:
-        if packed.gather:
+        if packed.gather or packed.is_latent:
             raise UnsupportedModel(
-                f"'compile' needs a model on transformers' attention interface, which {type(model).__name__} is not. Leave the key out."
+                f"'compile' needs a model on transformers' attention interface that caches whole keys; {type(model).__name__} is none. "
+                "Leave the key out."
             )
         layers = layers_of(model, paged_attention_forward, CompiledLayers)
     if uses_graphs(options.cuda_graphs, packed):
@@ -117,7 +118,8 @@ def prepare(
         if not keeps_linears:
             left_out = list(architectures.decoder_layers(model)) if options.compile else ()
             linears = few_row_linears(model, left_out=left_out)
-        if not options.deterministic and options.compile is None and options.quantization is None:
+        traces = options.compile is None and not packed.is_latent  # latents pass through no operator of a traced layer
+        if traces and not options.deterministic and options.quantization is None:
             layers = layers_of(model, paged_attention_forward, RewrittenLayers)
     # Quantized weights come first, so that the options entered after them compute with these weights.
     packed.active_options = [each for each in (quantized, linears, layers) if each is not None]

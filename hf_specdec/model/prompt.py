@@ -27,7 +27,7 @@ from .recurrent.families import num_cached, states_of
 from .self_test import evaluating, relative_error
 
 # by layer: keys and values, [n, heads, width] each; None: the layer reads another layer's
-KeysValues = list["tuple[torch.Tensor, torch.Tensor] | None"]
+KeysValues = list["tuple[torch.Tensor, ...] | None"]
 
 # Largest difference between our step and the model's own after the prompt, relative to the spread of the logits.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -79,8 +79,9 @@ def read_prompt(
     given = inputs.get(CACHE)
     cache: Any = given
     if not isinstance(given, DynamicCache) or not num_cached(given):
-        # With a layer of its kind for each recurrent layer.
-        cache = DynamicCache() if packed.recurrent is None else DynamicCache(config=packed.config)
+        # With a layer of its kind for each layer that keeps more than keys and values.
+        has_kinds = packed.recurrent is not None or architectures.has_indexers(packed.model)
+        cache = DynamicCache(config=packed.config) if has_kinds else DynamicCache()
     cached, end = num_cached(cache), text.shape[1]
     inputs = {**inputs, CACHE: cache, "use_cache": True, **_wanted(packed, inputs, all_hidden_states)}
     if all_hidden_states or "mm_encoder_outputs" not in inputs:  # transformers can chunk only ids and features
@@ -177,7 +178,7 @@ def _offsets(
 
 
 def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:
-    """Keys and values of a row's tokens at `columns` of transformers' cache: views where these stand together."""
+    """Keys, values and an indexer's keys of a row's tokens at `columns` of transformers' cache: views where these stand together."""
     adjacent = int(columns[-1] - columns[0]) + 1 == len(columns)
     pairs: KeysValues = []
     for layer in cache.layers:
@@ -188,8 +189,10 @@ def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:
         place: Any = slice(int(columns[0]), int(columns[-1]) + 1)
         if not adjacent:
             place = torch.from_numpy(columns).to(states[0].device)
-        keys, values = (state[index][:, place].transpose(0, 1) for state in states)
-        pairs.append((keys, values))
+        index_keys = getattr(layer, "indexer_keys", None)
+        if index_keys is not None:
+            states += (index_keys[:, None],)
+        pairs.append(tuple(state[index][:, place].transpose(0, 1) for state in states))
     return pairs
 
 
@@ -232,7 +235,9 @@ def _check_next_step(
     length = lengths[row]
     states = None if prompt.states is None else StatePool()
     num_layers = packed.config.num_hidden_layers
-    cache = PagedStaticCache(num_layers, length // 16 + 1, 16, share_prefixes=False, states=states)
+    cache = PagedStaticCache(
+        num_layers, length // 16 + 1, 16, share_prefixes=False, states=states, is_latent=packed.is_latent
+    )
     cache.add(0)
     cache.reserve(0, length + 1)
     cache.load_all(0, prompt.keys_values[row])

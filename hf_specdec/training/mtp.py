@@ -182,7 +182,7 @@ def family_of(target: TargetModel) -> TargetFamily:
             f"{type(target.model).__name__} has no layers, norm and rotary_emb, which an MTP module is built from: train "
             "another kind of head for it."
         )
-    return TargetFamily(target.config, layers[-1], norm, type(rotary), gather=False, float32=())
+    return TargetFamily(target.config, layers[-1], norm, type(rotary), float32=())
 
 
 def last_like(target: TargetModel, module: MtpModule) -> nn.Module | None:

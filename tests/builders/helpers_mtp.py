@@ -26,6 +26,9 @@ _MLA = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 12, "head_dim": 8,
 }  # fmt: skip
+_INDEXED = {
+    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 8,
+}  # fmt: skip
 _KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _FULL = {"layer_types": ["full_attention"] * 3}
 WINDOW = 6
@@ -114,6 +117,10 @@ class Kind:
 
 KINDS = {
     "DeepSeek-V3": Kind("deepseek_v3", FAMILIES["DeepSeek-V3"][1], _deepseek, own_tables=("embed_tokens", "lm_head")),
+    "DeepSeek-V3.2": Kind("deepseek_v32", {**_MLA, **_MOE, **_INDEXED}, _deepseek, own_tables=("embed_tokens", "lm_head")),
+    "GLM-5": Kind(
+        "glm_moe_dsa", {**_MLA, **_MOE, **_INDEXED, "indexer_types": ["full", "full", "shared"]}, _deepseek, layer=1,
+    ),
     "GLM-4.5": Kind(
         "glm4_moe", {**_MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
         _deepseek,

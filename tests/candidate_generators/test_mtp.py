@@ -65,11 +65,11 @@ def check_caches(recording, model, config) -> None:
             with fresh.active():
                 fresh.read([seq], 256)
             assert fresh.cache.tables[seq.id].length == len(text) - 1
-            for j, (keys, values) in enumerate(layers):
+            for j, kept in enumerate(layers):
                 if len(text) - 1 <= j:
                     continue  # this module begins later
                 expected = fresh.cache.read(seq.id)[j]
-                for found, each in zip((keys, values), expected, strict=True):
+                for found, each in zip(kept, expected, strict=True):
                     assert len(found) == len(text) - 1
                     torch.testing.assert_close(
                         found[: len(text) - 1 - j], each[: len(text) - 1 - j], atol=1e-4, rtol=1e-4

@@ -39,7 +39,7 @@ def problems(draw):
         "heads": group * kv_heads, "kv_heads": kv_heads, "rows": rows,
         "width": draw(st.sampled_from([8, 20, 32, 64, 80, 128])), "value_width": draw(st.sampled_from([4, 16, 33, 64, 96])),
         "window": draw(st.sampled_from([None, 1, 4, 30, Window(4, 3), Window(9, 20)])), "softcap": draw(st.sampled_from([None, 2.0])),
-        "sinks": draw(st.booleans()), "seed": draw(st.integers(0, 2**20)),
+        "sinks": draw(st.booleans()), "one_pool": draw(st.booleans()), "seed": draw(st.integers(0, 2**20)),
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
     }  # fmt: skip
 
@@ -81,6 +81,8 @@ def batch(problem):
         allowed.append(seen)
         own.append(torch.from_numpy(slots))
         start, used = start + count, used + length
+    if problem.get("one_pool") and problem["value_width"] <= problem["width"]:  # latent attention
+        pools[1] = pools[0][..., : problem["value_width"]]
     query = torch.randn(problem["heads"], start, problem["width"], generator=draw).to(problem["dtype"]).transpose(0, 1)
     return query, *pools, NativeRows.of(rows), rows, allowed, own
 
@@ -161,14 +163,18 @@ def test_a_query_does_not_depend_on_its_neighbours(instruction_set, dtype, is_tr
         assert torch.equal(found[0], together[q]), q
 
 
-def test_threads_share_the_work(instruction_set, monkeypatch):
+@pytest.mark.parametrize("kv_heads", [3, 1])
+def test_threads_share_the_work(instruction_set, monkeypatch, kv_heads):
+    """Its one key head, too, of latent attention."""
     problem = {
-        "heads": 6, "kv_heads": 3, "rows": [(3, 40, True), (1, 17, False), (5, 0, False)], "width": 32, "value_width": 32,
+        "heads": 6, "kv_heads": kv_heads, "rows": [(3, 40, True), (1, 17, False), (5, 0, False)], "width": 32, "value_width": 32,
         "window": 9, "softcap": None, "seed": 4, "dtype": torch.float32,
     }  # fmt: skip
     query, keys, values, table, *_ = batch(problem)
     alone = native.paged_attention(query, keys, values, table, 0.2, 9)
     monkeypatch.setattr(native, "_BYTES_PER_THREAD", 1)
+    call, parts = native.Attention, []
+    monkeypatch.setattr(native, "Attention", lambda *fields: parts.append(fields[10]) or call(*fields))
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -176,6 +182,7 @@ def test_threads_share_the_work(instruction_set, monkeypatch):
             assert torch.equal(native.paged_attention(query, keys, values, table, 0.2, 9), alone)
     finally:
         torch.set_num_threads(threads)
+    assert set(parts) == {3}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

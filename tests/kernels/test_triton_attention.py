@@ -241,12 +241,14 @@ def test_head_widths(width, value_width, heads, dtype):
 
 
 @needs_triton
-@pytest.mark.parametrize("splits", [1, 2])
-def test_latent_attention(splits):
-    """MLA as absorbed: one key head, more query heads than a tile has."""
+@pytest.mark.parametrize(("splits", "one_pool"), [(1, True), (2, True), (1, False)])
+def test_latent_attention(splits, one_pool):
+    """MLA as absorbed: one key head, more query heads than a tile has; in one pool, values are the keys' first columns."""
     rng = np.random.default_rng(1)
     rows = [random_row(rng, "tree", 40, 2), random_row(rng, "causal", 17, 1)]
     batch = Batch(rows, 24, 1, 576, 512, torch.bfloat16, 16)
+    if one_pool:
+        batch.value_pool = batch.key_pool[..., :512]
     launch = AttentionLaunch(16, 32, 8, 2, num_splits=splits, keys_per_split=32)
     check(batch.run(scaling=0.05, launch=launch), batch.plain(scaling=0.05))
 

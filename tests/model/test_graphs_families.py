@@ -14,7 +14,6 @@ GATHERED = {
     "MPT",
     "BLOOM",
     "StableLM",
-    "DeepSeek-V3",
     "GPT-Neo",
     "XGLM",
     "Llama4",

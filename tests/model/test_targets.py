@@ -30,7 +30,7 @@ from hf_specdec.model.prepare import prepare
 NEW_TOKENS = 32
 CHAIN, TREE = {"method": "draft_model"}, {"method": "draft_model", "branching_factors": [3, 2, 1]}
 NGRAM, EARLY_EXIT = {"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "early_exit": 1}
-GATHERED = {"Falcon", "Falcon ALiBi", "MPT", "BLOOM", "StableLM", "DeepSeek-V3", "Llama4", "GPT-Neo", "XGLM"}
+GATHERED = {"Falcon", "Falcon ALiBi", "MPT", "BLOOM", "StableLM", "Llama4", "GPT-Neo", "XGLM"}
 SLIDING = {"Mistral", "Gemma2", "Gemma3 text", "Cohere2", "StarCoder2", "gpt-oss", "GPT-Neo"}
 
 near_ties: list[str] = []

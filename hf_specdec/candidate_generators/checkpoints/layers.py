@@ -271,7 +271,6 @@ def loaded(
     scale = None if table is None else table_scale(config)
     module.embeddings = embeddings_of(checkpoint, target, table, config.hidden_size, scale)
     options: Any = {"prepack_weights": prepack_weights, "device": device, "dtype": dtype}
-    options["gather"] = isinstance(config, DeepseekV3Config)  # latent attention cannot read pages
     head = PackedHead(module, config, config.num_hidden_layers, fuse=module.fuse if fuses else None, **options)
     return LoadedHead(head, module, lm_head or module.lm_head, vocabulary)
 

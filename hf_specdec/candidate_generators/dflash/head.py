@@ -326,7 +326,7 @@ class BlockHead(PackedHead):
     def read(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> Any:
         """Write the keys and values of context tokens (`context`), in the rows' order, to their slots. Returns None."""
         if self.reading_graphs is None or self.reading_graphs.run([rows], cache, features) is None:
-            self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), features)
+            self.write_context(PackedBatch.pack(rows, cache, self.device, gather=False), features)
 
     def write_context(self, batch: PackedBatch | CapturedBatch, features: torch.Tensor) -> torch.Tensor:
         """`read` for a packed batch; returns `features`."""
@@ -356,7 +356,7 @@ class BlockHead(PackedHead):
         hidden = None if self.graphs is None else self.graphs.run(views, cache, embedded)
         if hidden is not None:
             return hidden
-        batches = (PackedBatch.pack(view, cache, self.device, self.gather) for view in views)
+        batches = (PackedBatch.pack(view, cache, self.device, gather=False) for view in views)
         return self.forward_batch(*batches, features=embedded)
 
     def forward_batch(

@@ -120,9 +120,7 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
         with torch.device(device):
             module.add_rotary(family.rotary)
         module.share(target_embeddings(target), lm_head)
-    heads = [
-        PackedHead(module, module.config, count, family.gather, prepack_weights, device, dtype) for module in modules
-    ]
+    heads = [PackedHead(module, module.config, count, prepack_weights, device, dtype) for module in modules]
     return LoadedMtp(layout, modules, heads, ids, proposed_length(source))
 
 

@@ -131,6 +131,7 @@ class MtpGenerator(FeatureGenerator):
             weights=weights,
             ahead=self.num_heads,
             window=self.config.window,
+            is_latent=self.heads[0].is_latent,
         )
 
     def modules(self) -> list[nn.Module]:

@@ -132,7 +132,6 @@ class TargetFamily:
     Attributes:
         config: the model's; every module gets a copy for its one layer.
         last_layer, norm: the model's, to copy their types.
-        gather: whether attention runs over gathered keys (see PackedModel).
         float32: substrings of the names of tensors that stay in float32 (router corrections).
     """
 
@@ -140,7 +139,6 @@ class TargetFamily:
     last_layer: nn.Module
     norm: nn.Module
     rotary: type[nn.Module] | None
-    gather: bool
     float32: tuple[str, ...]
 
     @classmethod
@@ -166,7 +164,6 @@ class TargetFamily:
             last_layer=layers[-1],
             norm=norm,
             rotary=None if rotary is None else type(rotary),
-            gather=not architectures.reads_pages(model),
             float32=tuple(sorted({name for names in kept for name in names})),
         )
 
@@ -195,6 +192,8 @@ def module_config(config: PretrainedConfig, index: int, attention: str, sparse: 
     elif getattr(config, "layer_types", None) is not None:
         kinds = getattr(config, "mtp_layer_types", None) or [attention]
         config.layer_types = [kinds[i % len(kinds)] for i in range(count)]
+    if getattr(config, "indexer_types", None) is not None:  # no other layer's choice can be shared
+        config.indexer_types = ["full"] * count
     if getattr(config, "mlp_layer_types", None) is not None:
         config.mlp_layer_types = ["sparse" if sparse else "dense"] * count
     if hasattr(config, "first_k_dense_replace"):

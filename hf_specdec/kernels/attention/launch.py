@@ -51,7 +51,7 @@ class AttentionShape:
     """The shapes that the choice depends on.
 
     `max_query_length` and `max_key_length` are bucket sizes; widths are in elements; `masks_load`: every tile of keys must load
-    which keys its queries see.
+    which keys its queries see; `shared`: values are the first columns of the keys, loaded with them.
     """
 
     num_rows: int
@@ -64,6 +64,7 @@ class AttentionShape:
     value_width: int
     itemsize: int
     masks_load: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def choose_launch(shape: AttentionShape, limits: DeviceLimits, invariant: bool =
         block_n = 64 if width <= 128 else 32
         num_warps = 8 if block_m == 128 or width > 256 else 4
     programs_at_once = 1 if num_warps == 8 else 2
-    key_bytes = (shape.key_width + shape.value_width) * shape.itemsize
+    key_bytes = (shape.key_width + (0 if shape.shared else shape.value_width)) * shape.itemsize
     room = limits.shared_memory // programs_at_once - block_m * shape.key_width * shape.itemsize
     while block_n > 16 and limits.shared_memory - block_m * shape.key_width * shape.itemsize < 2 * block_n * key_bytes:
         block_n //= 2

@@ -7,6 +7,7 @@ the batch.
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 
@@ -47,7 +48,7 @@ def paged_attention(
 
     Args:
         query: [T, H, D]; the last dimension is contiguous.
-        key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv], contiguous.
+        key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv]; the last dimension is contiguous.
         window: a query at position p sees only keys at positions above p - window, and the first ones (see `Window`).
 
     Returns: [T, H, Dv].
@@ -59,13 +60,16 @@ def paged_attention(
     out = query.new_empty(num_tokens, num_heads, value_width)
     if sinks is not None and (sinks.dtype not in TYPES or not sinks.is_contiguous()):
         sinks = sinks.to(torch.float32).contiguous()
+    num_bytes = int(rows.table[:, 2].sum()) * (key_pool.stride(0) + value_pool.stride(0)) * query.element_size()
+    threads = min(torch.get_num_threads(), 1 + num_bytes // _BYTES_PER_THREAD)
+    heads_apart = key_pool.stride(1), value_pool.stride(1)
+    if kv_heads == 1:  # latent attention has many queries for it, which threads share as if it were several
+        kv_heads, heads_apart = math.gcd(num_heads, threads), (0, 0)
     call = Attention(
         rows.table.ctypes.data, len(rows.table), query.data_ptr(), key_pool.data_ptr(), value_pool.data_ptr(),
         0 if sinks is None else sinks.data_ptr(), out.data_ptr(), TYPES[query.dtype],
         0 if sinks is None else TYPES[sinks.dtype], num_heads, kv_heads, width, value_width, *query.stride()[:2],
-        *key_pool.stride()[:2], *value_pool.stride()[:2], *window_parts(window), scaling, softcap or 0.0,
+        key_pool.stride(0), heads_apart[0], value_pool.stride(0), heads_apart[1], *window_parts(window), scaling, softcap or 0.0,
     )  # fmt: skip
-    num_bytes = int(rows.table[:, 2].sum()) * (key_pool.stride(0) + value_pool.stride(0)) * query.element_size()
-    threads = min(torch.get_num_threads(), 1 + num_bytes // _BYTES_PER_THREAD)
     loaded.specdec_attention(ctypes.byref(call), threads)
     return out

@@ -133,7 +133,7 @@ def attention_kernel(
     out_token, out_head, query_token, query_head, key_slot, key_head, value_slot, value_head, table_row,
     num_rows, tiles_per_row, num_splits, keys_per_split, window, kept, score_factor, softcap_factor,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, FIXED_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PEEL: tl.constexpr, EARLY_MERGE: tl.constexpr, UPCAST: tl.constexpr,
@@ -275,12 +275,24 @@ def attention_kernel(
             total = total * shrink + tl.sum(weights, axis=1)
             weighted = weighted * shrink[:, None]
             weights = weights.to(values.dtype.element_ty)
-            v = _load_tile(
-                head_values, slots, exists, value_columns, value_slot, VALUE_WIDTH, VALUE_BLOCK == VALUE_WIDTH, masked
-            )
             if UPCAST:
-                v, weights = v.to(tl.float32), weights.to(tl.float32)
-            weighted = tl.dot(weights, v, weighted, input_precision="ieee")
+                weights = weights.to(tl.float32)
+            if SHARED:  # the values are the keys' first columns (latent attention)
+                weighted = tl.dot(weights, k1, weighted, input_precision="ieee")
+            else:
+                v = _load_tile(
+                    head_values,
+                    slots,
+                    exists,
+                    value_columns,
+                    value_slot,
+                    VALUE_WIDTH,
+                    VALUE_BLOCK == VALUE_WIDTH,
+                    masked,
+                )
+                if UPCAST:
+                    v = v.to(tl.float32)
+                weighted = tl.dot(weights, v, weighted, input_precision="ieee")
             largest = new_largest
 
     if SPLIT:
@@ -373,7 +385,7 @@ def paged_attention(
     Args:
         query: [T, H, D] float16, bfloat16 or float32, any strides of tokens and heads.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv] of query's dtype; the batch's own keys must already be
-            written.
+            written. Values that are a view of the keys' first columns are loaded once, if their number is a power of two.
         scaling: factor of the scores; must be above 0.
         window: a query at position p sees only keys at positions above p - window, and the first ones (see `Window`).
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
@@ -394,7 +406,7 @@ def paged_attention(
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
     words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
-    shape = _shape_of(query, value_pool, inputs, words, window is not None)
+    shape = _shape_of(query, key_pool, value_pool, inputs, words, window is not None)
     if launch is None:
         launch = choose_launch(shape, device_limits(query.device), invariant)
     tiles, tiles_per_row = num_tiles(shape, launch.block_m)
@@ -416,7 +428,7 @@ def paged_attention(
             shape.num_rows, tiles_per_row, splits, launch.keys_per_split, size, kept,
             scaling * log2e if softcap is None else 2 * scaling / softcap * log2e, (softcap or 0.0) * log2e,
             GROUP=shape.group, WIDTH=width, WIDTH1=width1, WIDTH2=width2,
-            VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16),
+            VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16), SHARED=shape.shared,
             BLOCK_SIZE=inputs.block_size, WORDS=words, HAS_WINDOW=size > 0, HAS_KEPT=kept > 0, HAS_SOFTCAP=softcap is not None,
             SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, PEEL=launch.peel,
@@ -449,13 +461,15 @@ def attend_invariant(
     )
 
 
-def _shape_of(query, value_pool, inputs: AttentionInputs, words: int, windowed: bool) -> AttentionShape:
+def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, words: int, windowed: bool) -> AttentionShape:
     """The shapes that tile sizes depend on."""
     (num_tokens, num_heads, width), (num_kv_heads, value_width) = query.shape, value_pool.shape[1:]
+    of_keys = key_pool.data_ptr() == value_pool.data_ptr() and key_pool.stride() == value_pool.stride()
     return AttentionShape(
         inputs.block_tables.shape[0], num_tokens, inputs.max_query_length, inputs.max_key_length, num_kv_heads,
         num_heads // num_kv_heads, width, value_width, query.element_size(),
         masks_load=words > 1 or (windowed and inputs.region_positions is not None),
+        shared=of_keys and value_width == head_widths(width)[0],
     )  # fmt: skip
 
 

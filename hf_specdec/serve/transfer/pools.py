@@ -140,4 +140,4 @@ class MovedPools:
 
 def _pools(cache: PagedStaticCache) -> list[torch.Tensor]:
     layers: list[Any] = list(cache.layers)
-    return [pool for layer in layers if layer.is_initialized for pool in (layer.keys, layer.values)]
+    return [pool for layer in layers for pool in layer.pools]
