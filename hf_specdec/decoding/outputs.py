@@ -196,9 +196,8 @@ def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: lis
             full = example.new_zeros(len(rows), example.shape[1], length, example.shape[2])
             for i, row in enumerate(rows):
                 place, piece = places[i], row.cache[layer][which].transpose(0, 1)  # type: ignore[index]
-                if isinstance(
-                    place, slice
-                ):  # an index is one more copy to the device, which takes longer than all else
+                # An index would be one more copy to the device, which takes longer than all else here.
+                if isinstance(place, slice):
                     place = slice(place.start, min(place.stop, place.start + piece.shape[1]))
                     full[i, :, place] = piece[:, : place.stop - place.start]
                 else:
