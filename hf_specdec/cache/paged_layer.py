@@ -54,11 +54,12 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     keys: Any  # tensors; transformers' classes have None in them before the first write
     values: Any
-    index_keys: Any = None
+    index_keys: Any
 
     def __init__(self, owner: Any):
         super().__init__()
         self.pools: list[torch.Tensor] = []
+        self.index_keys = None
         # weak: a cycle of strong references would keep all memory until the garbage collector runs
         self._owner = weakref.ref(owner)
 
@@ -145,7 +146,7 @@ class PagedLayer(CacheLayerMixin):
             pool = memory.zeros((self.keys.shape[0], *keys.shape[1:]), keys)
             self._use([*self.pools, pool])
             self.owner.note_allocated([pool])
-        self.index_keys.index_copy_(0, slots, keys)
+        self.pools[-1].index_copy_(0, slots, keys)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write an indexer's keys [1, T, width]. Returns none, since the pages are read, or, for models that attend to what the cache

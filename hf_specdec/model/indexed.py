@@ -21,7 +21,7 @@ def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(forward)
-    def select(indexer, hidden, queries, angles, mask, positions, cache=None):
+    def select(indexer, hidden, queries, angles, mask, positions, cache: Any = None):
         batch = getattr(cache, "batch", None)
         if batch is None or batch.gather:
             return forward(indexer, hidden, queries, angles, mask, positions, cache=cache)

@@ -21,6 +21,8 @@ from ..kernels.attention.inputs import AttentionRow
 from .indexed import by_row
 from .packed_batch import PackedBatch
 
+_changed: set[type] = set()  # classes of transformers' layers and indexers, changed by `is_latent`
+
 
 def is_latent(module: nn.Module) -> bool:
     """True if a model, head or layer caches latents, which it expands to keys and values after they were cached.
@@ -33,10 +35,9 @@ def is_latent(module: nn.Module) -> bool:
         type(layer.indexer): ("forward", by_row) for layer in layers if getattr(layer, "indexer", None) is not None
     }
     for kind, (name, changed) in kinds.items():
-        if not hasattr(getattr(kind, name), "is_ours"):
-            ours = changed(getattr(kind, name))
-            ours.is_ours = True
-            setattr(kind, name, ours)
+        if kind not in _changed:
+            _changed.add(kind)
+            setattr(kind, name, changed(getattr(kind, name)))
     return bool(layers)
 
 
@@ -64,16 +65,18 @@ def attend_latent(
     Returns: [T, H, Dv].
 
     Raises:
-        UnsupportedModel: a forward that cannot look at its rows would have to expand their keys, because the layer's weights are not plain.
+        RuntimeError, UnsupportedModel: a captured or deterministic forward would have to expand keys row by row, because the layer's
+            weights are not plain.
     """
     absorbs = _is_plain(module.kv_b_proj, query, module)
     if batch.captured or batch.invariant is not None:
         if not absorbs:
-            what = "a CUDA graph" if batch.captured else "'deterministic'"
-            raise UnsupportedModel(f"{what} needs a kv_b_proj that is a plain linear layer in the model's dtype.")
+            why = "its kv_b_proj is no plain linear layer in the model's dtype, so keys are expanded row by row"
+            raise RuntimeError(why) if batch.captured else UnsupportedModel(f"'deterministic' cannot be used: {why}.")
         return _absorbed(module, query, layer, batch, attend, scaling, options)
     rows = range(len(batch.inputs))
-    few = {i for i in rows if absorbs and _is_absorbed(module, batch.inputs[i], selected and selected[i].shape[1])}
+    num_keys = [None if selected is None else selected[i].shape[1] for i in rows]
+    few = {i for i in rows if absorbs and _is_absorbed(module, batch.inputs[i], num_keys[i])}
     if selected is None and len(few) == len(rows):
         return _absorbed(module, query, layer, batch, attend, scaling, options)
     out = query.new_empty(*query.shape[:2], module.v_head_dim)
@@ -85,12 +88,10 @@ def attend_latent(
         own = slice(row.start, row.end)
         if selected is not None and i in few:
             out[own] = _absorbed_selected(module, query[own], layer, row, mask, selected[i], scaling, options)
-        elif selected is not None:
-            only = query.new_full((row.end - row.start, row.length), float("-inf")).scatter_(1, selected[i], 0)
-            out[own] = _expanded(
-                module, query[own], layer, row, only if mask is None else only + mask, scaling, options
-            )
         elif i not in few:
+            if selected is not None:
+                only = query.new_full((row.end - row.start, row.length), float("-inf")).scatter_(1, selected[i], 0)
+                mask = only if mask is None else only + mask
             out[own] = _expanded(module, query[own], layer, row, mask, scaling, options)
     return out
 

@@ -7,6 +7,7 @@ import torch
 import transformers
 from families import build, perturbed
 from recurrent_families import WrongAt, WrongAtInTrees
+from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import hf_specdec
@@ -163,6 +164,9 @@ def test_index_keys_matter_and_leave_with_the_others(name, models):
     assert torch.equal(generate(model, further, **{CACHE: first[CACHE]}, speculative_config=NGRAM).sequences, after)
     own = generate(model, {"input_ids": inputs["input_ids"][:1]})
     assert torch.equal(generate(model, further, **{CACHE: own[CACHE]}, speculative_config=NGRAM).sequences, after)
+    twice = {key: torch.cat([value, value]) for key, value in inputs.items()}  # rows that share blocks as these are written
+    shared = generate(model, twice, speculative_config={**NGRAM, "block_size": 4, "prefill_chunk_size": 12}).sequences
+    assert torch.equal(shared, torch.cat([expected, expected]))
     embedded = {
         "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]),
         "attention_mask": inputs["attention_mask"],
@@ -200,6 +204,17 @@ def test_layers_that_cannot_be_absorbed(reason, ways, monkeypatch):
     out = generate(model, batch(), speculative_config={"method": "token_recycling"})
     assert torch.equal(out.sequences, generate(model, batch()).sequences)
     assert bool(ways["absorbed"]) == (reason == "by the definition") and not prepare(model).gather
+
+
+def test_graphs_need_absorbed_products(graphs_in_python, defined_attention, caplog):  # noqa: F811
+    model = build("deepseek_v3", **FAMILIES["deepseek_v3"])
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = _Halved
+    out = generate(model, batch(), speculative_config={**NGRAM, "cuda_graphs": True})
+    assert torch.equal(out.sequences, generate(model, batch()).sequences)
+    assert "runs without CUDA graphs: its kv_b_proj is no plain linear layer" in caplog.text
+    with pytest.raises(UnsupportedModel, match="its kv_b_proj is no plain linear layer"):
+        prepare(model, ModelOptions(deterministic=True))
 
 
 def test_memory_is_that_of_the_latents(models):
