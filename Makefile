@@ -19,7 +19,7 @@ demo: install-demo
 test: install-dev
 	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n auto --maxprocesses=8 --dist worksteal $(PYTEST_ARGS)
 
-# The first case of each test that starts no process and trains nothing: while writing code.
+# The first case of each test that starts no process, trains nothing and takes no seconds: while writing code.
 test-fast: install-dev
 	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n auto --maxprocesses=8 --dist worksteal --fast $(PYTEST_ARGS)
 

@@ -136,8 +136,8 @@ def inflated(dtype):
     import hf_specdec
     from hf_specdec.inflation import inflate
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes" / "tiny"))
-    from inflate_states import HybridInflation
+    sys.path.insert(0, str(ROOT))
+    from recipes.tiny.inflate_states import HybridInflation
 
     folder = hf_specdec.bundled(INFLATED)
     small: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

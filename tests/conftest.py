@@ -36,10 +36,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_fast(item) -> bool:
-    """Whether a test starts no process, trains nothing, and simulates or interprets nothing."""
+    """Whether a test starts no process, and neither interprets anything nor takes seconds."""
+    long = item.get_closest_marker("slow") or item.get_closest_marker("long") or hasattr(item.module, "subprocess")
+    return not long and "triton" not in item.path.name
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Without these folders, whose tests start processes, train, simulate or count, collecting is faster too."""
     long = {"cli", "gpu", "inflation", "learning", "policy", "project", "serve", "training", "verification"}
-    slow = item.get_closest_marker("slow") or hasattr(item.module, "subprocess") or "triton" in item.path.name
-    return item.path.parent.name not in long and not slow
+    return True if config.getoption("fast") and collection_path.name in long else None
 
 
 @pytest.fixture(autouse=True)

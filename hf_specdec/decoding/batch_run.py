@@ -193,10 +193,6 @@ class BatchRun:
         """Number of the row's tokens whose KV belong in the returned cache, once the batch has stopped."""
         return min(len(seq.tokens), seq.prompt_length + self.observer.num_steps - 1)
 
-    def _may_be_needed(self, seq: Sequence) -> list[int]:
-        """After how many tokens the returned cache may need a leaving row's states: near its last token, or at the step shown now."""
-        return sorted({len(seq.tokens) - 1, len(seq.tokens), self.num_fed(seq)})
-
     def settle_states(self) -> None:
         """For rows that were ahead of the batch when it stopped, read the text again up to the token after which the states are
         needed."""
@@ -261,5 +257,7 @@ class BatchRun:
         self.running.remove(seq)
         if self.keep_cache:
             self.tensors[seq.row].cache = self.decoder.read_cache(seq)
-            self.tensors[seq.row].states = read_states(self.decoder.cache, seq, self._may_be_needed(seq))
+            # the returned cache may need the states near the row's last token, or at the step shown now
+            counts = sorted({len(seq.tokens) - 1, len(seq.tokens), self.num_fed(seq)})
+            self.tensors[seq.row].states = read_states(self.decoder.cache, seq, counts)
         self.statistics[seq.row] = self.decoder.remove(seq)

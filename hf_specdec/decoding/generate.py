@@ -252,7 +252,7 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
     if not returns.as_dict:
         return ids
     for seq in run.sequences:
-        run.statistics[seq.row].keep(observer.num_shown(seq))
+        run.statistics[seq.row].keep(min(seq.num_generated, steps))
     found: dict[str, Any] = {"sequences": ids, "speculation": _speculation(run), CACHE: export}
     for name, wanted in (("scores", returns.scores), ("logits", returns.logits)):
         if wanted:

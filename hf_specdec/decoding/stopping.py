@@ -103,10 +103,6 @@ class LockstepObserver:
         """Whether every row has stopped."""
         return all(at is not None for at in self.stopped)
 
-    def num_shown(self, seq: Sequence) -> int:
-        """How many of the row's new tokens are in the output."""
-        return min(seq.num_generated, self.num_steps)
-
     @property
     def device(self) -> torch.device:
         """Where `output_ids` are."""

@@ -174,7 +174,8 @@ class Fastest(DraftLengthPolicy):
         if not any(caps) or self.is_plain(sequences):
             return [0] * len(sequences)
         if self.num_lookups or len(self.drafters) > 1:
-            self._welcome(sequences)
+            if any(seq not in self.acceptance for seq in sequences):
+                self._idle[:] = 0.0  # a text that begins gives look-ups another chance
             return np.minimum(caps, len(self._depth)).tolist()
         return self.choose(sequences, caps, [], [], []).depth.tolist()
 
@@ -449,11 +450,6 @@ class Fastest(DraftLengthPolicy):
     def _price(self, index: int, plain: float) -> float:
         """Tokens a row that asking a look-up costs, with the choice that follows."""
         return float(self.seconds[index] + self._overhead) / plain
-
-    def _welcome(self, sequences: list[Sequence]) -> None:
-        """A text that begins gives look-ups another chance."""
-        if any(seq not in self.acceptance for seq in sequences):
-            self._idle[:] = 0.0
 
     def _value_lookups(self, worth: np.ndarray, choice: Choice) -> None:
         """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen."""

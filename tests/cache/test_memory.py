@@ -227,6 +227,7 @@ def test_any_growth_points(model, drafter_path, extents, name, lengths, new, blo
     assert_clean(model)
 
 
+@pytest.mark.long
 def test_what_was_captured_on_smaller_pools_is_forgotten(tiny_model, extents, graphs_in_python, defined_attention):  # noqa: F811
     """Graphs read the pools by address: they are captured anew after growth, and only then."""
     config = {

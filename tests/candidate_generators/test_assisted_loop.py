@@ -122,6 +122,7 @@ def test_an_error_inside_leaves_nothing_behind(model, configs):
     assert "_get_candidate_generator" not in vars(model) and drafter.sequence is None
 
 
+@pytest.mark.long
 def test_sampling_has_the_targets_distribution():
     """The second new token's distribution, over many calls, against the target's own probabilities."""
     model = tiny_llama(vocab_size=7, initializer_range=0.2, pad_token_id=None, bos_token_id=None)
@@ -145,6 +146,7 @@ def test_sampling_has_the_targets_distribution():
     assert stats.chisquare(counts.numpy(), expected / expected.sum() * draws).pvalue > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [{"method": "ngram"}, {"method": "draft_model", "model": "tiny-draft"}])
 def test_text_ends_at_stop_strings_inside_a_draft(tiny_model, tiny_tokenizer, method):
     inputs = tiny_tokenizer("Tom went to the park. Tom went to the park. Tom went to", return_tensors="pt")

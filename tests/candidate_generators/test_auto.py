@@ -61,6 +61,7 @@ class RandomChoice:
 # ---- what is written ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**31), do_sample=st.booleans())
 def test_text_does_not_depend_on_the_choice(tiny_model, seed, do_sample):
@@ -535,6 +536,7 @@ def test_gated_errors_are_http_errors():
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_explain(capsys):
     from hf_specdec.cli import main
 

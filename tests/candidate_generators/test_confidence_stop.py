@@ -8,6 +8,7 @@ from scipy import stats
 DRAWS = 4000  # a draft that ends before a drawn token because of that token fails here with p below 1e-20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rule", ["rejection", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("block", "coupled"))]
 )

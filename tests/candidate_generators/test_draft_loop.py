@@ -178,6 +178,7 @@ def test_texts_that_are_sampled(tiny_model, prompts, graphs_in_python, defined_a
     assert graphs_in_python and not any(each.refused for each in graphs_in_python)
 
 
+@pytest.mark.long
 def test_rules_share_no_captures(tiny_model, tiny_tokenizer, prompts, graphs_in_python, defined_attention):  # noqa: F811
     """The rule is a call's own; the decoder, and what it captured, are the next call's too."""
     config = {"method": "medusa", "model": "tiny-medusa", "num_speculative_tokens": 3, "seed": 5, "compile": False}
@@ -306,6 +307,7 @@ def test_other_pools_and_weights_are_captured_anew(tiny_model, prompts, graphs_i
     assert another_round() == 3 and len(captures) == 1
 
 
+@pytest.mark.long
 def test_calls_share_pools_and_what_was_captured_on_them(tiny_model, prompts, graphs_in_python, defined_attention):  # noqa: F811
     """A call that needs no more memory than the last one captures nothing; one that needs more does, and is right too."""
     config = {

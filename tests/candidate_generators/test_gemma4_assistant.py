@@ -114,6 +114,7 @@ def test_logits_are_transformers_own(tmp_path, kind, ordered):
     assert_clean(target)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [{}, TREE, DYNAMIC], ids=["chain", "static", "dynamic"])
 def test_trees_and_texts(tmp_path, shape):
     """Nodes below one text do not see one another; greedy and sampled texts are those without drafts."""

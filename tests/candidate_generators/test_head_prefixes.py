@@ -113,6 +113,7 @@ def test_a_drafter_that_keeps_nothing_reads_every_token(target):
     assert [run.answer(prompt)[1] for _ in range(2)] == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 def test_modules_in_turn_share_blocks_of_any_size(tmp_path, block_size):
     """Blocks that end before the last module has begun, and prefixes of all lengths; what the modules reached is let go with the text."""

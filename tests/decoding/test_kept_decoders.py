@@ -50,6 +50,7 @@ def draft(model, **given):
     assert torch.equal(out, model.generate(**INPUTS, max_new_tokens=6, do_sample=False))
 
 
+@pytest.mark.long
 def test_a_decoder_goes_with_its_assistant_model(model):
     alive = []
     for _ in range(5):
@@ -64,6 +65,7 @@ def test_a_decoder_goes_with_its_assistant_model(model):
     assert not any(each() for each in alive)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [61, 40, 2], ids=["shared", "intersection", "text"])
 def test_a_decoder_goes_with_its_tokenizers(model, first):
     drafter, alive = drafter_of(model), []

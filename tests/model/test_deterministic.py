@@ -223,6 +223,7 @@ def decode(model, tokenizer, prompts, config, batch: int, **arguments):
     return rows, tau
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "batch"),
     [pytest.param(name, 4, marks=pytest.mark.slow if name in ("eagle3 tree", "early exit") else ()) for name in METHODS]

@@ -191,6 +191,7 @@ def test_decoders_for_hooks_that_are_gone_are_freed(model):
     assert len(integration.kept_decoders(model)) == 1 + 1
 
 
+@pytest.mark.long
 def test_wrappers_of_libraries_are_no_interventions(model):
     """They are many, and the self-test would run at each call."""
     hooks = pytest.importorskip("accelerate.hooks")

@@ -728,6 +728,7 @@ def test_a_chat_of_several_turns(describe, method):
     assert len(set(histories[0])) == len(histories[0])  # each answer is another
 
 
+@pytest.mark.long
 def test_shifted_positions_in_captured_steps(qwen, graphs_in_python, defined_attention):  # noqa: F811
     """Steps in which the axes of a position differ are not captured."""
     for inputs in (image_prompts(qwen, [2, 0, 1], [9, 7, 12]), ending_in_images(qwen)):

@@ -161,6 +161,7 @@ def test_only_written_states_are_read(name, states, models, monkeypatch):
     assert max(filled) > 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("states", ["kept", "replayed"])
 @pytest.mark.parametrize("name", ALL)
 def test_prompts_in_parts_and_rows_that_are_read_again(name, states, models, monkeypatch):
@@ -214,6 +215,7 @@ def test_rows_join_and_leave(name, states, models):
     assert decoder.cache.states.num_used == 0 and decoder.generator.cache.states.num_used == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALL)
 def test_methods_without_a_model(name, models):
     """Everything that drafts from tokens alone."""
@@ -236,6 +238,7 @@ def test_methods_without_a_model(name, models):
     assert_clean(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("states", ["kept", "replayed"])
 @pytest.mark.parametrize("name", ALL)
 def test_parallel_drafts(name, states, models):
@@ -525,6 +528,7 @@ def test_replayed_drafts_take_less_memory():
     assert replayed < kept / 3
 
 
+@pytest.mark.long
 def test_drafts_are_replayed_where_kept_states_would_take_too_much(models, monkeypatch, caplog):
     """The choice follows the memory, is logged once, and does not change the text."""
     model, _ = models("Qwen3-Next")

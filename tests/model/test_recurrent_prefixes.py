@@ -52,6 +52,7 @@ class Run:
         return [request.num_cached_tokens for request in requests]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("states", ["kept", "replayed"])
 @pytest.mark.parametrize("name", ALL)
 def test_a_shared_prefix_is_read_once(name, states):
@@ -91,6 +92,7 @@ def test_what_a_text_wrote_itself_is_no_beginning_of_a_prompt():
     run.engine.close()
 
 
+@pytest.mark.long
 def test_rows_that_give_way_begin_at_the_prefix():
     model = make("Qwen3-Next")
     run = Run(model, perturbed(model), num_blocks=42, max_num_seqs=4)

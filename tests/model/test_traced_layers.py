@@ -183,6 +183,7 @@ def test_layers_of_captured_steps(family, rewritten_graphs, graphs_in_python):  
     assert [each.refused for each in makers] == [{}]
 
 
+@pytest.mark.long
 def test_layers_whose_products_are_replaced(rewritten_graphs, graphs_in_python, monkeypatch):  # noqa: F811
     """Where linear layers are served by other products, traced layers see their weights, all layers in the same graphs."""
     made = []
@@ -195,6 +196,7 @@ def test_layers_whose_products_are_replaced(rewritten_graphs, graphs_in_python, 
     assert rewritten_graphs[1][0].refused == {}
 
 
+@pytest.mark.long
 def test_draft_models_of_captured_rounds(rewritten_graphs, graphs_in_python):  # noqa: F811
     model = make("Llama")
     config = {"method": "draft_model", "num_speculative_tokens": 3, "cuda_graphs": True}
@@ -212,6 +214,7 @@ HEADS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

@@ -96,6 +96,7 @@ def test_silence_is_still_detected_and_does_not_stop_drafts():
     assert counts[1] < counts[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layers", "kind"), [(1, "WhisperForConditionalGeneration"), (2, "WhisperForCausalLM")])
 def test_a_drafter_by_name(layers, kind, tmp_path):
     """`assistant_model=` makes Whisper drop begin_suppress_tokens; a drafter in the configuration does not. A drafter whose encoder is as
