@@ -250,6 +250,9 @@ def test_tables_that_grow_and_tables_that_end():
     """M2M100 computes more positions when it needs them; where a table ends, a request beyond it is refused."""
     model = build("m2m_100", max_position_embeddings=8)
     assert_exact(model, inputs_for("m2m_100"), [NGRAM])
+    assert_exact(of("bart"), inputs_for("bart"), [NGRAM, TREE, DRAFT], max_new_tokens=64)  # the last one is never read
+    with pytest.raises(ValueError, match="66 tokens .* were requested from .*, which has 64 positions"):
+        written(of("bart"), inputs_for("bart"), NGRAM, max_new_tokens=65)
     for family in ("bart", "whisper"):
         with pytest.raises(ValueError, match=r"101 tokens .* were requested from .*, which has 64 positions|exceeds"):
             written(of(family), inputs_for(family), NGRAM, max_new_tokens=100)
@@ -345,8 +348,6 @@ def test_drafters_whose_encoder_reads_otherwise():
 def test_what_needs_a_source_says_so(model):
     with pytest.raises(ValueError, match="needs what an encoder has read, and LlamaForCausalLM has no encoder"):
         model.generate(torch.arange(4, 9)[None], speculative_config=DRAFT, assistant_model=of("bart"))
-    with pytest.raises(UnsupportedModel, match="BartForConditionalGeneration has prompts for an encoder"):
-        hf_specdec.integration.make_decoder(of("bart"), hf_specdec.integration.parse_config(NGRAM))
     outputs = of("bart").get_encoder()(input_ids=inputs_for("bart")["input_ids"])
     for given in (outputs, (outputs.last_hidden_state,)):
         assert_exact(of("bart"), {"encoder_outputs": given, "input_ids": inputs_for("bart")["input_ids"]}, [NGRAM])

@@ -137,7 +137,7 @@ class EngineWorker(threading.Thread):
         self._num_read += message.params.n
         try:
             prompt = message.prompt, message.prompt_token_ids
-            request = self.engine.add(message.id, *prompt, message.params, reasoning=message.reasoning)
+            request = self.engine.add(message.id, *prompt, message.params, message.reasoning, message.encoder)
         except BaseException as error:
             if not is_failure(error):
                 raise
