@@ -6,6 +6,8 @@ model.generate(ids, do_sample=False, logits_processor=LogitsProcessorList([Coupl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.generation.logits_process import LogitsProcessor
 
@@ -140,7 +142,7 @@ class BeginningLogitsProcessor(LogitsProcessor):
         then: the processors for later places.
     """
 
-    def __init__(self, prompt_length: int, allowed: list[list[int]], then: list[LogitsProcessor]):
+    def __init__(self, prompt_length: int, allowed: list[list[int]], then: list[Any]):
         self.prompt_length, self.allowed, self.then = prompt_length, allowed, then
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

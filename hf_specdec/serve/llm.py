@@ -300,7 +300,8 @@ class LLM:
         """The sampling parameters of the model's generation config; greedy decoding if that does not sample."""
         config = self.model.generation_config
         if not config.do_sample:
-            return SamplingParams(temperature=0.0)
+            penalty = None if self.encoder is None else config.repetition_penalty
+            return SamplingParams(temperature=0.0, repetition_penalty=penalty or 1.0)
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(config, name, None) for name in names}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})

@@ -39,7 +39,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("m2m_100", "speech_to_text"), Family("ids")),
     **dict.fromkeys(("whisper", "moonshine"), Family("argument")),
     "t5gemma": Family("argument", cross="cross_attn"),
-    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _T5),
 }  # fmt: skip
 _DECODERS = {"WhisperForCausalLM": Family("argument", prefix="")}
 

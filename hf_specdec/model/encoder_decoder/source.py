@@ -43,9 +43,10 @@ class Source:
     @own_attention()
     def read(self) -> BaseModelOutput:
         """The encoder's output, which is kept."""
-        if self.outputs is None:
-            self.outputs = self.reader.get_encoder()(**self.given, return_dict=True)
-        return self.outputs
+        outputs: Any = self.outputs
+        if outputs is None:
+            outputs = self.outputs = self.reader.get_encoder()(**self.given, return_dict=True)
+        return outputs
 
     def read_by(self, model: Any) -> Source:
         """The same input for another model's encoder, if it has one.
@@ -149,7 +150,7 @@ def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
     """
     family = family_of(model)
     assert family is not None
-    masks: list[torch.Tensor | None] = []
+    outputs, masks = source.read(), []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         masks.append(kwargs.get("attention_mask", kwargs.get("mask")))
@@ -157,7 +158,6 @@ def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
     first = decoder_layers(model, family)[0].get_submodule(family.cross)
     hook = first.register_forward_pre_hook(for_this_thread(note, lambda *_: None), with_kwargs=True)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    outputs = source.read()
     token = torch.zeros(1, 1, dtype=torch.int64, device=outputs[0].device)
     arguments = {f"{family.prefix}input_ids": token, CACHE: cache, "use_cache": True, "return_dict": True}
     if family.prefix:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ...core.errors import UnsupportedModel
+
 _SECONDS_PER_FRAME = 0.01
 _SECONDS_PER_STATE = 0.02
 
@@ -49,8 +51,13 @@ class Speech:
 
     @classmethod
     def of(cls, model: PreTrainedModel, extractor: Any) -> Speech:
-        """By a model's generation config."""
+        """By a model's generation config. Raises UnsupportedModel: it is of an old form."""
         given: Any = model.generation_config
+        if getattr(given, "no_timestamps_token_id", None) is None:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has a generation config of an old form, without no_timestamps_token_id: take the one of the "
+                "present checkpoint on the Hub."
+            )
         is_multilingual = bool(getattr(given, "is_multilingual", False))
         languages = getattr(given, "lang_to_id", {}) if is_multilingual else {}
         ends = given.eos_token_id

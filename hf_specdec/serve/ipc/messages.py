@@ -135,7 +135,7 @@ class Load:
 
     Attributes:
         running, waiting: number of choices.
-        kv_usage: share of the KV blocks in use, 0 to 1.
+        kv_usage: share of the KV blocks in use, 0 to 1; the larger one if an encoder's keys have blocks, too.
         preemptions: number so far.
         learning: what a learning drafter reports; None without one.
         free_rows: how many more choices could run, if there are blocks for them.
