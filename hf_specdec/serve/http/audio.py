@@ -10,7 +10,6 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -191,7 +190,7 @@ class Transcription:
     @classmethod
     async def _respond(cls, server: Server, task: str, request: Request, raw: bytes) -> Response:
         _ = server.running_worker
-        self = await server.lanes.run(len(raw), partial(_made, cls), task, raw, dict(request.headers))
+        self = await server.lanes.run(len(raw), cls, task, raw, dict(request.headers))
         self.server = server
         headers, space = ignored_header(self.body.unknown_fields), request.scope.get(SPACE, "")
         with contextlib.ExitStack() as at_end:
@@ -224,7 +223,8 @@ class Transcription:
             tokens = [token for update in updates for token in update.token_ids]
             if beginning and tokens:
                 self.beginning = [tokens[:1], *self.beginning[1:]]
-            scored = [entry[token].logprob for entry, token in zip(_logprobs(updates), tokens, strict=False)]
+            entries = [entry for update in updates for entry in update.logprobs or []]
+            scored = [entry[token].logprob for entry, token in zip(entries, tokens, strict=False)]
             written = tokens[len(beginning) :]
             written = written[:-1] if written and written[-1] in speech.end else written
             segments, offset = speech.segments(written, seek, min(speech.num_frames, total - seek))
@@ -263,18 +263,15 @@ class Transcription:
         if form == "text":
             return PlainTextResponse(text + "\n", headers=headers)
         if form in ("srt", "vtt"):
-            cues = [self._cue(segment, "." if form == "vtt" else ",") for segment, _ in segments]
-            body = (
-                "WEBVTT\n\n" + "\n".join(cues)
-                if form == "vtt"
-                else "\n".join(f"{i}\n{cue}" for i, cue in enumerate(cues, 1))
-            )
-            return PlainTextResponse(body, headers=headers)
+            is_vtt = form == "vtt"
+            cues = [self._cue(segment, "." if is_vtt else ",") for segment, _ in segments]
+            cues = ["WEBVTT\n", *cues] if is_vtt else [f"{i}\n{cue}" for i, cue in enumerate(cues, 1)]
+            return PlainTextResponse("\n".join(cues), headers=headers)
         if form == "json":
             return JSONResponse({"text": text, "usage": self.usage()}, headers=headers)
         return JSONResponse(
             {
-                "task": "translate" if self.task == "translate" else "transcribe", "language": self._language(),
+                "task": self.task, "language": self._language(),
                 "duration": self.seconds, "text": text, "usage": self.usage(),
                 "segments": [self._segment(i, *each) for i, each in enumerate(segments)],
             },
@@ -301,14 +298,6 @@ class Transcription:
             "text": self.decoded(segment.tokens), "tokens": segment.tokens, "temperature": self.body.temperature,
             "avg_logprob": window.mean_logprob, "compression_ratio": len(raw) / len(zlib.compress(raw)), "no_speech_prob": None,
         }  # fmt: skip
-
-
-def _made(kind: type[Transcription], server: Server, task: str, raw: bytes, headers: dict[str, str]) -> Transcription:
-    return kind(server, task, raw, headers)
-
-
-def _logprobs(updates: list[Update]) -> list[Any]:
-    return [entry for update in updates for entry in update.logprobs or []]
 
 
 def _clock(seconds: float, point: str) -> str:
