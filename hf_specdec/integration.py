@@ -87,7 +87,7 @@ def specdec_decoding(
             synced_gpus=synced_gpus,
             cache=None if with_encoder else model_kwargs.get(CACHE),
             prompt_inputs=model_kwargs if is_more_than_ids else None,
-            sources=sources_of(model, inputs_tensor, model_kwargs) if with_encoder else None,
+            sources=sources_of(model, inputs_tensor, model_kwargs, config.block_size) if with_encoder else None,
         )
         if with_encoder and not torch.is_tensor(result) and generation_config.output_hidden_states:
             result["encoder_hidden_states"] = model_kwargs["encoder_outputs"].get("hidden_states")
@@ -192,11 +192,12 @@ def make_decoder(
     """A new decoder, which is not kept between calls of `generate()`. It reads prompts as token ids only.
 
     Raises:
-        UnsupportedModel: the model attends to prompts bidirectionally, or has an encoder, so only `generate()` can read them.
+        UnsupportedModel: the model attends to prompts bidirectionally, so only `generate()` can read them, or needs another's encoder.
         SpeculativeConfigError: the configuration has `trace`, which `generate()` returns.
     """
-    if has_bidirectional_prompts(model) or family_of(model) is not None:
-        why = "has prompts for an encoder" if family_of(model) is not None else "attends to its prompts bidirectionally"
+    needs_encoder = family_of(model) is not None and not is_encoder_decoder(model)
+    if has_bidirectional_prompts(model) or needs_encoder:
+        why = "has prompts for another model's encoder" if needs_encoder else "attends to its prompts bidirectionally"
         raise UnsupportedModel(
             f"{type(model).__name__} {why}, so only its own generate() can read them: call generate(..., speculative_config=...) instead."
         )

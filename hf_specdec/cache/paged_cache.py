@@ -226,18 +226,27 @@ class PagedStaticCache(Cache):
         self.tables[seq_id] = BlockTable(place)
 
     def evict(self, seq_id: int, keep_states: bool = False) -> None:
-        """Release the blocks of a sequence that will be read again later, and its states. `keep_states`: they cannot be computed again."""
+        """Release the blocks of a sequence that will be read again later, the keys of its source, and its states. `keep_states`: these
+        cannot be computed again."""
         table = self.tables[seq_id]
         self.pool.release(table.blocks)
         self.tables[seq_id] = BlockTable(table.place)
         if self.states is not None and not keep_states:
             self.states.drop(seq_id)
+        self._drop_source(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Release a sequence's blocks. An unknown id raises KeyError."""
         self.pool.release(self.tables.pop(seq_id).blocks)
         if self.states is not None:
             self.states.drop(seq_id)
+        self._drop_source(seq_id)
+
+    def holds_source(self, seq_id: int) -> bool:
+        """True if `cross` has the keys of a sequence's source."""
+        return self.cross is not None and seq_id in self.cross.tables
+
+    def _drop_source(self, seq_id: int) -> None:
         if self.cross is not None and seq_id in self.cross.tables:
             self.cross.remove(seq_id)
 

@@ -172,7 +172,9 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
         transformers_logging.disable_progress_bar()
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     options = {"trust_remote_code": args.trust_remote_code}
-    check_decoder_only(folder, **options)
+    training = args.command == "train"
+    instead = "no drafter can be trained for such a target yet" if training else "use hf-specdec serve, or generate()"
+    check_decoder_only(folder, instead, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **options)
     size = getattr(args, "tensor_parallel_size", 1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **sharding(size), **options)

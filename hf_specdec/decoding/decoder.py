@@ -138,7 +138,6 @@ class SpeculativeDecoder:
         whole = seq.max_length + self.generator.max_draft_nodes if self._rows_have_places else 0
         self.cache.add(seq.id, self.cache.slots_each(whole, self._num_sequences))
         try:
-            self.target.read_source(self.cache, seq.id, seq.source)
             self.generator.start(seq)
         except BaseException:
             self.cache.remove(seq.id)
@@ -426,7 +425,8 @@ class SpeculativeDecoder:
         return matched
 
     def _reserve(self, seq: Sequence, end: int) -> None:
-        """Give the sequence slots for its first `end` tokens, and load the keys and values that waited outside the pool."""
+        """Give the sequence slots for its first `end` tokens; read its source, and load what waited outside the pool."""
+        self.target.read_source(self.cache, seq.id, seq.source)
         self.cache.reserve(seq.id, end)
         if seq.id in self.outside:
             self.cache.load_all(seq.id, self.outside.pop(seq.id))

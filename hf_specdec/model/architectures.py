@@ -130,7 +130,7 @@ def position_limit(text: PreTrainedConfig) -> int | None:
 
 
 def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
-    """Raise ValueError if a sequence needs more positions than the model has.
+    """Raise ValueError if a sequence needs more positions than the model has. Its last token is never read, and needs none.
 
     Args:
         prompt_length, max_length: tokens of the prompt, and of prompt and output together.
@@ -139,25 +139,26 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
     limit = position_limit(text)
     rope = getattr(text, "rope_parameters", None)
     ends = not rope  # rotary frequencies go on
+    num_read = max_length - 1
     name = type(model).__name__
-    if ends and limit is not None and prompt_length >= limit:
+    if ends and limit is not None and prompt_length > limit:
         raise ValueError(f"The prompt has {prompt_length} tokens; {name} has {limit} positions. Shorten the prompt.")
-    if ends and limit is not None and max_length > limit:
+    if ends and limit is not None and num_read > limit:
         raise ValueError(
             f"{max_length} tokens (prompt and output) were requested from {name}, which has {limit} positions. "
             "Lower max_new_tokens or max_length."
         )
-    if _tempers(text) and max_length >= text.floor_scale:
+    if _tempers(text) and num_read >= text.floor_scale:
         raise ValueError(
             f"{name} scales its queries by their place in memory from token {text.floor_scale} on, which packed rows "
-            f"do not have: prompt and output together must have fewer tokens, not {max_length}."
+            f"do not have: prompt and output together may have at most {text.floor_scale} tokens, not {max_length}."
         )
     for kind in rope_parameters(rope):
         changes_at = kind.get("original_max_position_embeddings") or limit
-        if kind.get("rope_type") in ("dynamic", "longrope") and changes_at and max_length > changes_at:
+        if kind.get("rope_type") in ("dynamic", "longrope") and changes_at and num_read > changes_at:
             raise ValueError(
                 f"{name} changes its {kind['rope_type']} rotary frequencies beyond {changes_at} tokens, which "
-                f"would change the keys already cached; prompt and output together may have at most {changes_at} tokens, "
+                f"would change the keys already cached; prompt and output together may have at most {changes_at + 1} tokens, "
                 f"not {max_length}."
             )
 

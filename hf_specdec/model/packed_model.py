@@ -27,7 +27,7 @@ from ..kernels.attention.inputs import Window
 from . import alibi, architectures, attention, encoder_decoder
 from .captures import Captures
 from .encoder_decoder.forward import arguments, replaced
-from .encoder_decoder.source import Source, read_source
+from .encoder_decoder.source import Source, dummy_sources, read_source
 from .graphs import CapturedBatch, GraphRunner
 from .latent import is_latent
 from .options.invariant_ops import InvariantOps
@@ -185,16 +185,17 @@ class PackedModel:
         )  # fmt: skip
 
     def read_source(self, cache: PagedStaticCache, seq_id: int, source: Source | None) -> None:
-        """Let the encoder-decoder model read what its encoder has read for a row, before the row's first forward. `source` None: for
-        other models, which do nothing. Raises UnsupportedModel: this model cannot decode without a source."""
-        if self.family is None:
+        """Let the encoder-decoder model attend to a row's source: its encoder reads it, unless the cache holds its keys. `source` None: for
+        other models, which do nothing. Raises UnsupportedModel: this model cannot decode without a source, or cannot read this one;
+        OutOfBlocks: the keys do not fit; nothing was done."""
+        if self.family is None or cache.holds_source(seq_id):
             return
         if source is None:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} attends to what an encoder has read, and this text has no input for an encoder: it works for "
-                "encoder-decoder models, in model.generate()."
+                "encoder-decoder models only."
             )
-        read_source(self.model, cache, seq_id, source)
+        read_source(self.model, cache, seq_id, source.read_by(self.model))
 
     def free_bytes(self) -> int | None:
         """Free memory of the device, the least of all ranks; None if the system does not say."""
@@ -204,6 +205,11 @@ class PackedModel:
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, found by a forward over one token."""
         return self._cache_of_one_token().bytes_per_token
+
+    def bytes_per_source_token(self) -> int:
+        """The same for one state of an encoder; 0 if there is none."""
+        cross = self._cache_of_one_token().cross
+        return 0 if cross is None else cross.bytes_per_token
 
     def bytes_of_states(self, num_drafts: int, replays: bool | None = None) -> int:
         """Bytes of the recurrent states of a row with a draft of `num_drafts` nodes, found by a forward, too; 0 if no layer has a state.
@@ -255,6 +261,7 @@ class PackedModel:
         cache.add(0)
         cache.reserve(0, 1)
         with self.active():
+            self.read_source(cache, 0, None if self.family is None else dummy_sources(self.model, 1, self.device)[0])
             self.forward([RowInput(0, np.zeros(1, dtype=np.int64), 0)], cache)
         return cache
 

@@ -360,7 +360,7 @@ class _Expected:
         if self.packed.family is None:
             return {}
         sources = dummy_sources(self.packed.model, 2, self.packed.device)
-        return {"encoder_outputs": encoder_output(torch.cat([sources[min(line, 1)].outputs[0] for line in lines]))}
+        return {"encoder_outputs": encoder_output(torch.cat([sources[min(line, 1)].read()[0] for line in lines]))}
 
     def _token_by_token(self, ids: torch.Tensor, sources: dict[str, Any]) -> torch.Tensor:
         given, cache, logits = {} if sources else self._positions(ids), None, []

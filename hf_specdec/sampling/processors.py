@@ -16,7 +16,12 @@ from ..core.sequence import Sequence
 from .grammar import GrammarLogitsProcessor
 from .kept_state import KeptState
 from .parameters import SamplingParameters
-from .warpers import FusedSamplingLogitsWarper, OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
+from .warpers import (
+    BeginningLogitsProcessor,
+    FusedSamplingLogitsWarper,
+    OutputPenaltyLogitsProcessor,
+    TokenBiasLogitsProcessor,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +42,7 @@ _ROW_WISE = _known(
     "SequenceBiasLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
     "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",
-) + (OutputPenaltyLogitsProcessor,)  # fmt: skip
+) + (OutputPenaltyLogitsProcessor, BeginningLogitsProcessor)  # fmt: skip
 # These look at the whole batch when its texts begin, `begin_index` tokens long, and change no score.
 _AT_BEGINNING = _known("WhisperNoSpeechDetection")
 # These act the same on every prefix shorter than a length, and not on longer ones. The values return this length.

@@ -6,6 +6,8 @@ model.generate(ids, do_sample=False, logits_processor=LogitsProcessorList([Coupl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.generation.logits_process import LogitsProcessor
 
@@ -128,3 +130,27 @@ class TokenBiasLogitsProcessor(LogitsProcessor):
         """scores [B, V] → [B, V]."""
         self.added = self.added.to(scores.device)
         return scores + self.added
+
+
+class BeginningLogitsProcessor(LogitsProcessor):
+    """Let a text begin with chosen tokens; after them, apply other processors, which look at a row's own prefix only.
+
+    Args:
+        prompt_length: number of tokens before the text.
+        allowed: per place of the text, from its first, the ids of which the most probable one must stand there.
+        then: the processors for later places.
+    """
+
+    def __init__(self, prompt_length: int, allowed: list[list[int]], then: list[Any]):
+        self.prompt_length, self.allowed, self.then = prompt_length, allowed, then
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """scores [B, V] of the token after input_ids [B, S]."""
+        place = input_ids.shape[1] - self.prompt_length
+        if place >= len(self.allowed):
+            for processor in self.then:
+                scores = processor(input_ids, scores)
+            return scores
+        ids = torch.tensor(self.allowed[place], device=scores.device)
+        best = ids[scores[:, ids].argmax(1)]
+        return torch.full_like(scores, float("-inf")).scatter(1, best[:, None], 0.0)

@@ -15,9 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
@@ -27,9 +37,10 @@ from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
 from ..decoding.decoder import SpeculativeDecoder
 from ..integration import make_decoder, model_lock
-from ..model.encoder_decoder import check_decoder_only
+from ..model.encoder_decoder import is_encoder_decoder
 from ..model.options.fingerprints import fingerprints
 from ..model.structure import structure_of
+from .engine.encoder import EncoderFacts, EncoderInput, EncoderSide
 from .engine.engine import Engine
 from .engine.params import SamplingParams
 from .engine.request import Request, RequestOutput
@@ -74,7 +85,8 @@ class LLM:
         speculative_config: as for `generate()`; None: plain decoding.
         dtype: precision of the weights: "auto" (the checkpoint's), one of torch's names, or a torch dtype.
         device: device of the model; None: a GPU if there is one, else the CPU. Ignored with a loaded model.
-        max_model_len: maximum number of tokens of a prompt and its answer together; None: the number of the model's positions.
+        max_model_len: maximum number of tokens of a prompt and its answer together; None: the number of the model's positions. With an
+            encoder-decoder model, of a text that the encoder reads, and of the decoder's prompt and the answer.
         max_num_seqs: maximum number of rows that run at once.
         max_num_batched_tokens: maximum number of tokens in a step; None: 2048, or on a CPU the 256 that run as one native call, while
             decoding rows take at most half of them.
@@ -128,7 +140,7 @@ class LLM:
             name = str(getattr(getattr(model, "config", None), "_name_or_path", model))
             self._metrics = Metrics(name, lambda: load_of(self.engine))
         try:
-            self.model, self.tokenizer = _loaded(given)
+            self.model, self.tokenizer, self._extractor = _loaded(given)
             self._make_engine(
                 config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
                 None if transfer is None or transfer.kv_connector != NIXL else partial(_transfers, transfer),
@@ -151,15 +163,24 @@ class LLM:
         if positions is not None and self.max_model_len > positions:
             name = type(self.model).__name__
             raise ValueError(f"max_model_len is {max_model_len}; {name} has {positions} positions.")
-        num_blocks = config.num_blocks or _num_blocks(
-            decoder.target, self.max_model_len + num_drafts, max_num_seqs, config.block_size, kv_cache_memory_bytes, num_drafts
+        self.encoder = EncoderFacts.of(self.model, self._extractor, self.max_model_len)
+        longest = self.max_model_len + num_drafts, 0 if self.encoder is None else self.encoder.max_length
+        num_blocks, num_source_blocks = _num_blocks(
+            decoder.target, longest, max_num_seqs, config.block_size, config.num_blocks, kv_cache_memory_bytes, num_drafts
         )  # fmt: skip
+        side = None
+        if self.encoder is not None:
+            if make_transfers is not None:
+                raise ValueError(
+                    f"kv_transfer_config is for decoder-only models; {type(self.model).__name__} has an encoder."
+                )
+            side = EncoderSide(self.model, self.encoder.max_length, num_source_blocks)
         self.ranks = decoder.target.ranks
         if self.ranks is not None:
             agreed = digest(-1 if seed is None else seed, num_blocks)
             (seed,) = self.ranks.same([random.getrandbits(62) if seed is None else seed], agreed)
         self.engine = Engine(
-            decoder, self.tokenizer, num_blocks, self.max_model_len, max_num_seqs, max_num_batched_tokens, seed, make_transfers
+            decoder, self.tokenizer, num_blocks, self.max_model_len, max_num_seqs, max_num_batched_tokens, seed, make_transfers, side
         )  # fmt: skip
 
     def generate(
@@ -171,7 +192,11 @@ class LLM:
         """Answer prompts. Returns one result for each, in their order.
 
         Args:
-            prompts: one prompt or many; each is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            prompts: one prompt or many; each is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. An
+                encoder-decoder model's encoder reads it; {"encoder_prompt": prompt, "decoder_prompt": prompt} has both; a
+                decoder's text follows the token with which the model begins. Whisper's is
+                {"prompt": text, "multi_modal_data": {"audio": (samples, sampling rate)}}, of at most one window; without "prompt" it
+                transcribes in the language that it hears.
             sampling_params: for all prompts, or a list with one for each; None: `get_default_sampling_params`.
             use_tqdm: show a progress bar.
 
@@ -185,7 +210,7 @@ class LLM:
         if len(params) != len(texts):
             counts = f"{len(texts)} prompts and {len(params)} sampling_params"
             raise ValueError(f"There are {counts}: pass one for all, or one each.")
-        wanted = [Submit(str(next(self._ids)), *self._read(text), of) for text, of in zip(texts, params, strict=True)]
+        wanted = [self._submit(text, of) for text, of in zip(texts, params, strict=True)]
         if self.processes is not None and self.ranks is not None:
             self.ranks.same_object(Order("run", wanted))
         return self.run_requests(wanted, use_tqdm)
@@ -209,7 +234,9 @@ class LLM:
             self._check_weights()
             try:
                 for it in wanted:
-                    requests.append(self.engine.add(it.id, it.prompt, it.prompt_token_ids, it.params))
+                    requests.append(
+                        self.engine.add(it.id, it.prompt, it.prompt_token_ids, it.params, encoder=it.encoder)
+                    )
                 self.engine.run(lambda touched: bar.update(sum(request.finished for request in touched)))
             finally:
                 for request in requests:
@@ -265,7 +292,8 @@ class LLM:
         """The sampling parameters of the model's generation config; greedy decoding if that does not sample."""
         config = self.model.generation_config
         if not config.do_sample:
-            return SamplingParams(temperature=0.0)
+            penalty = None if self.encoder is None else config.repetition_penalty
+            return SamplingParams(temperature=0.0, repetition_penalty=penalty or 1.0)
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(config, name, None) for name in names}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -288,7 +316,7 @@ class LLM:
             figures = request.figures(self.engine.decoder.config.longest_draft)
             self._metrics.tokens_written(figures["num_new_tokens"], figures["num_steps"])
             reason = "error" if request.error is not None else request.choices[0].output.finish_reason or "abort"
-            self._metrics.request_ended(reason, len(request.prompt_token_ids), request.num_cached_tokens, figures)
+            self._metrics.request_ended(reason, request.num_prompt, request.num_cached_tokens, figures)
 
     def make_worker(
         self, deliver: Callable[[list[Update]], None], on_load: Callable[[Load], None] = lambda load: None
@@ -319,8 +347,46 @@ class LLM:
             self.engine.decoder.forget_prefixes()
             self._contents = contents
 
-    def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it was given as text, and its token ids. Raises ValueError: no prompt, or a text without a tokenizer."""
+    def _submit(self, prompt: Any, params: SamplingParams) -> Submit:
+        """The request for a prompt. Raises ValueError: it is none, or not one that this model reads."""
+        name, facts = str(next(self._ids)), self.encoder
+        has_both = isinstance(prompt, dict) and "encoder_prompt" in prompt
+        if facts is None:
+            if has_both or (isinstance(prompt, dict) and "multi_modal_data" in prompt):
+                raise ValueError(
+                    f"{type(self.model).__name__} has no encoder: encoder_prompt and multi_modal_data are not for it."
+                )
+            return Submit(name, *self._read(prompt), params)
+        read, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
+        if facts.speech is None:
+            text, ids = self._read(read)
+            return Submit(name, text, self._decoder_prompt(begins), params, encoder=EncoderInput(ids))
+        audio = read.get("multi_modal_data", {}).get("audio") if isinstance(read, dict) else None
+        if not isinstance(audio, (tuple, list)) or len(audio) != 2:
+            raise ValueError('A prompt of this model is {"multi_modal_data": {"audio": (samples, sampling rate)}}.')
+        features = facts.speech.features(np.asarray(audio[0], np.float32), int(audio[1]))
+        if features.shape[1] > facts.speech.num_frames:
+            raise ValueError(
+                "The audio is longer than a window of the model: use the server's /v1/audio/transcriptions, or model.generate()."
+            )
+        begins = read.get("prompt") if begins is None else begins
+        if begins is not None:
+            return Submit(name, None, self._decoder_prompt(begins), params, encoder=EncoderInput(features=features))
+        ids, beginning = facts.speech.prompt([], facts.speech.beginning("transcribe", None, has_timestamps=False))
+        return Submit(name, None, ids, params, encoder=EncoderInput(features=features, beginning=beginning))
+
+    def _decoder_prompt(self, given: Any) -> list[int]:
+        """Ids with which a decoder begins: the model's own, then a text without special tokens; or the ids that are given."""
+        own = [] if self.encoder is None else self.encoder.decoder_prompt
+        if given is None:
+            return own
+        text, ids = self._read(given, adds=False)
+        return ids if text is None else own + ids
+
+    def _read(self, prompt: Any, adds: bool = True) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it was given as text, and its token ids. `adds`: with the tokenizer's special tokens. Raises ValueError: no
+        prompt, or a text without a tokenizer.
+        """
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
@@ -328,15 +394,15 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("Text prompts need a tokenizer: pass one to LLM(tokenizer=...), or token ids.")
-            return prompt, self.tokenizer(prompt)["input_ids"]
+            return prompt, self.tokenizer(prompt, add_special_tokens=adds)["input_ids"]
         if isinstance(prompt, (list, tuple)) and all(isinstance(token, int) for token in prompt):
             return None, list(prompt)
         kinds = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
         raise ValueError(f"A prompt is {kinds}, not {type(prompt).__name__}.")
 
 
-def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
-    """The model and its tokenizer, by the arguments of `LLM`."""
+def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
+    """The model, its tokenizer, and the feature extractor of a Whisper model from a folder (else None), by the arguments of `LLM`."""
     model, tokenizer, dtype, size = (given[key] for key in ("model", "tokenizer", "dtype", "tensor_parallel_size"))
     origin = {key: given[key] for key in ("revision", "trust_remote_code")}
     if not isinstance(model, PreTrainedModel):
@@ -348,13 +414,23 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
 
             experts = size if given["enable_expert_parallel"] else 1
             sharding = {"distributed_config": DistributedConfig(tp_size=size, ep_size=experts)}
-        check_decoder_only(name, **origin)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
+        config = AutoConfig.from_pretrained(name, **origin)
+        kind: Any = AutoModelForCausalLM
+        if is_encoder_decoder(config):
+            kind = (
+                AutoModelForSpeechSeq2Seq
+                if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+                else AutoModelForSeq2SeqLM
+            )
+        loaded: Any = kind.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
         on_one = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         model = loaded.to(on_one) if size == 1 else loaded
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(os.fspath(tokenizer)), **origin)
-    return model, tokenizer
+    folder, extractor = str(model.config._name_or_path), None
+    if model.config.model_type == "whisper" and folder:
+        extractor = AutoFeatureExtractor.from_pretrained(folder, **origin)
+    return model, tokenizer, extractor
 
 
 def _transfers(config: KVTransferConfig, decoder: SpeculativeDecoder) -> Transfers:
@@ -400,17 +476,23 @@ def _check_others(others: dict[str, Any]) -> None:
 
 
 def _num_blocks(
-    target, most_tokens: int, max_num_seqs: int, block_size: int, memory_bytes: int | None, num_drafts: int
-) -> int:
-    """Number of KV blocks for `max_num_seqs` texts of `most_tokens` tokens, or as many as the memory holds.
+    target, longest: tuple[int, int], max_num_seqs: int, block_size: int, num_blocks: int | None, memory_bytes: int | None, num_drafts: int
+) -> tuple[int, int]:  # fmt: skip
+    """Numbers of KV blocks for `max_num_seqs` texts and for what an encoder has read for them, or as many as the memory holds.
 
     Args:
+        longest: maximum number of tokens of a text, and of states of an encoder; 0: there is none.
+        num_blocks: of texts, if they are given.
         memory_bytes: for KV and recurrent states; None: a share of the free memory.
         num_drafts: maximum number of nodes of a row's draft. Layers with a recurrent state need memory for each of them.
 
     Raises:
-        ValueError: not one block fits, or the amount of free memory is unknown.
+        ValueError: not one block, or not one encoder's input, fits, or the amount of free memory is unknown.
     """
+    most_tokens, most_states = longest
+    per_source = -(-most_states // block_size)
+    if num_blocks is not None:
+        return num_blocks, max_num_seqs * per_source
     wanted = max_num_seqs * (-(-most_tokens // block_size) + 1)
     per_block = max(target.bytes_per_token(), 1) * block_size  # 0: no layer has keys
     if memory_bytes is None:
@@ -421,10 +503,20 @@ def _num_blocks(
     target.cache_bytes = memory_bytes
     target.choose_states(max_num_seqs, num_drafts)
     states = target.bytes_of_states(num_drafts) * max_num_seqs + target.bytes_of_prefix_states()
-    fitting = (memory_bytes - states) // per_block
+    bytes_per_source = per_source * block_size * target.bytes_per_source_token() if per_source else 0
+    num_sources = max_num_seqs
+    if bytes_per_source:  # as many rows as can have both
+        num_sources = min(max_num_seqs, memory_bytes // (bytes_per_source + wanted // max_num_seqs * per_block))
+        if not num_sources:
+            raise ValueError(
+                f"kv_cache_memory_bytes of {memory_bytes} does not hold the keys of one input of {most_states} states "
+                f"({bytes_per_source} bytes) and of its text."
+            )
+        wanted = min(wanted, num_sources * wanted // max_num_seqs)
+    fitting = (memory_bytes - states - num_sources * bytes_per_source) // per_block
     if fitting < 1:
         beside = f" in addition to {states} bytes of recurrent states of {max_num_seqs} texts" if states else ""
         raise ValueError(
             f"kv_cache_memory_bytes of {memory_bytes} holds no block of {block_size} tokens ({per_block} bytes){beside}."
         )
-    return min(wanted, fitting)
+    return min(wanted, fitting), num_sources * per_source

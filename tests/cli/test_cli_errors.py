@@ -102,6 +102,18 @@ def test_a_bad_configuration_is_found_first(capsys, no_model, argv):
     assert "ngram" in error_line(capsys, *argv, "--speculative-config", '{"method": "ngrm"}')
 
 
+def test_an_encoder_decoder_model_is_refused_before_it_is_loaded(capsys, no_model, tmp_path):
+    transformers.AutoConfig.for_model("bart").save_pretrained(tmp_path)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "text": "b"}\n')
+    line = error_line(capsys, "generate", str(tmp_path), "--prompt", "a")
+    assert "is an encoder-decoder model: use hf-specdec serve, or generate()" in line
+    line = error_line(
+        capsys, "train", "eagle3", "--target", str(tmp_path), "--data", str(data), "--output", str(tmp_path / "x")
+    )
+    assert "is an encoder-decoder model: no drafter can be trained for such a target yet" in line
+
+
 def test_files_that_begin_with_a_byte_order_mark(capsys, tmp_path):
     """As Windows' editors write them."""
     rows, text, config = tmp_path / "rows.jsonl", tmp_path / "text.txt", tmp_path / "config.json"

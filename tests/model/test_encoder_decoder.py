@@ -1,17 +1,14 @@
 """Encoder-decoder targets write the text of plain generate(), whatever drafts, however their rows are packed."""
 
-import functools
-import importlib.util
-
 import pytest
 import torch
 import transformers
+from encoders import BART_SIZES, DRAFT, IDS, NEW, NGRAM, SIZES, SUFFIX, TREE, VOCAB, build, inputs_for, of
 from families import perturbed
 from oracle import tiny_llama
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     DynamicCache,
     EncoderDecoderCache,
     LogitsProcessor,
@@ -22,85 +19,6 @@ from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.names import CACHE
 from hf_specdec.model import architectures
 from hf_specdec.model.encoder_decoder import forward
-
-VOCAB, NEW = 96, 20
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
-TREE = {"method": "token_recycling", "num_successors": 4, "speculative_token_tree": PATHS}
-DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
-SUFFIX = [{"method": "suffix"}] if importlib.util.find_spec("arctic_inference") else []
-_IDS = {
-    "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-    "forced_eos_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
-_BART = {
-    "d_model": 48, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
-}  # fmt: skip
-_SPEECH = {**_BART, "max_target_positions": 64}
-_T5 = {
-    "d_model": 48, "d_kv": 12, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
-}  # fmt: skip
-_PART = {
-    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": None,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-_HEADS = {f"{part}_num_{kind}_heads": 4 for part in ("encoder", "decoder") for kind in ("attention", "key_value")}
-SIZES = {
-    **dict.fromkeys(("bart", "mbart", "plbart", "marian", "pegasus", "blenderbot", "blenderbot-small", "m2m_100"), _BART),
-    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
-    "whisper": {**_SPEECH, "max_source_positions": 20, "num_mel_bins": 8},
-    "speech_to_text": {**_SPEECH, "max_source_positions": 60, "input_feat_per_channel": 8, "conv_channels": 16},
-    "moonshine": {
-        **_HEADS, "hidden_size": 36, "intermediate_size": 64, "encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 2,
-        "max_position_embeddings": 64, "pad_head_dim_to_multiple_of": 8,
-    },
-    "t5gemma": {
-        "encoder": _PART,
-        "decoder": {**_PART, "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    },
-}  # fmt: skip
-SPEECH = ("whisper", "speech_to_text", "moonshine")
-
-
-def build(family: str, seed: int = 0, **options):
-    """A small random model whose text is varied."""
-    config = AutoConfig.for_model(family, **{**_IDS, **SIZES[family], **options})
-    torch.manual_seed(seed)
-    model = (AutoModelForSpeechSeq2Seq if family in SPEECH else AutoModelForSeq2SeqLM).from_config(config).eval()
-    gain = 2.0 if "t5" in family else 6.0
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1:
-                table = any(part in name for part in ("embed", "shared", "lm_head", "proj_out"))
-                weight.copy_(torch.randn_like(weight) * (0.35 if table else gain * weight[0].numel() ** -0.5))
-            else:
-                weight += 0.1 * torch.randn_like(weight)
-    for name, value in (("eos_token_id", None), ("suppress_tokens", None), ("begin_suppress_tokens", None)):
-        setattr(model.generation_config, name, value)
-    return model
-
-
-@functools.cache
-def of(family: str):
-    return build(family)
-
-
-def inputs_for(family: str, rows: int = 5, seed: int = 1) -> dict[str, torch.Tensor]:
-    """A ragged batch for the encoder."""
-    generator = torch.Generator().manual_seed(seed)
-    if family == "whisper":
-        return {"input_features": torch.randn(rows, 8, 40, generator=generator)}
-    lengths = torch.tensor([30, 17, 24, 9, 30])[:rows, None]
-    if family == "moonshine":
-        mask = (torch.arange(12000) < 400 * lengths).long()
-        return {"input_values": torch.randn(mask.shape, generator=generator), "attention_mask": mask}
-    mask = (torch.arange(30) < lengths).long()
-    if family == "speech_to_text":
-        return {"input_features": torch.randn(rows, 30, 8, generator=generator), "attention_mask": mask}
-    return {"input_ids": mask * torch.randint(3, VOCAB, (rows, 30), generator=generator), "attention_mask": mask}
 
 
 def written(model, inputs, config=None, **options):
@@ -250,6 +168,9 @@ def test_tables_that_grow_and_tables_that_end():
     """M2M100 computes more positions when it needs them; where a table ends, a request beyond it is refused."""
     model = build("m2m_100", max_position_embeddings=8)
     assert_exact(model, inputs_for("m2m_100"), [NGRAM])
+    assert_exact(of("bart"), inputs_for("bart"), [NGRAM, TREE, DRAFT], max_new_tokens=64)  # the last one is never read
+    with pytest.raises(ValueError, match=r"66 tokens .* were requested from .*, which has 64 positions"):
+        written(of("bart"), inputs_for("bart"), NGRAM, max_new_tokens=65)
     for family in ("bart", "whisper"):
         with pytest.raises(ValueError, match=r"101 tokens .* were requested from .*, which has 64 positions|exceeds"):
             written(of(family), inputs_for(family), NGRAM, max_new_tokens=100)
@@ -270,12 +191,12 @@ def test_a_hook_is_compared_token_by_token():
 
 def test_other_families_are_refused_before_any_work():
     sizes = {
-        **_BART,
+        **BART_SIZES,
         "attention_window": 8,
         "max_encoder_position_embeddings": 64,
         "max_decoder_position_embeddings": 64,
     }
-    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("led", **_IDS, **sizes)).eval()
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("led", **IDS, **sizes)).eval()
     model.get_encoder().register_forward_pre_hook(lambda *_: pytest.fail("the encoder ran"))
     with pytest.raises(
         UnsupportedModel, match="LEDForConditionalGeneration is an encoder-decoder model of another family"
@@ -345,8 +266,6 @@ def test_drafters_whose_encoder_reads_otherwise():
 def test_what_needs_a_source_says_so(model):
     with pytest.raises(ValueError, match="needs what an encoder has read, and LlamaForCausalLM has no encoder"):
         model.generate(torch.arange(4, 9)[None], speculative_config=DRAFT, assistant_model=of("bart"))
-    with pytest.raises(UnsupportedModel, match="BartForConditionalGeneration has prompts for an encoder"):
-        hf_specdec.integration.make_decoder(of("bart"), hf_specdec.integration.parse_config(NGRAM))
     outputs = of("bart").get_encoder()(input_ids=inputs_for("bart")["input_ids"])
     for given in (outputs, (outputs.last_hidden_state,)):
         assert_exact(of("bart"), {"encoder_outputs": given, "input_ids": inputs_for("bart")["input_ids"]}, [NGRAM])

@@ -291,31 +291,31 @@ def test_refused_before_any_work(model_type, family_models):
 
 def test_texts_that_a_target_would_read_in_another_way():
     """Llama 4 scales queries by their place from `floor_scale` tokens on; MPT has biases for so many tokens; some rotary
-    frequencies change beyond a length. Shorter texts run."""
+    frequencies change beyond a length. Shorter texts run; the last token does not count, because it is never read."""
     longer = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 24}
     longrope = {**longer, "rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
     for family, changes, message in (
-        ("Llama4", {"attn_temperature_tuning": True, "floor_scale": 24}, "must have fewer tokens, not 25"),
-        ("MPT", {"max_seq_len": 24}, "25 tokens .* has 24 positions"),
+        ("Llama4", {"attn_temperature_tuning": True, "floor_scale": 25}, "at most 25 tokens, not 26"),
+        ("MPT", {"max_seq_len": 24}, "26 tokens .* has 24 positions"),
         (
             "Llama",
             {"rope_parameters": longrope},
-            "longrope rotary frequencies beyond 24 tokens.* at most 24 tokens, not 25",
+            "longrope rotary frequencies beyond 24 tokens.* at most 25 tokens, not 26",
         ),
         (
             "Llama",
             {"rope_parameters": {**longer, "rope_type": "dynamic"}},
-            "dynamic rotary .* at most 24 tokens, not 25",
+            "dynamic rotary .* at most 25 tokens, not 26",
         ),
     ):
         model = make(family, **changes)
         ids = torch.arange(1, 6)[None].repeat(1, 3)
         assert torch.equal(
-            model.generate(ids, max_new_tokens=8, do_sample=False, speculative_config=NGRAM),
-            model.generate(ids, max_new_tokens=8, do_sample=False),
+            model.generate(ids, max_new_tokens=10, do_sample=False, speculative_config=NGRAM),
+            model.generate(ids, max_new_tokens=10, do_sample=False),
         )
         with pytest.raises(ValueError, match=message):
-            model.generate(ids, max_new_tokens=10, do_sample=False, speculative_config=NGRAM)
+            model.generate(ids, max_new_tokens=11, do_sample=False, speculative_config=NGRAM)
 
 
 def test_falcon_has_its_own_biases():

@@ -1,38 +1,18 @@
 """Whisper's own generate() and the speech pipeline: each call of the mixin's generate() inside drafts, and the transcript stays."""
 
 import copy
-import functools
 
 import numpy as np
 import pytest
 import torch
-from test_encoder_decoder import DRAFT, NGRAM, TREE, build
+from encoders import DRAFT, END, MARKS, NGRAM, PREVIOUS, TREE, build, whisper
 from transformers import WhisperFeatureExtractor, WhisperForCausalLM, WhisperTokenizer, pipeline
 
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
 
-# 96 ids: 60 of text, marks, and times from 74 on
-END, START, ENGLISH, PREVIOUS, NO_TIMES = 60, 61, 62, 67, 73
-MARKS = {
-    END: "<|endoftext|>", START: "<|startoftranscript|>", ENGLISH: "<|en|>", 63: "<|de|>", 64: "<|transcribe|>", 65: "<|translate|>",
-    66: "<|startoflm|>", PREVIOUS: "<|startofprev|>", 68: "<|nospeech|>", NO_TIMES: "<|notimestamps|>",
-}  # fmt: skip
 TO_PREVIOUS = {"return_timestamps": True, "condition_on_prev_tokens": True, "temperature": 0.0, "language": "en"}
 PROMPT = torch.tensor([PREVIOUS, 9, 12, 15])
-
-
-@functools.cache
-def whisper(seed: int = 1):
-    ids = {"eos_token_id": END, "pad_token_id": END, "bos_token_id": END, "decoder_start_token_id": START}
-    model = build("whisper", seed, **ids)
-    for name, value in {
-        **ids, "is_multilingual": True, "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": 63}, "prev_sot_token_id": PREVIOUS,
-        "task_to_id": {"transcribe": 64, "translate": 65}, "no_timestamps_token_id": NO_TIMES, "max_length": 64,
-        "max_initial_timestamp_index": 5, "begin_suppress_tokens": [5, END], "suppress_tokens": [*range(61, 73)],
-    }.items():  # fmt: skip
-        setattr(model.generation_config, name, value)
-    return model
 
 
 def speech(num_frames: int):

@@ -6,11 +6,8 @@ import pytest
 import torch
 from cache_checks import check_blocks
 from oracle import tiny_llama
-from transformers import AutoConfig
 
 import hf_specdec
-from hf_specdec.cli import build_parser
-from hf_specdec.cli.options import load_model_and_tokenizer
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.sampling.warpers import TokenBiasLogitsProcessor
 from hf_specdec.serve import LLM, SamplingParams, metrics
@@ -26,14 +23,6 @@ TEXTS = [
     "Once upon a time there was a little girl. Once upon a time there was a", "Lily",
 ]  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
-
-
-def test_an_encoder_decoder_model_is_refused_before_it_is_loaded(tmp_path):
-    AutoConfig.for_model("bart").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="is an encoder-decoder model: it works in model"):
-        LLM(model=str(tmp_path))
-    with pytest.raises(UnsupportedModel, match="is an encoder-decoder model: it works in model"):
-        load_model_and_tokenizer(build_parser().parse_args(["generate", str(tmp_path), "--prompt", "a"]))
 
 
 def generated(model, ids, params, config=None):

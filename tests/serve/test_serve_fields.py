@@ -150,6 +150,7 @@ FIELDS = {
         "max_tokens": acts({"max_tokens": 2}),
         "logprobs": acts({"logprobs": 1}),
         "echo": acts({"echo": True}),
+        "decoder_prompt": refused({"decoder_prompt": [1]}),
     },
     CHAT: SAMPLING | ON_PROMPTS | CONVERSATION | {
         "max_tokens": acts({"max_tokens": 2}),
@@ -237,7 +238,8 @@ def fields_of(server):
     found = {}
     for path, methods in api["paths"].items():
         for method in methods.values():
-            if "requestBody" in method:
+            # test_encoders.py has the forms of audio
+            if "application/json" in method.get("requestBody", {}).get("content", {}):
                 schema = method["requestBody"]["content"]["application/json"]["schema"]
                 found[path] = sorted(set(walked(schema, api["components"]["schemas"])))
     return found

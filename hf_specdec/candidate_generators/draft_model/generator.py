@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...bundled import resolve_model
-from ...cache import PagedStaticCache
+from ...cache import OutOfBlocks, PagedStaticCache
 from ...config import SpeculativeConfigError, config_key
 from ...core.draft_trees import DraftTrees
 from ...core.outcome import StepOutcome
@@ -252,9 +252,10 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
     def _make_room(self, seq: Sequence, text: list[int], limit: int, share_now: bool) -> bool:
         if self.drafter.max_positions is not None and len(text) + limit > self.drafter.max_positions:
             return False
-        if self.drafter.family is not None and (self.cache.cross is None or seq.id not in self.cache.cross.tables):
-            source = None if seq.source is None else seq.source.read_by(self.drafter.model)
-            self.drafter.read_source(self.cache, seq.id, source)
+        try:
+            self.drafter.read_source(self.cache, seq.id, seq.source)
+        except OutOfBlocks:
+            return False
         self.cache.truncate(seq.id, self.bridge.num_unchanged(seq, text))
         self.cache.match_prefix(seq.id, text)
         if not self.try_reserve(seq, len(text) + self.shape.num_expanded(limit)):

@@ -39,21 +39,26 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("m2m_100", "speech_to_text"), Family("ids")),
     **dict.fromkeys(("whisper", "moonshine"), Family("argument")),
     "t5gemma": Family("argument", cross="cross_attn"),
-    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _T5),
 }  # fmt: skip
 _DECODERS = {"WhisperForCausalLM": Family("argument", prefix="")}
 
 
-def is_encoder_decoder(model: PreTrainedModel) -> bool:
-    """True if an encoder reads the caller's input, and a decoder writes the text."""
-    return bool(getattr(model.config, "is_encoder_decoder", False))
+def is_encoder_decoder(model: PreTrainedModel | PreTrainedConfig) -> bool:
+    """True if an encoder reads the caller's input, and a decoder writes the text; of a model or its configuration."""
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    return bool(getattr(config, "is_encoder_decoder", False))
 
 
-def check_decoder_only(folder: str, **origin: Any) -> None:
+def check_decoder_only(folder: str, instead: str, **origin: Any) -> None:
     """Raise UnsupportedModel for the folder or Hub id of an encoder-decoder model, of which transformers would load the decoder alone.
-    `origin`: further arguments of `from_pretrained`."""
-    if getattr(AutoConfig.from_pretrained(folder, **origin), "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{folder} is an encoder-decoder model: it works in model.generate() only, not here.")
+
+    Args:
+        instead: what to do with such a model, for the message.
+        origin: further arguments of `from_pretrained`.
+    """
+    if is_encoder_decoder(AutoConfig.from_pretrained(folder, **origin)):
+        raise UnsupportedModel(f"{folder} is an encoder-decoder model: {instead}.")
 
 
 def family_of(model: PreTrainedModel) -> Family | None:

@@ -21,26 +21,40 @@ from .families import decoder_layers, family_of, is_encoder_decoder
 
 @dataclass
 class Source:
-    """What the encoder has read for one row.
+    """What the encoder reads for one row.
 
     Attributes:
-        outputs: the encoder's output, its tensors [1, S, ..].
+        reader: the model whose encoder reads it.
+        length: number of the encoder's states.
+        num_blocks: number of blocks for the keys of all rows that may run together.
         given: the encoder's arguments, its tensors [1, ..]; without a main one if the caller passed the encoder's output.
-        ids: the ids that the encoder has read, without padding; empty if it has read something else, or has a vocabulary of its own.
+        ids: the ids that the encoder reads, without padding; empty if it reads something else, or has a vocabulary of its own.
+        outputs: the encoder's output, its tensors [1, S, ..]; None until `read`.
     """
 
-    outputs: BaseModelOutput
+    reader: PreTrainedModel
+    length: int
+    num_blocks: int
     given: dict[str, Any] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)
-    num_rows: int = 1
+    outputs: BaseModelOutput | None = None
+
+    @torch.no_grad()
+    @own_attention()
+    def read(self) -> BaseModelOutput:
+        """The encoder's output, which is kept."""
+        outputs: Any = self.outputs
+        if outputs is None:
+            outputs = self.outputs = self.reader.get_encoder()(**self.given, return_dict=True)
+        return outputs
 
     def read_by(self, model: Any) -> Source:
-        """The same input, read by another model's encoder, if it has one.
+        """The same input for another model's encoder, if it has one.
 
         Raises:
             UnsupportedModel: that encoder takes other arguments, cannot read these, or the caller passed the encoder's output.
         """
-        if not is_encoder_decoder(model):
+        if model is self.reader or not is_encoder_decoder(model):
             return self
         encoder = model.get_encoder()
         parameters = inspect.signature(encoder.forward).parameters
@@ -50,21 +64,24 @@ class Source:
                 f"{type(model).__name__} cannot draft: its encoder needs {encoder.main_input_name}, which generate() was not given."
             )
         given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
+        source = Source(model, self.length, self.num_blocks, given, self.ids)
         try:
-            with own_attention():
-                return Source(encoder(**given, return_dict=True), given, self.ids, self.num_rows)
+            source.length = source.read()[0].shape[1]
+            source.num_blocks = -(-self.num_blocks * source.length // self.length)
         except (RuntimeError, IndexError) as error:  # features of another size, or a longer text than its positions
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot draft: its encoder cannot read the target's input ({error})."
             ) from error
+        return source
 
 
-def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str, Any]) -> list[Source]:
+def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str, Any], block_size: int) -> list[Source]:
     """The sources of a batch.
 
     Args:
         inputs: what the caller passed for the encoder, [B / n, ..] for n returned sequences each; -100 if it is the encoder's output.
         prepared: the arguments that `generate()` prepared for the model's forward, [B, ..] each.
+        block_size: of the cache.
     """
     outputs: Any = prepared["encoder_outputs"]
     num_rows, returned = outputs[0].shape[0], outputs.get("attention_mask") if isinstance(outputs, dict) else None
@@ -83,7 +100,8 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
         output = encoder_output(outputs[0][here], None if returned is None else returned[here])
         ids = (inputs[row] if mask is None else inputs[row][mask[row] != 0]).tolist() if is_text else []
         arguments = {name: each[here] for name, each in given.items()}
-        sources.append(Source(output, arguments, ids, num_rows))
+        length = outputs[0].shape[1]
+        sources.append(Source(model, length, num_rows * -(-length // block_size), arguments, ids, output))
     return sources
 
 
@@ -98,20 +116,31 @@ def dummy_sources(model: PreTrainedModel, count: int, device: torch.device) -> l
     """Sources of three states each, all different, which no encoder has read: for tests of a decoder."""
     width = getattr(model.config, "encoder", model.config).hidden_size
     states = torch.sin(torch.arange(1, 3 * count * width + 1, dtype=torch.float32)).view(count, 1, 3, width)
-    return [Source(encoder_output(own), num_rows=count) for own in states.to(device, model.dtype)]
+    return [Source(model, 3, 3 * count, outputs=encoder_output(own)) for own in states.to(device, model.dtype)]
 
 
 @torch.no_grad()
 @own_attention()
 def read_source(model: PreTrainedModel, cache: PagedStaticCache, seq_id: int, source: Source) -> None:
-    """Write the keys and values that a row's layers make of its source to `cache.cross`, which begins with the first row of a batch."""
-    layers = _cross_keys(model, source)
+    """Write the keys and values that a row's layers make of its source to `cache.cross`, which begins with the first row of a batch.
+
+    Raises:
+        OutOfBlocks: they do not fit; nothing was done.
+    """
+    family = family_of(model)
+    assert family is not None
     if cache.cross is None:
-        num_blocks = source.num_rows * -(-source.outputs[0].shape[1] // cache.block_size)
-        cache.cross = PagedStaticCache(len(layers), num_blocks, cache.block_size, share_prefixes=False)
+        num_layers, weights = len(decoder_layers(model, family)), model.parameters()
+        cache.cross = PagedStaticCache(
+            num_layers, source.num_blocks, cache.block_size, share_prefixes=False, weights=weights
+        )
     cache.cross.add(seq_id)
-    cache.cross.reserve(seq_id, layers[0][0].shape[0])
-    cache.cross.load_all(seq_id, layers)
+    try:
+        cache.cross.reserve(seq_id, source.length)
+        cache.cross.load_all(seq_id, _cross_keys(model, source))
+    except BaseException:
+        cache.cross.remove(seq_id)
+        raise
 
 
 def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
@@ -121,7 +150,7 @@ def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
     """
     family = family_of(model)
     assert family is not None
-    masks: list[torch.Tensor | None] = []
+    outputs, masks = source.read(), []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         masks.append(kwargs.get("attention_mask", kwargs.get("mask")))
@@ -129,12 +158,12 @@ def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
     first = decoder_layers(model, family)[0].get_submodule(family.cross)
     hook = first.register_forward_pre_hook(for_this_thread(note, lambda *_: None), with_kwargs=True)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    token = torch.zeros(1, 1, dtype=torch.int64, device=source.outputs[0].device)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=outputs[0].device)
     arguments = {f"{family.prefix}input_ids": token, CACHE: cache, "use_cache": True, "return_dict": True}
     if family.prefix:
         arguments["attention_mask"] = source.given.get("attention_mask")
     try:
-        model(encoder_outputs=source.outputs, **arguments)
+        model(encoder_outputs=outputs, **arguments)
     finally:
         hook.remove()
     seen: Any = slice(None)

@@ -19,6 +19,7 @@ from ...decoding.decoder import SpeculativeDecoder, StepResult
 from ...decoding.outputs import RowStatistics
 from ...sampling.grammar import Reasoning
 from ..transfer import Transfers
+from .encoder import EncoderInput, EncoderSide
 from .params import SamplingParams
 from .request import Admission, Logprob, Request, RequestChoice, logprobs_of
 from .scheduler import Scheduler
@@ -37,6 +38,7 @@ class Engine:
         num_blocks: number of KV blocks of the pool, which lives as long as the engine.
         max_model_len: maximum number of tokens of a prompt and its answer together.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
+        encoder: of an encoder-decoder model.
 
     Attributes:
         grammars: compiles grammars; it may be called in any thread.
@@ -45,7 +47,7 @@ class Engine:
     def __init__(
         self, decoder: SpeculativeDecoder, tokenizer: Any, num_blocks: int, max_model_len: int,
         max_num_seqs: int = 256, max_num_batched_tokens: int | None = None, seed: int | None = None,
-        make_transfers: Callable[[SpeculativeDecoder], Transfers] | None = None
+        make_transfers: Callable[[SpeculativeDecoder], Transfers] | None = None, encoder: EncoderSide | None = None
     ):  # fmt: skip
         self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len
         decoder.target.choose_states(max_num_seqs, decoder.generator.max_draft_nodes)
@@ -58,14 +60,14 @@ class Engine:
         self._isolated: list[list[RequestChoice]] = []  # groups of rows that run alone, see `_after_failure`
         self.eos_token_ids = _eos_token_ids(decoder.target.model)
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
-        self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, seed)
+        self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, seed, encoder)
 
     def add(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
-        reasoning: Reasoning | None = None
+        reasoning: Reasoning | None = None, encoder: EncoderInput | None = None
     ) -> Request:  # fmt: skip
         """Add a request; its choices wait until the scheduler lets them run. For arguments and errors see `Admission.request`."""
-        request = self.admission.request(request_id, prompt, prompt_token_ids, params, reasoning)
+        request = self.admission.request(request_id, prompt, prompt_token_ids, params, reasoning, encoder)
         for choice in request.choices:
             waits_for_pull = self._start_pull(choice)
             self._choices[choice.sequence.id] = choice

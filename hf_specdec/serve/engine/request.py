@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.generation.logits_process import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -22,6 +23,7 @@ from ...decoding.outputs import RowStatistics, summarize
 from ...sampling.grammar import GrammarLogitsProcessor, Reasoning
 from ...sampling.processors import NodeProcessors
 from ...sampling.warpers import FusedSamplingLogitsWarper, OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
+from .encoder import EncoderInput, EncoderSide
 from .params import SamplingParams
 from .structured import GrammarCompiler
 from .text import Detokenizer, safe_length, token_text
@@ -79,6 +81,8 @@ class RequestOutput:
         kv_transfer_params: with the method `extract_hidden_states`, {"hidden_states_path": the first choice's file}; on a prefill server
             that keeps the prompt's KV, the parameters for the decode server; else None.
         error: why the request failed while it ran; its choices then have what was generated before. None: it did not fail.
+        encoder_prompt, encoder_prompt_token_ids: what the encoder of an encoder-decoder model has read, if it is text. `prompt_token_ids`
+            are then the decoder's.
     """
 
     request_id: str
@@ -91,6 +95,8 @@ class RequestOutput:
     speculation: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     error: BaseException | None = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
 
 @dataclass(eq=False)
@@ -135,6 +141,8 @@ class Request:
     """A prompt, its parameters, and its answers.
 
     Attributes:
+        prompt: the text of the prompt that the user gave; of an encoder-decoder model, the encoder's.
+        encoder: what the encoder reads; None: the model has none.
         is_refused: True if its `error` is the client's mistake.
         prompt_logprobs: for each prompt token read so far; None for the first, which no logits predict.
         kv_transfer_params: parameters for the decode server that continues the request; None if no prompt is kept.
@@ -147,6 +155,7 @@ class Request:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    encoder: EncoderInput | None = None
     choices: list[RequestChoice] = field(default_factory=list)
     num_cached_tokens: int = 0
     error: BaseException | None = None
@@ -157,15 +166,21 @@ class Request:
     statistics: list[RowStatistics] = field(default_factory=list)
 
     @property
+    def num_prompt(self) -> int:
+        """Number of tokens of the user's prompt; of audio, of the decoder's."""
+        return len((self.encoder.ids if self.encoder is not None else []) or self.prompt_token_ids)
+
+    @property
     def finished(self) -> bool:
         return all(choice.output.finished() for choice in self.choices)
 
     def result(self) -> RequestOutput:
         """The results so far, as `LLM.generate` returns them."""
+        texts = (self.prompt, None, None) if self.encoder is None else (None, self.prompt, self.encoder.ids)
         return RequestOutput(
-            self.id, self.prompt, self.prompt_token_ids, [choice.output for choice in self.choices], self.finished, self.prompt_logprobs,
+            self.id, texts[0], self.prompt_token_ids, [choice.output for choice in self.choices], self.finished, self.prompt_logprobs,
             self.num_cached_tokens, summarize(self.statistics, 0) if self.finished and self.error is None else None,
-            self.kv_transfer_params or self.choices[0].sequence.files or None, self.error,
+            self.kv_transfer_params or self.choices[0].sequence.files or None, self.error, *texts[1:],
         )  # fmt: skip
 
     def figures(self, longest_draft: int) -> dict[str, Any]:
@@ -214,8 +229,9 @@ class Admission:
 
     def __init__(
         self, decoder: SpeculativeDecoder, tokenizer: Any, max_model_len: int, grammars: GrammarCompiler,
-        seed: int | None = None
+        seed: int | None = None, encoder: EncoderSide | None = None
     ):  # fmt: skip
+        self.encoder = encoder
         self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len
         self.grammars, self.eos_token_ids = grammars, grammars.ends
         self._numbers = itertools.count()
@@ -223,24 +239,29 @@ class Admission:
 
     def request(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
-        reasoning: Reasoning | None = None
+        reasoning: Reasoning | None = None, encoder: EncoderInput | None = None
     ) -> Request:  # fmt: skip
         """Check the arguments of a request and make it. Raises ValueError: it cannot be served.
 
         Args:
             prompt: the prompt's text, if there is one; only shown in the result.
             reasoning: what the model writes before the text that `structured_outputs` describes; None: nothing.
+            encoder: for an encoder-decoder model: `prompt_token_ids` are then the decoder's, and `prompt` is the encoder's.
         """
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
+        source = None if self.encoder is None else self.encoder.source(encoder)
         wanted = params.structured_outputs  # in a server the HTTP side has had it compiled already
         matcher = None if wanted is None else self.grammars.matcher(wanted)
-        request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params)
+        request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params, encoder)
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed % 2**63
-        streams = stream_seeds(seed, [request.prompt_token_ids] * params.n)
+        read = [] if source is None else source.ids
+        streams = stream_seeds(seed, [read + request.prompt_token_ids] * params.n)
         for index, stream in enumerate(streams):
-            request.choices.append(self._make_choice(request, index, stream, matcher, reasoning))
+            choice = self._make_choice(request, index, stream, matcher, reasoning)
+            choice.sequence.source = source
+            request.choices.append(choice)
         return request
 
     def _check_prompt(self, ids: list[int]) -> None:
@@ -291,9 +312,10 @@ class Admission:
             matcher.deep_copy(), self.grammars.vocab_size, length, frozenset(ends), reasoning,
             lambda token: token_text(self.tokenizer, token) or "",
         )  # fmt: skip
+        rules = [] if self.encoder is None or request.encoder is None else self.encoder.rules(request.encoder, prompt)
         sequence = Sequence(
             list(prompt), length + new_tokens, frozenset(ends), params.do_sample, stream,
-            row_processors(params, prompt, ends, self.tokenizer, self.decoder.target.vocab_size, grammar),
+            row_processors(params, prompt, ends, self.tokenizer, self.decoder.target.vocab_size, grammar, rules),
             num_speculative_tokens=params.num_speculative_tokens, drafter=params.drafter,
             wants_prompt_logits=params.prompt_logprobs is not None and index == 0, is_shared=not params.private, space=params.space,
         )  # fmt: skip
@@ -306,18 +328,19 @@ class Admission:
 
 def row_processors(
     params: SamplingParams, prompt: list[int], ends: set[int], tokenizer: Any, vocab_size: int,
-    grammar: GrammarLogitsProcessor | None = None
+    grammar: GrammarLogitsProcessor | None = None, rules: Iterable[LogitsProcessor] = ()
 ) -> NodeProcessors | None:  # fmt: skip
     """Make the logits processors of a row, in vLLM's order; None if no parameter changes the logits.
 
     Args:
         ends: ids that end the row; `min_tokens` forbids them at first.
+        rules: the model's own processors, which come first.
         grammar: what the row's text must match. It comes after other processors that forbid tokens, to report that none is left.
 
     Raises:
         ValueError: an id is outside the vocabulary, or there are bad words and no tokenizer.
     """
-    processors = LogitsProcessorList()
+    processors = LogitsProcessorList(rules)
     if params.logit_bias or params.allowed_token_ids is not None:
         processors.append(TokenBiasLogitsProcessor(vocab_size, params.logit_bias, params.allowed_token_ids))
     if params.bad_words:

@@ -18,8 +18,9 @@ class Scheduler:
 
     A row that decodes feeds one token and its drafts. A row that reads its prompt feeds a chunk of it in the same forward pass. While
     prompts are to be read, drafts are cut so that they take at most half of what decoding rows leave of the budget: long drafts would
-    keep other rows from joining. A waiting row may start only if the free blocks hold its whole text. When blocks run out, the last
-    row by priority and arrival is preempted: it gives its blocks back, waits, and later reads its text again.
+    keep other rows from joining. What an encoder reads counts when its row starts. A waiting row may start only if the free blocks hold
+    its whole text. When blocks run out, the last row by priority and arrival is preempted: it gives its blocks back, waits, and later
+    reads its text again.
 
     Args:
         max_num_batched_tokens: maximum number of tokens in a step. Rows that decode are never left out; their drafts are shortened instead.
@@ -87,7 +88,9 @@ class Scheduler:
                 choice.is_added = True
             insort(self.running, choice, key=_order)
             chunk = min(self._pending(choice), left)
-            left -= chunk
+            left -= chunk + (
+                0 if choice.sequence.source is None else choice.sequence.source.length
+            )  # the encoder reads it first
             rows.append(choice)
             counts.append(chunk)
         reading += rows[num_running:]
@@ -99,7 +102,8 @@ class Scheduler:
     def make_room(self, wanting: list[RequestChoice]) -> bool:
         """Preempt the last running row that holds blocks, for rows that need some. False if no other row holds any."""
         cache = self.decoder.cache
-        holders = [choice for choice in self.running if cache.tables[choice.sequence.id].blocks]
+        ids = {choice: choice.sequence.id for choice in self.running}
+        holders = [choice for choice, id in ids.items() if cache.tables[id].blocks or cache.holds_source(id)]
         if not holders or (len(self.running) == 1 and holders == wanting[:1]):
             return False
         self.preempt(holders[-1])
@@ -151,7 +155,11 @@ class Scheduler:
         """True if a waiting row may start: the free blocks hold its text, or nothing else is running."""
         if not self.running:
             return True
-        cache = self.decoder.cache
+        cache, source = self.decoder.cache, choice.sequence.source
+        if source is not None and cache.cross is not None:
+            num_free = cache.cross.most_blocks - cache.cross.pool.num_used
+            if -(-source.length // cache.block_size) > num_free:
+                return False
         needed = -(-(len(choice.sequence.tokens) + 1) // cache.block_size)
         # Leave one block for each running row to grow into, so that the new row is not preempted at once.
         return needed + len(self.running) <= cache.most_blocks - cache.pool.num_used

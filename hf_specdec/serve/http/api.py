@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 import hf_specdec
 
+from .audio import AudioRequest, Transcription
 from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, unless_disconnected
 from .errors import ApiError, bad_request, failed
 from .guard import Guard
@@ -31,6 +32,7 @@ _PAGE_POLICY = (
 
 _REFERENCE = "#/components/schemas/{model}"
 _JSON, _TEXT, _INTEGER = "application/json", {"type": "string"}, {"type": "integer"}
+_FILE = {"file": {"type": "string", "format": "binary"}}
 _IDS = {"type": "array", "items": _INTEGER}
 _CHOICES = {"id": _TEXT, "choices": {"type": "array"}, "usage": {"type": "object"}}
 # body, what it does, required properties of the answer
@@ -38,6 +40,8 @@ _POSTS: dict[str, tuple[type[BaseModel], str, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, "Continue prompts", _CHOICES),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation", _CHOICES),
     "/v1/responses": (ResponsesRequest, "Answer a conversation", {"id": _TEXT, "output": {"type": "array"}}),
+    "/v1/audio/transcriptions": (AudioRequest, "Write down what is said", {"text": _TEXT}),
+    "/v1/audio/translations": (AudioRequest, "Write down in English what is said", {"text": _TEXT}),
     "/tokenize": (TokenizeRequest, "Text or messages to token ids", {"tokens": _IDS, "count": _INTEGER}),
     "/detokenize": (DetokenizeRequest, "Token ids to text", {"prompt": _TEXT}),
 }
@@ -87,6 +91,8 @@ def make_app(
     endpoints = (("/v1/completions", Completions), ("/v1/chat/completions", Chat), ("/v1/responses", Responses))
     for path, kind in endpoints:
         app.add_route(path, partial(kind.respond, server), methods=["POST"])
+    for path, task in (("/v1/audio/transcriptions", "transcribe"), ("/v1/audio/translations", "translate")):
+        app.add_route(path, partial(Transcription.respond, server, task), methods=["POST"])
     app.openapi = lambda: describe(bool(api_keys))
     return app
 
@@ -211,7 +217,15 @@ def _post(path: str, usual: list[int]) -> dict[str, Any]:
         answer["text/event-stream"], errors = {"schema": _EVENT}, [*errors, 429, 503]
     header = {"description": "Names of fields that were ignored.", "schema": _TEXT}
     ok = {"description": "OK", "content": answer, "headers": {IGNORED_HEADER: header}}
-    body = {"required": True, "content": {_JSON: {"schema": {"$ref": _REFERENCE.format(model=form.__name__)}}}}
+    schema: dict[str, Any] = {"$ref": _REFERENCE.format(model=form.__name__)}
+    kind = _JSON
+    if form is AudioRequest:
+        kind, schema = (
+            "multipart/form-data",
+            {"allOf": [schema, {"type": "object", "required": ["file"], "properties": _FILE}]},
+        )
+        answer["text/plain"] = {"schema": _TEXT}
+    body = {"required": True, "content": {kind: {"schema": schema}}}
     return {"post": {"summary": summary, "requestBody": body, "responses": {"200": ok, **_errors(*errors)}}}
 
 

@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic_core import to_json
 
 from ...sampling.grammar import Reasoning
+from ..engine.encoder import EncoderInput
 from ..engine.structured import StructuredOutputsParams
 from ..engine.text import token_bytes, token_text
 from ..ipc.messages import Update
@@ -48,9 +49,11 @@ class Endpoint(ABC, Generic[AnySampling]):
     methods are called in the event loop's thread.
 
     Attributes:
+        reads: what its requests hold.
         object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
         ignored_fields: names of the request's fields that the server does not know and therefore ignores.
         prompts: as the client gave them, or as the chat template made them; `ids` are their token ids.
+        decoder_prompt: ids with which the decoder of an encoder-decoder model begins, whose encoder reads the prompts; None: of others.
         answers: the state of each prompt's answer, in the order of the prompts.
         last: the last update whose events were made.
         grammar: what the text must match; None: any text.
@@ -60,12 +63,14 @@ class Endpoint(ABC, Generic[AnySampling]):
     form: type[Body]
     object: str
     prefix: str
+    reads: Literal["prompt", "conversation"] = "conversation"
 
     def __init__(self, server: Server, body: AnySampling):
         self.server, self.body = server, body
         server.check_model(body.model)
         self.prompts: list[str | list[int]] = []
         self.ids: list[list[int]] = []
+        self.decoder_prompt: list[int] | None = None
         self.params = server.defaults
         self.reasoning: Reasoning | None = None
         self.answers: list[Answer] = []
@@ -81,6 +86,7 @@ class Endpoint(ABC, Generic[AnySampling]):
     @abstractmethod
     def prepare(self) -> None:
         """Check the request and set what `submit` sends. Raises ApiError: the request cannot be served."""
+        self.server.check_reads(self.reads)
         if self.body.prompt_logprobs is not None and self.body.stream:
             message = "prompt_logprobs are not sent in streams: leave out stream, or prompt_logprobs."
             raise bad_request(message, "prompt_logprobs")
@@ -90,7 +96,8 @@ class Endpoint(ABC, Generic[AnySampling]):
         """Send the prompts to the engine, each as a request of its own, and set `answers`. `space`, and errors: see `Server.submit`."""
         more = (self.params, self.reasoning, self.answers, self.body.max_time, space)
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
-            self.answers.append(self.server.submit(prompt, ids, *more))
+            begins, given = (ids, None) if self.decoder_prompt is None else (self.decoder_prompt, EncoderInput(ids))
+            self.answers.append(self.server.submit(prompt, begins, *more, encoder=given))
 
     def is_long(self, answer: Answer, update: Update) -> bool:
         """Whether the events of an update may be long, so that a thread has to make them."""
@@ -224,10 +231,12 @@ class Completions(Endpoint[CompletionRequest]):
     form = CompletionRequest
     object = "text_completion"
     prefix = "cmpl"
+    reads = "prompt"
 
     def prepare(self) -> None:
         super().prepare()
         body = self.body
+        self._prepare_decoder()
         counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
         self.params = body.sampling_params(
             self.server.defaults, body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1), logprobs=body.logprobs,
@@ -242,6 +251,21 @@ class Completions(Endpoint[CompletionRequest]):
                 len(ids) - len(self.server.encode(prompt, False)) if isinstance(prompt, str) else 0
                 for prompt, ids in zip(self.prompts, self.ids, strict=True)
             ]
+
+    def _prepare_decoder(self) -> None:
+        """Set `decoder_prompt`. Raises ApiError: 400, a field is for models of the other kind."""
+        body, encoder = self.body, None if self.server.facts is None else self.server.facts.encoder
+        if encoder is None:
+            if body.decoder_prompt is not None:
+                raise bad_request("decoder_prompt is for encoder-decoder models.", "decoder_prompt")
+            return
+        for name in ("echo", "prompt_logprobs"):
+            if getattr(body, name) not in (None, False):
+                raise bad_request(f"{name} is for decoder-only models: an encoder reads this one's prompt.", name)
+        begins = body.decoder_prompt
+        if isinstance(begins, str):
+            begins = encoder.decoder_prompt + self.server.text_ids(begins, "decoder_prompt", add_special_tokens=False)
+        self.decoder_prompt = begins or encoder.decoder_prompt
 
     def usage(self) -> dict[str, Any]:
         """As of any request, but with `max_tokens` 0 without the token that the engine draws all the same: it is shown nowhere."""

@@ -268,6 +268,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: StrictInt | None = Field(16, ge=0)
     logprobs: StrictInt | None = Field(None, ge=0, le=20)
     echo: bool = False
+    decoder_prompt: str | Items[StrictInt] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -459,8 +460,13 @@ def read_body(form: type[AnyBody], raw: bytes, headers: Mapping[str, str]) -> An
     except ValueError as error:
         compressed = f" It is compressed ({encoding}), which is not supported." if encoding else ""
         raise bad_request(f"The body is not JSON: {error}.{compressed}") from None
+    return checked(form, value)
+
+
+def checked(form: type[AnyBody], value: Any, strict: bool | None = None) -> AnyBody:
+    """The body that a value is. `strict` False: its fields are texts, as in forms."""
     try:
-        return form.model_validate(value)
+        return form.model_validate(value, strict=strict)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_input=False), value) from None
 

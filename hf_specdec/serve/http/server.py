@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import inspect
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ...candidate_generators import parse_config
 from ...core.errors import is_failure
 from ...sampling.grammar import Reasoning
+from ..engine.encoder import EncoderInput
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob
+from ..engine.speech import Speech
 from ..engine.structured import StructuredOutputsParams
 from ..engine.text import Detokenizer
 from ..ipc.engine_process import EngineProcess
@@ -206,7 +209,15 @@ class Server:
         self.worker, self.loop = worker, loop
 
     def know(self, facts: Facts) -> None:
-        """Take over what must be known about the model. Raises: see `connect`."""
+        """Take over what must be known about the model. Raises: see `connect`; ImportError: it reads audio, and a package is missing."""
+        if facts.encoder is not None and facts.encoder.speech is not None:
+            missing = [
+                name for name in ("python_multipart", "soundfile", "soxr") if importlib.util.find_spec(name) is None
+            ]
+            if missing:
+                raise ImportError(
+                    f"Serving {self.names[0]} needs {', '.join(missing)}: pip install 'hf-specdec[audio]'"
+                )
         self.facts, self.defaults, self.max_model_len = facts, facts.defaults, facts.max_model_len
         if self.response_template is None:
             self.response_template = facts.response_template
@@ -294,21 +305,46 @@ class Server:
             prompt = self.encode(prompt, add_special_tokens)
         if not prompt:
             raise bad_request("The prompt is empty: it needs at least one token.", param)
-        if len(prompt) >= self.max_model_len:
+        if len(prompt) > self.most_prompt_tokens:
             raise self._too_long(str(len(prompt)), param)
         return prompt
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Maximum number of tokens of a prompt: with an encoder, of what it reads."""
+        encoder = None if self.facts is None else self.facts.encoder
+        return self.max_model_len - 1 if encoder is None else encoder.max_length
+
+    def check_reads(self, what: Literal["prompt", "conversation", "audio"]) -> Speech:
+        """Raise ApiError 400 unless the model reads this kind of input. Returns what is known about its speech, if it reads audio."""
+        encoder = None if self.facts is None else self.facts.encoder
+        speech: Any = None if encoder is None else encoder.speech
+        if (what == "audio") != (speech is not None):
+            instead = (
+                "text, not audio" if speech is None else "audio: use /v1/audio/transcriptions or /v1/audio/translations"
+            )
+            raise bad_request(f"{self.names[0]} reads {instead}.")
+        if what == "conversation" and encoder is not None:
+            raise bad_request(
+                f"{self.names[0]} is an encoder-decoder model, which has no conversations: use /v1/completions."
+            )
+        return speech
+
     def _refuse_long_text(self, text: str, param: str) -> None:
         """Refuse a text much of which is too long already: tokens of beginnings are counted, the next one twice as long."""
-        size = _MOST_PER_TOKEN * self.max_model_len
+        most = self.most_prompt_tokens + 1
+        size = _MOST_PER_TOKEN * most
         while size < len(text):
-            if len(self.encode(text[:size])) > self.max_model_len + _TOKENS_OF_CUT_WORD:
-                raise self._too_long(f"more than {self.max_model_len}", param)
+            if len(self.encode(text[:size])) > most + _TOKENS_OF_CUT_WORD:
+                raise self._too_long(f"more than {most}", param)
             size *= 2
 
     def _too_long(self, size: str, param: str) -> ApiError:
-        message = f"The prompt has {size} tokens; with max_model_len {self.max_model_len} it may have {self.max_model_len - 1}."
-        return ApiError(400, message, param=param, code="context_length_exceeded")
+        most = self.most_prompt_tokens
+        limit = f"with max_model_len {self.max_model_len} it may have {most}"
+        if most >= self.max_model_len:
+            limit = f"the encoder reads at most {most}"
+        return ApiError(400, f"The prompt has {size} tokens; {limit}.", param=param, code="context_length_exceeded")
 
     def text_ids(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text that need not be a prompt, but must not keep others waiting. `param` and errors: see `prompt_ids`."""
@@ -356,15 +392,19 @@ class Server:
             raise stopped() from None
 
     def submit(
-        self, prompt: str | list[int], ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None,
-        among: list[Answer] | None = None, max_time: float | None = None, space: str = ""
+        self, prompt: str | list[int] | None, ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None,
+        among: list[Answer] | None = None, max_time: float | None = None, space: str = "", encoder: EncoderInput | None = None,
+        waits: bool = True
     ) -> Answer:  # fmt: skip
         """Send one prompt to the engine.
 
         Args:
+            prompt: as the client gave it, None for audio; `ids` are its token ids, see `prompt_ids`; with `encoder`, those of the decoder.
             among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
             max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
             space: see `Sequence.space`; not used if API keys share what is learnt.
+            encoder: what the encoder reads, if there is one.
+            waits: False: the client has waited for an earlier part of the same request.
 
         Raises:
             ApiError: 429, too many requests are waiting; 503, see `running_worker`.
@@ -375,7 +415,7 @@ class Server:
         free = 0 if load.waiting else load.free_rows  # if choices wait although rows are free, blocks are missing
         # Those that the engine has reported, and those sent to it since then for which it has no free row.
         waiting = load.waiting + max(0, self._num_submitted - load.num_read - free)
-        if most is not None and waiting >= most:
+        if waits and most is not None and waiting >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
         silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
         number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
@@ -383,10 +423,11 @@ class Server:
         private = params.private or self.privacy.private
         space = "" if self.privacy.shares_across_keys else space
         params = params.copy(detokenize=bool(params.stop), private=private, space=space)
-        answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params, prompt=ids)
+        num_prompt = len((encoder.ids if encoder is not None else []) or ids)
+        answer = Answer(uuid.uuid4().hex, number, inbox, num_prompt, params, prompt=ids)
         self.answers[answer.id] = answer
         self._num_submitted += params.n
-        worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
+        worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning, encoder))
         limits = [limit for limit in (max_time, self.limits.answer_seconds) if limit is not None]
         if limits:
             end = Cancel(answer.id, "length")

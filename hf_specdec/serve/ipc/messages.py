@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...sampling.grammar import Reasoning
+from ..engine.encoder import EncoderFacts, EncoderInput
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob
 from ..engine.structured import StructuredOutputsParams
@@ -22,6 +23,7 @@ class Submit:
     prompt_token_ids: list[int]
     params: SamplingParams
     reasoning: Reasoning | None = None
+    encoder: EncoderInput | None = None
 
 
 @dataclass
@@ -50,16 +52,19 @@ class Facts:
     Attributes:
         defaults: sampling parameters for requests that leave them out.
         response_template: how the model marks reasoning and tool calls, in transformers' format; None: nobody says.
+        encoder: of an encoder-decoder model; None: it has no encoder.
     """
 
     defaults: SamplingParams
     max_model_len: int
     response_template: dict | None
+    encoder: EncoderFacts | None = None
 
     @classmethod
     def of(cls, llm: Any, tokenizer: Any) -> Facts:
         """The facts about a loaded `LLM`. `tokenizer`: the one that the HTTP side uses."""
-        return cls(llm.get_default_sampling_params(), llm.max_model_len, response_template_of(tokenizer, llm.model))
+        template = response_template_of(tokenizer, llm.model)
+        return cls(llm.get_default_sampling_params(), llm.max_model_len, template, llm.encoder)
 
 
 def response_template_of(tokenizer: Any, model: Any) -> dict | None:
@@ -129,7 +134,7 @@ class Load:
     """How busy the engine is: numbers after the last step, for metrics.
 
     Attributes:
-        kv_usage: share of the KV blocks in use, 0 to 1.
+        kv_usage: share of the KV blocks in use, 0 to 1; the larger one if an encoder's keys have blocks, too.
         learning: what a learning drafter reports; None without one.
         free_rows: how many more choices could run, if there are blocks for them.
         num_read: number of choices that the engine has been sent so far, and has read.

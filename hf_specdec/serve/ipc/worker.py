@@ -25,7 +25,8 @@ _POLL_OFTEN_SECONDS = 0.005  # the same while a decode server is about to ask fo
 def load_of(engine: Engine, num_read: int = 0) -> Load:
     """How busy an engine is, which has read `num_read` choices."""
     scheduler, cache, learner = engine.scheduler, engine.decoder.cache, engine.decoder.learner
-    num_running, usage = len(scheduler.running), cache.pool.num_used / max(cache.most_blocks, 1)
+    pools = [each for each in (cache, cache.cross) if each is not None]
+    num_running, usage = len(scheduler.running), max(each.pool.num_used / max(each.most_blocks, 1) for each in pools)
     return Load(
         num_running, len(scheduler.waiting), usage, scheduler.num_preemptions, None if learner is None else learner.report(),
         scheduler.max_num_seqs - num_running, num_read,
@@ -135,7 +136,7 @@ class EngineWorker(threading.Thread):
         self._num_read += message.params.n
         try:
             prompt = message.prompt, message.prompt_token_ids
-            request = self.engine.add(message.id, *prompt, message.params, reasoning=message.reasoning)
+            request = self.engine.add(message.id, *prompt, message.params, message.reasoning, message.encoder)
         except BaseException as error:
             if not is_failure(error):
                 raise

@@ -1,0 +1,136 @@
+"""Encoder-decoder models in the engine: what an encoder reads for a request, and the rules that the model itself has for its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessor, WhisperTimeStampLogitsProcessor
+
+from ...core.errors import UnsupportedModel
+from ...model.architectures import position_limit
+from ...model.encoder_decoder import is_encoder_decoder
+from ...model.encoder_decoder.source import Source
+from ...sampling.warpers import BeginningLogitsProcessor
+from .speech import Speech
+
+
+@dataclass
+class EncoderInput:
+    """What the encoder reads for a request, and how the answer begins. It crosses between processes.
+
+    Attributes:
+        ids: a text's token ids.
+        features: of audio, float32 [bins, frames]; None: the encoder reads `ids`.
+        beginning: per place of the answer, from its first, the ids of which one must stand there.
+        has_timestamps: the answer's timestamps follow Whisper's rules.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    features: np.ndarray | None = None
+    beginning: list[list[int]] = field(default_factory=list)
+    has_timestamps: bool = False
+
+
+@dataclass
+class EncoderFacts:
+    """What those who send requests must know about an encoder-decoder model.
+
+    Attributes:
+        decoder_prompt: ids with which the decoder begins, unless a request has others.
+        max_length: maximum number of ids, or of states of audio, that the encoder reads.
+        speech: of models that read audio; None: the encoder reads ids.
+    """
+
+    decoder_prompt: list[int]
+    max_length: int
+    speech: Speech | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, extractor: Any, max_model_len: int) -> EncoderFacts | None:
+        """The facts about a model; None: it has no encoder.
+
+        Args:
+            extractor: transformers' feature extractor of a model that reads audio.
+            max_model_len: see `LLM`; it bounds a text that the encoder reads, too.
+
+        Raises:
+            UnsupportedModel: the encoder reads neither ids nor Whisper's features.
+        """
+        if not is_encoder_decoder(model):
+            return None
+        given: Any = model.generation_config
+        config, name = model.config, type(model).__name__
+        if config.model_type == "whisper":
+            return cls([], config.max_source_positions, Speech.of(model, extractor))
+        if model.main_input_name != "input_ids":
+            raise UnsupportedModel(
+                f"{name} reads {model.main_input_name}; LLM and the server read audio for Whisper only: call model.generate()."
+            )
+        start = given.decoder_start_token_id if given.decoder_start_token_id is not None else given.bos_token_id
+        prompt = [each for each in (start, given.forced_bos_token_id) if each is not None]
+        if not prompt or not all(isinstance(each, int) for each in prompt):
+            raise UnsupportedModel(
+                f"{name} does not say how its texts begin: set generation_config.decoder_start_token_id."
+            )
+        positions = position_limit(config.get_text_config(encoder=True))
+        return cls(prompt, min(positions or max_model_len, max_model_len))
+
+
+class EncoderSide:
+    """Makes what a request's rows need of an encoder-decoder model.
+
+    Args:
+        max_length: see `EncoderFacts`.
+        num_blocks: number of blocks for the keys of the rows' sources.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_length: int, num_blocks: int):
+        self.model, self.max_length, self.num_blocks = model, max_length, num_blocks
+        generator: Any = model
+        self._config = config = generator._prepare_generation_config(None)[0]
+        # Requests choose these themselves; the first token is in the decoder's prompt, and an answer that was cut off has no end.
+        config.do_sample, config.num_beams, config.repetition_penalty = False, 1, 1.0
+        config.forced_bos_token_id = config.forced_eos_token_id = None
+        generator._prepare_special_tokens(config, device=model.device)
+
+    def source(self, given: EncoderInput | None) -> Source:
+        """The source of a request's rows, which the encoder has not read yet. Raises ValueError: it cannot be read."""
+        if given is None:
+            raise ValueError(
+                f"{type(self.model).__name__} has an encoder, and this request has nothing for it to read."
+            )
+        device = self.model.device
+        if given.features is not None:
+            features = torch.from_numpy(given.features)[None].to(device, self.model.dtype)
+            return Source(self.model, self.max_length, self.num_blocks, {"input_features": features})
+        embeddings: Any = self.model.get_encoder().get_input_embeddings()
+        wrong = next((token for token in given.ids if not 0 <= token < embeddings.num_embeddings), None)
+        if not given.ids:
+            raise ValueError("The prompt is empty: it needs at least one token.")
+        if wrong is not None:
+            raise ValueError(
+                f"The prompt holds the id {wrong}; the encoder has ids 0 to {embeddings.num_embeddings - 1}."
+            )
+        if len(given.ids) > self.max_length:
+            raise ValueError(f"The prompt has {len(given.ids)} tokens; the encoder reads at most {self.max_length}.")
+        ids = torch.tensor([given.ids], device=device)
+        is_shared = getattr(self.model.config, "share_encoder_decoder_embeddings", True)
+        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return Source(self.model, len(given.ids), self.num_blocks, arguments, given.ids if is_shared else [])
+
+    def rules(self, given: EncoderInput, prompt: Items[int]) -> list[LogitsProcessor]:
+        """The logits processors that `generate()` makes of the model's generation config, and of how the answer begins. `prompt`: ids."""
+        begin = len(prompt) + len(given.beginning)
+        ids = torch.tensor([given.ids]) if given.ids else None
+        generator: Any = self.model
+        rules: list[LogitsProcessor] = generator._get_logits_processor(
+            self._config, begin, ids, device=self.model.device
+        )
+        if given.has_timestamps:
+            rules.append(WhisperTimeStampLogitsProcessor(self._config, begin_index=begin))
+        return [BeginningLogitsProcessor(len(prompt), given.beginning, rules)] if given.beginning else rules

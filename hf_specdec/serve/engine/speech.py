@@ -1,0 +1,150 @@
+"""Speech: Whisper's prompts, the windows of its audio, and the segments of its transcripts. Rules are those of its `generate()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ...core.errors import UnsupportedModel
+
+_SECONDS_PER_FRAME = 0.01
+_SECONDS_PER_STATE = 0.02
+
+
+@dataclass
+class Segment:
+    """A part of a transcript. `start`, `end`: seconds; `seek`: the first frame of its window."""
+
+    start: float
+    end: float
+    tokens: list[int]
+    seek: int
+
+
+@dataclass
+class Speech:
+    """How a Whisper model is asked, and what its answers mean. It crosses between processes.
+
+    Attributes:
+        extractor: transformers' feature extractor.
+        start, previous, no_timestamps: ids of the tokens that begin a transcript, begin a text before it, and say that it has no
+            timestamps, the ids of which follow; None: the model has no such token.
+        end: ids that end a transcript.
+        languages, tasks: ids by code ("en") and by name ("transcribe"); empty: the model knows one of each.
+        num_frames: number of frames of a window.
+        max_previous: maximum number of tokens of the text before a transcript.
+    """
+
+    extractor: Any
+    start: int
+    previous: int | None
+    no_timestamps: int
+    end: frozenset[int]
+    languages: dict[str, int]
+    tasks: dict[str, int]
+    num_frames: int
+    max_previous: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, extractor: Any) -> Speech:
+        """By a model's generation config. Raises UnsupportedModel: it is of an old form."""
+        given: Any = model.generation_config
+        if getattr(given, "no_timestamps_token_id", None) is None:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has a generation config of an old form, without no_timestamps_token_id: take the one of the "
+                "present checkpoint on the Hub."
+            )
+        is_multilingual = bool(getattr(given, "is_multilingual", False))
+        languages = getattr(given, "lang_to_id", {}) if is_multilingual else {}
+        ends = given.eos_token_id
+        return cls(
+            extractor, given.decoder_start_token_id, getattr(given, "prev_sot_token_id", None), given.no_timestamps_token_id,
+            frozenset([ends] if isinstance(ends, int) else ends or ()), {token[2:-2]: number for token, number in languages.items()},
+            dict(getattr(given, "task_to_id", {})) if is_multilingual else {}, 2 * model.config.max_source_positions,
+            model.config.max_target_positions // 2 - 1,
+        )  # fmt: skip
+
+    def features(self, samples: np.ndarray, sampling_rate: int) -> np.ndarray:
+        """Features float32 [bins, frames] of a recording, float32 [n], padded to a window if it is shorter.
+
+        Raises:
+            ValueError: the model does not come from a folder.
+            ImportError: it must be resampled, and soxr is not installed.
+        """
+        if self.extractor is None:
+            raise ValueError("A model that was loaded elsewhere has no feature extractor: pass its folder to LLM.")
+        wanted = self.extractor.sampling_rate
+        if sampling_rate != wanted:
+            try:
+                import soxr
+            except ImportError as error:
+                raise ImportError("Resampling audio needs soxr: pip install 'hf-specdec[audio]'") from error
+            samples = soxr.resample(samples, sampling_rate, wanted)
+        whole = {} if len(samples) <= self.extractor.n_samples else {"truncation": False, "padding": "longest"}
+        return self.extractor(samples, sampling_rate=wanted, return_tensors="np", **whole)["input_features"][0]
+
+    def window(self, features: np.ndarray, seek: int) -> np.ndarray:
+        """The features of the window that begins at frame `seek`, padded with zeros."""
+        part = features[:, seek : seek + self.num_frames]
+        return np.pad(part, ((0, 0), (0, self.num_frames - part.shape[1]))).astype(np.float32)
+
+    def beginning(self, task: str, language: str | None, has_timestamps: bool) -> list[list[int]]:
+        """Per place after the start token, the ids of which one must stand there. `language` None: the model says which it is.
+
+        Raises:
+            ValueError: the model does not know this task or language.
+        """
+        wanted: list[list[int]] = []
+        if self.languages:
+            if language is not None and language not in self.languages:
+                raise ValueError(
+                    f"language {language!r} is not one of the model's: {', '.join(sorted(self.languages))}."
+                )
+            wanted = [
+                list(self.languages.values()) if language is None else [self.languages[language]],
+                [self.tasks[task]],
+            ]
+        elif task != "transcribe" or language not in (None, "en"):
+            raise ValueError(
+                "The model transcribes English only: leave out language, and do not ask for a translation."
+            )
+        return wanted if has_timestamps else [*wanted, [self.no_timestamps]]
+
+    def prompt(self, previous: list[int], beginning: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+        """The decoder's prompt, and what is left of `beginning`: the places from the first that the model chooses.
+
+        Args:
+            previous: ids of a text before the transcript; of a long one, the last.
+
+        Raises:
+            ValueError: the model knows no text before a transcript.
+        """
+        if previous and self.previous is None:
+            raise ValueError("prompt: the model's generation config has no prev_sot_token_id.")
+        before = [] if self.previous is None or not previous else [self.previous, *previous[-self.max_previous :]]
+        known = next((i for i, ids in enumerate(beginning) if len(ids) > 1), len(beginning))
+        return [*before, self.start, *(ids[0] for ids in beginning[:known])], beginning[known:]
+
+    def segments(self, tokens: list[int], seek: int, num_frames: int) -> tuple[list[Segment], int]:
+        """The segments of a window's transcript, and the number of frames after which the next window begins.
+
+        Args:
+            tokens: without the language, the task and the end token.
+            seek, num_frames: the window's first frame, and how many of its frames are the recording's.
+        """
+        if not tokens:
+            return [], num_frames
+        from transformers import WhisperForConditionalGeneration
+
+        seconds = torch.tensor([seek * _SECONDS_PER_FRAME], dtype=torch.float64)
+        found, offset = WhisperForConditionalGeneration._retrieve_segment(
+            seek_sequence=torch.tensor(tokens), seek_outputs=[None], time_offset=seconds, timestamp_begin=self.no_timestamps + 1,
+            seek_num_frames=torch.tensor([num_frames]), time_precision=_SECONDS_PER_STATE, time_precision_features=_SECONDS_PER_FRAME,
+            input_stride=2, prev_idx=0, idx=0, return_token_timestamps=False, decoder_input_ids=torch.zeros(1, 1),
+        )  # fmt: skip
+        segments = [Segment(float(each["start"]), float(each["end"]), each["tokens"].tolist(), seek) for each in found]
+        return segments, int(offset) or num_frames  # a model that goes nowhere would be asked for ever
