@@ -26,7 +26,8 @@ def larger(size: str, dtype: str = "float32", device: str = "cpu") -> tuple[Any,
     from hf_specdec.inflation import inflate
 
     folder = hf_specdec.bundled("tiny")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = model.to(device)
     own = SIZES[size]
     if own is not None:
         model = inflate(model, **own).eval()

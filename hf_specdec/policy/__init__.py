@@ -40,7 +40,10 @@ __all__ = [
 
 
 def make_policy(
-    config: SpeculativeConfig, clock: Callable[[], float] | None = None, measured: Fastest | None = None, is_head: bool = False
+    config: SpeculativeConfig,
+    clock: Callable[[], float] | None = None,
+    measured: Fastest | None = None,
+    is_head: bool = False,
 ) -> DraftLengthPolicy:
     """The policy of draft lengths that a configuration asks for.
 
