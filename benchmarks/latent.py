@@ -116,7 +116,10 @@ def prompts(model: Any, turns: int) -> list[dict[str, Any]]:
 
     target, found = Target(model, PROMPT, 1), []
     for count in TOKENS:
-        ways = {"absorbed": lambda n=count: forced(target, n, True), "expanded": lambda n=count: forced(target, n, False)}
+        ways = {
+            "absorbed": lambda n=count: forced(target, n, True),
+            "expanded": lambda n=count: forced(target, n, False),
+        }
         taken = latent._is_absorbed(model.model.layers[0].self_attn, target.row(0, count))
         found.append({"tokens": count, **in_turns(ways, turns), "taken": "absorbed" if taken else "expanded"})
     return found
