@@ -31,6 +31,7 @@ class AttentionCase:
 
     Attributes:
         rows: (kind, keys, queries) each; kind "causal", "tree" or "empty" (fills up a graph bucket).
+        one_pool: the values are the first columns of the keys.
         padding: packed tokens behind the last row's, which must stay unwritten.
     """
 
@@ -44,6 +45,7 @@ class AttentionCase:
     softcap: float | None = None
     sinks: bool = False
     invariant: bool = False
+    one_pool: bool = False
     padding: int = 0
 
 
@@ -66,6 +68,7 @@ CASES = (
     AttentionCase("32 wide, group of 7", _MIXED, 14, 2, 32),
     AttentionCase("192/128 wide (MLA prompts)", _MIXED, 16, 16, 192, 128),
     AttentionCase("576/512 wide (MLA)", _MIXED[:3], 16, 1, 576, 512),
+    AttentionCase("576/512 wide, one pool (MLA)", _MIXED[:3], 16, 1, 576, 512, one_pool=True),
 )
 
 
@@ -109,6 +112,8 @@ class Problem:
             own = self.slots(row)
             self.keys[own] = context.randn(len(own), case.kv_heads, case.width, dtype=dtype)
             self.values[own] = context.randn(len(own), case.kv_heads, value_width, dtype=dtype)
+        if case.one_pool:
+            self.values = self.keys[..., :value_width]
         self.query = context.randn(case.heads, num_tokens, case.width, dtype=dtype).transpose(0, 1)
         self.sinks = context.randn(case.heads, dtype=dtype) if case.sinks else None
         self.scaling = case.width**-0.5

@@ -10,6 +10,7 @@ import torch
 
 from ..cache.paged_layer import PagedLayer
 from ..core.errors import UnsupportedModel
+from ..core.names import CACHE
 from ..kernels.attention.inputs import AttentionRow
 from ..kernels.attention.reference import read_row
 
@@ -21,16 +22,18 @@ def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(forward)
-    def select(indexer, hidden, queries, angles, mask, positions, cache: Any = None):
+    def select(indexer: Any, *inputs: Any, **given: Any) -> Any:
+        cache: Any = given.get(CACHE)
         batch = getattr(cache, "batch", None)
         if batch is None or batch.gather:
-            return forward(indexer, hidden, queries, angles, mask, positions, cache=cache)
+            return forward(indexer, *inputs, **given)
         if batch.captured or batch.invariant is not None:
             raise UnsupportedModel(
                 "Layers that select their keys (indexers) run neither in CUDA graphs nor with 'deterministic'. Leave the key out."
             )
+        hidden, queries, angles, mask, positions = inputs
         # Every key is written before any row is scored, because rows may share blocks.
-        forward(indexer, hidden, queries, angles, mask[..., :0], positions, cache=cache)
+        forward(indexer, hidden, queries, angles, mask[..., :0], positions, **given)
         rows, masks = batch.plan(cache.window, hidden[0, :, None], hidden[0, :, None])
         found = []
         for row, own_mask in zip(rows, masks, strict=True):
@@ -38,10 +41,8 @@ def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
             seen = hidden.new_zeros(1, row.length) if own_mask is None else own_mask
             keys = _KeysOf(cache.layers[indexer.layer_idx], row)
             turned = tuple(each[:, own] for each in angles)
-            selected = forward(
-                indexer, hidden[:, own], queries[:, own], turned, seen[None], positions[:, own], cache=keys
-            )
-            found.append(selected[0].long())
+            part = hidden[:, own], queries[:, own], turned, seen[None], positions[:, own]
+            found.append(forward(indexer, *part, **{CACHE: keys})[0].long())
         return found
 
     return select
