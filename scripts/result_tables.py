@@ -151,6 +151,20 @@ def formats() -> str:
     return table(["format", "reference", "difference"], rows)
 
 
+def encoder_decoder() -> str:
+    """Words per second of encoder-decoder models over `generate()` with all rows in one batch."""
+    drafted = {"n-gram": "n-gram", "right drafter": "drafter that is right"}
+    rows = []
+    for task, results in read("encoder-decoder-cpu")["tasks"].items():
+        of = {row["name"]: row for row in results["rows"]}
+        for way, title in drafted.items():
+            if f"ours, {way}" in of:
+                names = (f"transformers, one by one, {way}", f"ours, one by one, {way}", "ours, plain", f"ours, {way}")
+                figures = [of[name]["over_batch"] if name in of else None for name in names]
+                rows.append([task, title, *figures, of[names[-1]]["accepted_length"]])
+    return table(["task", "drafts", "assisted, one by one", "ours, one by one", "ours, plain", "ours", "τ"], rows)
+
+
 TABLES = {
     "h200": h200,
     "engines-amd": lambda: engines(
@@ -166,6 +180,7 @@ TABLES = {
     "acceptance": acceptance,
     "training": training,
     "acceptance-hybrid": hybrid_acceptance,
+    "encoder-decoder": encoder_decoder,
     "quantized": quantized,
     "latent": latent,
     "formats": formats,

@@ -174,6 +174,8 @@ def test_completions_of_an_encoder_decoder_model(tmp_path):
         ):  # fmt: skip
             status, _, got = server.post("/v1/completions", body)
             assert status == 400 and message in got["error"]["message"]
+        status, _, got = server.post("/v1/audio/transcriptions", *form_of([("file", b"")]))
+        assert status == 400 and "reads text, not audio" in got["error"]["message"]
         for path, body, message in (
             ("chat/completions", {"messages": [{"role": "user", "content": "<5>"}]}, "encoder-decoder model, which has no conversations"),
             ("responses", {"input": "<5>"}, "encoder-decoder model, which has no conversations"),

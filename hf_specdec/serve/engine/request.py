@@ -81,8 +81,8 @@ class RequestOutput:
         kv_transfer_params: with the method `extract_hidden_states`, {"hidden_states_path": the first choice's file}; on a prefill server
             that keeps the prompt's KV, the parameters for the decode server; else None.
         error: why the request failed while it ran; its choices then have what was generated before. None: it did not fail.
-        encoder_prompt, encoder_prompt_token_ids: what the encoder of an encoder-decoder model has read, if it is text. `prompt_token_ids`
-            are then the decoder's.
+        encoder_prompt: the text that the encoder of an encoder-decoder model has read; None: it was given ids or audio.
+        encoder_prompt_token_ids: the ids that it has read. `prompt_token_ids` are then the decoder's.
     """
 
     request_id: str
