@@ -71,7 +71,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def in_thread(speculative_config=None, *, model="tiny", tokenizer=None, response_template=None, api_keys=None):
+def in_thread(
+    speculative_config=None, *, model="tiny", tokenizer=None, response_template=None, api_keys=None, allowed_origins=None,
+    max_model_len=512, **limits,
+):  # fmt: skip
     """The application with its engine in a thread of this process: what it answers is the same, and it starts in a moment."""
     import uvicorn
     from transformers import AutoTokenizer
@@ -81,10 +84,14 @@ def in_thread(speculative_config=None, *, model="tiny", tokenizer=None, response
     from hf_specdec.serve.http.server import Limits, Server
 
     llm = hf_specdec.LLM(
-        str(model), tokenizer=tokenizer, dtype="float32", max_model_len=512, speculative_config=speculative_config
+        str(model),
+        tokenizer=tokenizer,
+        dtype="float32",
+        max_model_len=max_model_len,
+        speculative_config=speculative_config,
     )
     folder = hf_specdec.resolve_model(tokenizer or str(model))
-    server = Server(AutoTokenizer.from_pretrained(folder), ["tiny"], Limits(), response_template)
+    server = Server(AutoTokenizer.from_pretrained(folder), ["tiny"], Limits(**limits), response_template)
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -95,7 +102,7 @@ def in_thread(speculative_config=None, *, model="tiny", tokenizer=None, response
     served = Served()
     port, served.headers = free_port(), {}
     served.url = f"http://127.0.0.1:{port}"
-    app = make_app(server, api_keys, None, lifespan)
+    app = make_app(server, api_keys, allowed_origins, lifespan)
     running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
     thread = threading.Thread(target=running.run)
     thread.start()

@@ -162,11 +162,13 @@ def accepted_length(tiny_model, plain):
     return measured
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("deep", "flat"), [("tiny-hydra", "tiny-medusa"), ("tiny-eagle3", "tiny-medusa")])
 def test_heads_that_read_the_drafted_tokens_accept_more(accepted_length, deep, flat):
     assert accepted_length(deep, "chain") > accepted_length(flat, "chain")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tiny-eagle3", "tiny-medusa"])
 def test_trees_accept_more_than_chains(accepted_length, name):
     assert accepted_length(name, "tree") > accepted_length(name, "chain")

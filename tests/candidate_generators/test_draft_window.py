@@ -86,6 +86,7 @@ def test_in_graphs(tmp_path, model, graphs_in_python, defined_attention):  # noq
     hf_specdec.release(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "modules", "sinks"),
     [("DeepSeek-V3", 2, None), ("DeepSeek-V3", 2, SINKS), ("MiMo", 1, SINKS), ("MiMo-V2", 1, None)],

@@ -96,6 +96,7 @@ def largest_error(recorder, assistant, target) -> float:
     return largest_difference((logits[known], true[known]) for logits, true in pairs for known in [logits > -torch.inf])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("ordered", [False, True], ids=["all tokens", "clusters"])
 def test_logits_are_transformers_own(tmp_path, kind, ordered):
@@ -126,6 +127,7 @@ def test_trees_and_texts(tmp_path, shape):
     assert largest_error(recorder, assistant, target) < 1e-3
 
 
+@pytest.mark.long
 def test_rows_that_come_and_go(tmp_path):
     """Rows with limits of their own, prompts in chunks, preempted rows: they draft again from the keys that were read again."""
     target = target_of("shared keys")

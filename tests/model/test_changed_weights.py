@@ -33,6 +33,7 @@ def check_equal(model):
     return wanted
 
 
+@pytest.mark.long
 def test_merged_adapters(adapted):
     with adapted.disable_adapter():
         plain = check_equal(adapted)

@@ -607,6 +607,7 @@ def with_code(folder, source):
     return folder
 
 
+@pytest.mark.long
 def test_code_that_the_user_trusted_is_not_asked_about_again(tmp_path, monkeypatch):
     """A drafter of a kind that transformers knows runs transformers' code all the same."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))

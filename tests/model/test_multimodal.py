@@ -114,6 +114,7 @@ def ending_in_images(model, seed=0):
     return {name: torch.cat([inputs[name], other[name]]) for name in inputs}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", families(quick=("gemma3", "qwen2_vl", "qwen3_vl")))
 def test_prompts_that_end_in_an_image(family):
     """M-RoPE then gives the text after it other positions on each axis."""

@@ -65,6 +65,7 @@ def test_sampled_text_does_not_depend_on_the_method(family):
     hf_specdec.release(model)
 
 
+@pytest.mark.long
 def test_deterministic_text():
     """In bfloat16: with the key, drafts change nothing."""
     model = build_multimodal("llava").to(torch.bfloat16)

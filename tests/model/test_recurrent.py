@@ -183,6 +183,7 @@ def test_prompts_in_parts_and_rows_that_are_read_again(name, states, models, mon
     assert max(preempted) > 0  # a row that had written text of its own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("states", ["kept", "replayed"])
 @pytest.mark.parametrize("name", ALL)
 def test_rows_join_and_leave(name, states, models):

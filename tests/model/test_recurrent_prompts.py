@@ -33,6 +33,7 @@ def with_vision():
     hf_specdec.release(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("states", ["kept", "replayed"])
 def test_prompts_with_images(states, with_vision):
     """Two, no and one image in a batch: the states after the prompts are the model's own."""

@@ -11,7 +11,7 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
-from helpers_server import Process
+from helpers_server import in_thread
 from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("uvicorn")
@@ -24,9 +24,9 @@ ORIGIN = "http://page.example"
 
 @pytest.fixture(scope="module")
 def server():
-    config = json.dumps({"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3})
-    flags = ["--max-model-len", "256", "--api-key", "secret", "--allowed-origins", ORIGIN, "--max-body-bytes", "50000"]
-    with Process.running("--speculative-config", config, *flags) as made:
+    config = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
+    options = {"max_model_len": 256, "max_body_bytes": 50000}
+    with in_thread(config, api_keys=["secret"], allowed_origins=[ORIGIN], **options) as made:
         made.headers = {"Authorization": "Bearer secret"}
         yield made
 
