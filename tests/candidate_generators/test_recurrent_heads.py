@@ -31,6 +31,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "shape"), COMBINATIONS)
 def test_draft_logits_of_mtp_layers(tmp_path, name, shape):
     """Against the layer's formulas in float64 over rounds that accept none, some and all drafts; and the text is plain text."""
@@ -47,6 +48,7 @@ def test_draft_logits_of_mtp_layers(tmp_path, name, shape):
     assert_lossless(stored.model, {"method": "mtp", **SHAPES[shape]}, max_new_tokens=10, temperature=0.8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", ["static", pytest.param("chain", marks=pytest.mark.slow)])
 def test_draft_logits_of_nemotrons_mtp_blocks(tmp_path, shape):
     """The layer is one block with attention and one with experts; the target's own blocks have states too."""

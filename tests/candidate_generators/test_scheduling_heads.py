@@ -73,6 +73,7 @@ def test_requests_join_leave_wait_and_are_preempted(target, name, tmp_path):
     run_scenario(target, None, made(name, target, tmp_path), num_requests=NUM_REQUESTS.get(name, 14), vocab_size=VOCAB)
 
 
+@pytest.mark.long
 def test_mtp(tmp_path):
     """Its target is one of the families that have such layers."""
     stored = mtp_checkpoint(tmp_path / "target", "GLM-4.5", num_modules=2)

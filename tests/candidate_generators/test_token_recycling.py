@@ -283,6 +283,7 @@ def test_every_step_equals_the_model_of_it(model, config):
     assert len(steps) > 5 and max(steps) > 6
 
 
+@pytest.mark.long
 def test_sampling_does_not_depend_on_drafts(model):
     """Coupled: the tokens of decoding without drafts; by rejection: padded and pruned trees are served too."""
     assert_sampling_does_not_depend_on_drafts(model, CONFIGS, temperature=0.7, top_p=0.9)

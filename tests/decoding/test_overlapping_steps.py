@@ -88,6 +88,7 @@ def test_many_random_batches(model, configs, method, rule, knobs, lengths, argum
     check_against_one_at_a_time(model, configs, method, rule, knobs, lengths, arguments, stop, seed)
 
 
+@pytest.mark.long
 @settings(max_examples=10, **OPTIONS)
 @given(**(CASE | {"method": st.sampled_from(["none", "no drafts"]), "rule": st.just("coupled")}))
 def test_random_batches_as_graphs(

@@ -51,6 +51,7 @@ def test_transcripts(case):
             assert torch.equal(transcript(model, inputs, options, config), plain), config
 
 
+@pytest.mark.long
 def test_silence_is_still_detected_and_does_not_stop_drafts():
     """A segment whose first token says 'no speech' is skipped; the processor that looks at it changes no score."""
     model, inputs = whisper(), speech(130)
