@@ -175,6 +175,7 @@ def test_completions_of_an_encoder_decoder_model(tmp_path):
         assert begun.lstrip() == plain(texts[0], max_new_tokens=NEW, decoder_input_ids=torch.tensor([[1, 9, 20]]))
         for body, message in (
             ({"prompt": texts[0], "echo": True}, "echo is for decoder-only models"),
+            ({"prompt": texts[0], "prompt_logprobs": 0}, "prompt_logprobs is for decoder-only models"),
             ({"prompt": "<5> " * 65}, "has 65 tokens"), ({"prompt": ""}, "is empty"),
         ):  # fmt: skip
             status, _, got = server.post("/v1/completions", body)
