@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import itertools
 import logging
+import operator
 import os
 import random
 import warnings
@@ -358,10 +359,13 @@ class LLM:
                 )
             return Submit(name, *self._read(prompt), params)
         read, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
+        data = read.get("multi_modal_data") if isinstance(read, dict) else None
         if facts.speech is None:
+            if data is not None:
+                raise ValueError(f"{type(self.model).__name__} reads text: multi_modal_data is not for it.")
             text, ids = self._read(read)
             return Submit(name, text, self._decoder_prompt(begins), params, encoder=EncoderInput(ids))
-        audio = read.get("multi_modal_data", {}).get("audio") if isinstance(read, dict) else None
+        audio = data.get("audio") if isinstance(data, dict) else None
         if not isinstance(audio, (tuple, list)) or len(audio) != 2:
             raise ValueError('A prompt of this model is {"multi_modal_data": {"audio": (samples, sampling rate)}}.')
         features = facts.speech.features(np.asarray(audio[0], np.float32), int(audio[1]))
@@ -369,7 +373,8 @@ class LLM:
             raise ValueError(
                 "The audio is longer than a window of the model: use the server's /v1/audio/transcriptions, or model.generate()."
             )
-        begins = read.get("prompt") if begins is None else begins
+        if begins is None and not read.keys().isdisjoint(("prompt", "prompt_token_ids")):
+            begins = read
         if begins is not None:
             return Submit(name, None, self._decoder_prompt(begins), params, encoder=EncoderInput(features=features))
         ids, beginning = facts.speech.prompt([], facts.speech.beginning("transcribe", None, has_timestamps=False))
@@ -389,7 +394,7 @@ class LLM:
         """
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), list(map(operator.index, prompt["prompt_token_ids"]))
             prompt = prompt.get("prompt")
         if isinstance(prompt, str):
             if self.tokenizer is None:

@@ -1,7 +1,9 @@
 """Encoder-decoder models in LLM and the server: every request gets the text of generate(), and nothing is left behind."""
 
+import http.client
 import io
 import json
+import select
 import threading
 import time
 
@@ -10,7 +12,7 @@ import openai
 import pytest
 import torch
 from cache_checks import check_blocks
-from encoders import DRAFT, END, MARKS, NEW, NGRAM, TREE, VOCAB, build, inputs_for, whisper
+from encoders import DRAFT, END, MARKS, NEW, NGRAM, NO_TIMES, START, TREE, VOCAB, build, inputs_for, whisper
 from families import perturbed
 from helpers_server import Process
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -118,9 +120,12 @@ def test_a_request_that_leaves_takes_nothing_with_it():
     assert [1, 7, *output.outputs[0].token_ids] == model.generate(**given, max_new_tokens=NEW, do_sample=False)[
         0
     ].tolist()
-    for wrong, message in (([], "is empty"), ([VOCAB], "ids 0 to 95"), ([5] * 65, "reads at most 64")):
+    for wrong, message in (
+        ({"prompt_token_ids": []}, "is empty"), ({"prompt_token_ids": [VOCAB]}, "ids 0 to 95"),
+        ({"prompt_token_ids": [5] * 65}, "reads at most 64"), ({"prompt_token_ids": [5], "multi_modal_data": {}}, "reads text"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            llm.generate({"prompt_token_ids": wrong}, GREEDY, use_tqdm=False)
+            llm.generate(wrong, GREEDY, use_tqdm=False)
     check_empty(llm)
     llm.close()
     hook.remove()
@@ -170,6 +175,7 @@ def test_completions_of_an_encoder_decoder_model(tmp_path):
         assert begun.lstrip() == plain(texts[0], max_new_tokens=NEW, decoder_input_ids=torch.tensor([[1, 9, 20]]))
         for body, message in (
             ({"prompt": texts[0], "echo": True}, "echo is for decoder-only models"),
+            ({"prompt": texts[0], "prompt_logprobs": 0}, "prompt_logprobs is for decoder-only models"),
             ({"prompt": "<5> " * 65}, "has 65 tokens"), ({"prompt": ""}, "is empty"),
         ):  # fmt: skip
             status, _, got = server.post("/v1/completions", body)
@@ -221,16 +227,23 @@ def test_llm_hears(ears):
     llm = LLM(str(ears), speculative_config=NGRAM, device="cpu")
     audio = {"audio": (samples, RATE)}
     greedy = SamplingParams(temperature=0, max_tokens=None)
-    heard, told = llm.generate(
-        [{"multi_modal_data": audio}, {"prompt": "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>", "multi_modal_data": audio}],
+    heard, told, by_ids = llm.generate(
+        [
+            {"multi_modal_data": audio}, {"prompt": "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>", "multi_modal_data": audio},
+            {"prompt_token_ids": np.array([START, 63, 64, NO_TIMES]), "multi_modal_data": audio},
+        ],
         greedy, use_tqdm=False,
     )  # fmt: skip
+    assert by_ids.prompt_token_ids == told.prompt_token_ids and by_ids.outputs[0].text == told.outputs[0].text
     one = {"task": "transcribe", "force_unique_generate_call": True}
     assert heard.outputs[0].text.lstrip() == transcript(ears, samples, **one)[0]
     assert told.outputs[0].text.lstrip() == transcript(ears, samples, **one, language="de")[0]
     for wrong, message in (
         ("a text", "multi_modal_data"),
         ({"multi_modal_data": {"audio": (recording(2), RATE)}}, "longer than a window"),
+        ({"multi_modal_data": None}, "multi_modal_data"),
+        ({"multi_modal_data": {"audio": (recording(1e-2) * 1e30, RATE)}}, "finite"),
+        ({"multi_modal_data": {"audio": (samples[None], RATE)}}, "one channel"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate(wrong, greedy, use_tqdm=False)
@@ -310,6 +323,8 @@ def test_transcriptions(ears):
         flac = audio.transcriptions.create(model=name, file=("a.flac", file_of(stereo, RATE // 2, "FLAC")))
         assert flac.text
         _check_bad_forms(server, file_of(short))
+        assert "ChatML" not in server.said()
+        _check_long_recording_of_few_bytes(server)
         stream = hear(long, stream=True, language="en")
         next(iter(stream))
         stream.close()  # the client leaves
@@ -319,12 +334,27 @@ def test_transcriptions(ears):
             time.sleep(0.02)
 
 
+def _check_long_recording_of_few_bytes(server):
+    """Requests that are read at once do not wait for it."""
+    body, headers = form_of(
+        [("file", file_of(np.zeros(900_000), 1000, "FLAC")), ("stream", "true"), ("language", "en")]
+    )
+    assert len(body) < 8000
+    client = http.client.HTTPConnection("127.0.0.1", server.port)
+    client.request("POST", "/v1/audio/transcriptions", body, headers)
+    time.sleep(0.2)
+    assert server.post("/tokenize", {"prompt": "234"})[0] == 200
+    assert not select.select([client.sock], [], [], 0)[0]  # it is being read still
+    client.close()
+
+
 def _check_bad_forms(server, wav):
     nan = file_of(np.full(800, np.nan, "float32"))
     for fields, message in (
         ([("language", "en")], "file must be an uploaded recording"), ([("file", "text")], "file must be an uploaded recording"),
         ([("file", b"noise")], "cannot be read as audio"), ([("file", file_of(recording(0)))], "the recording is empty"),
-        ([("file", nan)], "not a finite number"), ([("file", wav), ("language", "xx")], "language 'xx' is not one of"),
+        ([("file", nan)], "finite"), ([("file", file_of(recording(0.1) * 1e30))], "finite"),
+        ([("file", wav), ("language", "xx")], "language 'xx' is not one of"),
         ([("file", wav), ("temperature", "hot")], "temperature"), ([("file", wav), ("temperature", "2")], "temperature"),
         ([("file", wav), ("response_format", "xml")], "response_format"), ([("file", wav), ("prompt", "a<|en|>")], "special tokens"),
         ([("file", wav), ("response_format", "srt"), ("stream", "true")], "A stream has no srt"),
@@ -344,6 +374,7 @@ def _check_bad_forms(server, wav):
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}),
     ):
         status, _, got = server.post(path, body)
         assert status == 400 and "reads audio: use /v1/audio/transcriptions" in got["error"]["message"]

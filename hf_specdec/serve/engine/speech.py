@@ -72,11 +72,13 @@ class Speech:
         """Features float32 [bins, frames] of a recording, float32 [n], padded to a window if it is shorter.
 
         Raises:
-            ValueError: the model does not come from a folder.
+            ValueError: the model does not come from a folder, or the recording has other dimensions or samples that are not finite.
             ImportError: it must be resampled, and soxr is not installed.
         """
         if self.extractor is None:
             raise ValueError("A model that was loaded elsewhere has no feature extractor: pass its folder to LLM.")
+        if samples.ndim != 1:
+            raise ValueError(f"The samples have the shape {list(samples.shape)}: pass those of one channel, [n].")
         wanted = self.extractor.sampling_rate
         if sampling_rate != wanted:
             try:
@@ -85,7 +87,10 @@ class Speech:
                 raise ImportError("Resampling audio needs soxr: pip install 'hf-specdec[audio]'") from error
             samples = soxr.resample(samples, sampling_rate, wanted)
         whole = {} if len(samples) <= self.extractor.n_samples else {"truncation": False, "padding": "longest"}
-        return self.extractor(samples, sampling_rate=wanted, return_tensors="np", **whole)["input_features"][0]
+        features = self.extractor(samples, sampling_rate=wanted, return_tensors="np", **whole)["input_features"][0]
+        if not np.isfinite(features).all():
+            raise ValueError("A sample is not finite, or its square is not: samples are from -1 to 1.")
+        return features
 
     def window(self, features: np.ndarray, seek: int) -> np.ndarray:
         """The features of the window that begins at frame `seek`, padded with zeros."""

@@ -163,6 +163,7 @@ def _tokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[byt
     body = read_body(TokenizeRequest, raw, headers)
     server.check_model(body.model)
     if body.prompt is None:
+        server.check_reads("conversation")
         ids = server.text_ids(server.chat_text(body), "messages", add_special_tokens=False)
     else:
         ids = server.text_ids(body.prompt, "prompt", body.add_special_tokens)

@@ -260,7 +260,7 @@ class Completions(Endpoint[CompletionRequest]):
                 raise bad_request("decoder_prompt is for encoder-decoder models.", "decoder_prompt")
             return
         for name in ("echo", "prompt_logprobs"):
-            if getattr(body, name) not in (None, False):
+            if (given := getattr(body, name)) is not None and given is not False:
                 raise bad_request(f"{name} is for decoder-only models: an encoder reads this one's prompt.", name)
         begins = body.decoder_prompt
         if isinstance(begins, str):

@@ -23,7 +23,7 @@ from .errors import shutting_down
 
 logger = logging.getLogger(__name__)
 
-_LONG_BYTES = 32 << 10  # the text of a longer body may take more than 0.1 s
+LONG_BYTES = 32 << 10  # the text of a longer body may take more than 0.1 s
 _PARENT_CHECK_SECONDS = 1.0
 _NICENESS = 10  # of the process for long bodies: where cores are few, streams go first
 
@@ -75,7 +75,7 @@ class Lanes:
             BrokenProcessPool: the process has ended.
         """
         try:
-            waiting = asyncio.wrap_future(self._submit(num_bytes > _LONG_BYTES, function, args))
+            waiting = asyncio.wrap_future(self._submit(num_bytes > LONG_BYTES, function, args))
             self._waiting.add(waiting)
             waiting.add_done_callback(self._waiting.discard)
             return await waiting

@@ -194,8 +194,6 @@ class Server:
         self._num_submitted = 0  # choices
         self.created, self.is_closed = int(time.time()), False
         self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
-        if tokenizer.chat_template is None:
-            logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
 
     def start(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
         """Start the engine of a loaded model in a thread of this process; for `loop` and errors see `connect`."""
@@ -218,6 +216,8 @@ class Server:
                 raise ImportError(
                     f"Serving {self.names[0]} needs {', '.join(missing)}: pip install 'hf-specdec[audio]'"
                 )
+        if facts.encoder is None and self.tokenizer.chat_template is None:
+            logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
         self.facts, self.defaults, self.max_model_len = facts, facts.defaults, facts.max_model_len
         if self.response_template is None:
             self.response_template = facts.response_template
