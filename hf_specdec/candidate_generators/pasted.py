@@ -157,6 +157,10 @@ def _translate_strategy(values: dict[str, Any], hybrid: type[SpeculativeConfig])
         raise SpeculativeConfigError(
             f"speculative_config['mtp_strategy'] must be one of 'default', 'with_ngram', not {strategy!r}."
         )
+    if taken := {"first", "second", "strategy"} & values.keys():
+        raise SpeculativeConfigError(
+            f"speculative_config['mtp_strategy'] 'with_ngram' sets {', '.join(sorted(taken))}: leave that out, or mtp_strategy."
+        )
     second = {
         "method": "ngram",
         "prompt_lookup_min": values.pop("prompt_lookup_min", 2),

@@ -202,6 +202,7 @@ def test_it_is_a_hybrid_of_mtp_and_ngram():
         ),
         ({"recycle_normed": "yes"}, r"recycle_normed.*true or false"),
         ({"num_modelsteps": 2, "mtp_strategy": "with_ngram"}, r"num_modelsteps"),
+        ({"mtp_strategy": "with_ngram", "first": {"method": "suffix"}}, "'with_ngram' sets first: leave that out"),
     ],
 )
 def test_bad_configurations(config, message):

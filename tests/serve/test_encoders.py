@@ -74,6 +74,9 @@ def test_every_request_gets_the_text_of_generate(family, tmp_path):
             assert llm.engine.scheduler.num_preemptions
         if "kv_cache_memory_bytes" in limits:
             assert llm.engine.decoder.cache.cross.most_blocks < 5 * 8  # not for all five rows
+            assert (
+                llm.engine.scheduler.num_preemptions == 0
+            )  # a row starts once its source fits beside those that started with it
         llm.close()
 
 

@@ -156,9 +156,16 @@ class Scheduler:
         if not self.running:
             return True
         cache, source = self.decoder.cache, choice.sequence.source
-        if source is not None and cache.cross is not None:
-            num_free = cache.cross.most_blocks - cache.cross.pool.num_used
-            if -(-source.length // cache.block_size) > num_free:
+        if source is not None:
+            most, used = (
+                (source.num_blocks, 0) if cache.cross is None else (cache.cross.most_blocks, cache.cross.pool.num_used)
+            )
+            # Rows that have just started hold none yet.
+            sequences = [choice.sequence, *(row.sequence for row in self.running)]
+            starting = [
+                each.source for each in sequences if each.source is not None and not cache.holds_source(each.id)
+            ]
+            if used + sum(-(-each.length // cache.block_size) for each in starting) > most:
                 return False
         needed = -(-(len(choice.sequence.tokens) + 1) // cache.block_size)
         # Leave one block for each running row to grow into, so that the new row is not preempted at once.

@@ -115,7 +115,8 @@ def read_audio(raw: bytes, wanted: int) -> np.ndarray:
             if resampled is not None:
                 pieces.append(resampled.resample_chunk(np.empty(0, np.float32), last=True))
     except (RuntimeError, TypeError, ValueError) as error:  # libsndfile's
-        raise bad_request(f"file cannot be read as audio ({error}): send wav, flac, ogg or mp3.", "file") from None
+        reason = str(error).rpartition(">: ")[2]  # without the buffer's address
+        raise bad_request(f"file cannot be read as audio ({reason}): send wav, flac, ogg or mp3.", "file") from None
     samples = np.concatenate(pieces or [np.empty(0, np.float32)])
     if not len(samples):
         raise bad_request("file: the recording is empty.", "file")
