@@ -484,14 +484,19 @@ def test_the_engine_tells_its_load_while_a_step_runs(tiny_model, tiny_tokenizer)
 
 
 def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tiny_tokenizer, caplog):
+    from hf_specdec.serve import SamplingParams
     from hf_specdec.serve.http.protocol import ChatRequest
     from hf_specdec.serve.http.server import Limits, Server
+    from hf_specdec.serve.ipc.messages import Facts
 
+    facts = Facts(SamplingParams(), 64, None)
     own = Server(tiny_tokenizer, ["tiny"], Limits())
+    own.know(facts)
     assert "ChatML" not in caplog.text
     bare = copy.deepcopy(tiny_tokenizer)
     bare.chat_template = None
     server = Server(bare, ["tiny"], Limits())
+    server.know(facts)
     assert "no chat template" in caplog.text and "ChatML" in caplog.text
     messages = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "Hi"}]
     text = server.chat_text(ChatRequest.model_validate({"messages": messages}))
