@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_specdec.kernels.rejection.triton import BLOCK, draw_kernel, rejection_walk_kernel, sums_kernel
+from hf_specdec.kernels.rejection.triton import BLOCK, chain_kernel, draw_kernel, rejection_walk_kernel, sums_kernel
 
 from .compiling import CompileCase
 
@@ -21,12 +21,12 @@ def compile_cases() -> list[CompileCase]:
         "logits": "*bf16", "best_scores": "*fp32",
     }  # fmt: skip
     unaligned = ("num_nodes", "num_blocks", "num_probs", "blocks_per_split", "splits")
-    chain: dict[str, Any] = dict(BLOCK=BLOCK, BLOCK_N=8, BLOCK_S=32)
-    tree: dict[str, Any] = dict(BLOCK=BLOCK, BLOCK_N=64, BLOCK_S=32)
+    chain: dict[str, Any] = dict(STEPS=4, LANES=BLOCK // 32, DRAWN=True, BLOCK=1024, BLOCK_N=8, BLOCK_S=8)
+    tree: dict[str, Any] = dict(DRAWN=False, BLOCK=BLOCK, BLOCK_N=64, BLOCK_S=32)
     cases = []
     for kind, kernel, full, warps, flags in (
-        ("sums chain points", sums_kernel, False, 8, chain),
-        ("sums chain points fp32", sums_kernel, False, 8, chain),
+        ("chain points", chain_kernel, False, 4, chain),
+        ("chain points fp32", chain_kernel, True, 4, chain),
         ("walk chain points", rejection_walk_kernel, False, 1, chain),
         ("sums tree probs", sums_kernel, True, 8, tree),
         ("walk tree probs", rejection_walk_kernel, True, 16, tree),

@@ -70,7 +70,9 @@ class BlockPool:
             OutOfBlocks: fewer than `count` are available. Nothing was taken.
         """
         if count > self.num_available:
-            raise OutOfBlocks(f"{count} KV blocks needed, {self.num_available} of {self.num_blocks} available.")
+            raise OutOfBlocks(
+                f"{count} KV blocks needed, {self.num_available} of {self.num_blocks} available: raise num_blocks or kv_cache_memory_bytes."
+            )
         while self._num_free < count:
             self._evict_one()
         blocks = self._find(count, after)

@@ -117,9 +117,9 @@ class PagedLayer(CacheLayerMixin):
         keys, values = tokens_first(key_states), tokens_first(value_states)
         there.write(keys, values, self.keys, self.values, there.write_slots)
         if not batch.gather:
-            return (
-                (key_states[:, :, :0], value_states[:, :, :0]) if self.owner.is_latent else (key_states, value_states)
-            )
+            if self.owner.is_latent:
+                return key_states[:, :, :0], value_states[:, :, :0]
+            return key_states, value_states
         read = there.read_slots
         keys, values = self.keys.index_select(0, read), self.values.index_select(0, read)
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]

@@ -41,9 +41,8 @@ def paged_attention_forward(
     batch.attention_calls += 1
     layer = batch.cache.layers[module.layer_idx]
     is_latent = hasattr(module, "expand_kv")
-    if (
-        not is_latent and key.shape[1] != layer.keys.shape[1]
-    ):  # JetMoE repeats its keys per expert after they were cached
+    # JetMoE repeats its keys per expert after they were cached.
+    if not is_latent and key.shape[1] != layer.keys.shape[1]:
         raise RuntimeError(f"attention reads {key.shape[1]} key heads, and the cache holds {layer.keys.shape[1]}")
     if "sliding_window" in kwargs:
         window = kwargs["sliding_window"]

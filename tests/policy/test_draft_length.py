@@ -12,6 +12,7 @@ from combinations import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import PAD, ragged, tiny_llama
+from replayed_graphs import CaptureInPython
 
 import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration, parse_config
@@ -21,6 +22,7 @@ from hf_specdec.core import clock
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
+from hf_specdec.model import captures
 from hf_specdec.model.prepare import prepare
 from hf_specdec.policy import DraftedStep, Drafter, DraftLengthPolicy, Fastest, LengthPerBatchSize, make_policy
 from hf_specdec.policy import cost as policy_cost
@@ -653,6 +655,50 @@ def test_the_timer_reads_the_stream_on_cuda(monkeypatch):
         timer.start()
         timer.proposed()
         assert timer.stop() == (pytest.approx(total), pytest.approx(drafting))
+
+
+def test_a_step_in_which_a_graph_is_captured_does_not_count(monkeypatch):
+    monkeypatch.setattr(captures, "CudaGraphCapture", CaptureInPython)
+    timer = clock.StepTimer(torch.device("cpu"))
+    timer.start()
+    assert timer.stop() is not None
+    timer.start()
+    captures.Captures("a model", list).get(1, (), lambda: (None, lambda: torch.zeros(1)))
+    assert timer.stop() is None
+    timer.start()
+    assert timer.stop() is not None
+
+
+def test_one_short_draft_does_not_make_a_large_one_dear():
+    cost = DraftingCost()
+    for _ in range(2):  # the first is dropped
+        cost.observe_draft(1, 1, 0, 0.0004)
+    assert float(cost.of_draft(1, 1)) == pytest.approx(0.0004, rel=0.05)
+    assert float(cost.of_draft(1, 32)) < 2.1 * 0.0004
+
+
+@pytest.mark.parametrize("is_head", [True, False])
+def test_a_head_has_nothing_to_catch_up_with(is_head):
+    """It follows long texts, so its first draft costs no more there; another drafter would have to read them."""
+    policy = Fastest([Drafter("drafter", 4, is_head=is_head)], 4)
+    rows = [Sequence([5] * 3000, 3112) for _ in range(8)]
+    for _ in range(4):
+        policy.observe_plain(rows, 0.01)
+    assert policy.choose(rows, [4] * 8, [], [], []).depth.any() == is_head
+
+
+def test_the_first_choice_is_not_the_usual_one():
+    """It is slow: what it loads, later ones have."""
+    times = itertools.chain([0.0, 1.0, 1.0, 1.0], itertools.count(2.0, 0.001))
+    policy = Fastest([Drafter("head", 4, is_head=True)], 4, lambda: next(times))
+    rows = [Sequence([5] * 30, 142) for _ in range(4)]
+    for _ in range(4):
+        policy.observe_plain(rows, 0.01)
+    for _ in range(2):
+        policy.choose(rows, [4] * 4, [], [], [])
+        nodes, none = np.zeros((4, 4), dtype=np.int64), [0] * 4
+        policy.observe(DraftedStep(rows, [4] * 4, nodes, none, [1] * 4, None, 0.0))
+    assert 0 < policy.state()["overhead"] < 0.01
 
 
 # ---- end to end -----------------------------------------------------------------------------------------------------

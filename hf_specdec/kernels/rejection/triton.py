@@ -1,6 +1,9 @@
 """Rejection verification of chains and trees in Triton (definition: `reference.rejection_walk`).
 
-There are four launches: (1) for every root and inner node, compute sums of exp(score) per block of the vocabulary, without
+Deterministic chains take two launches: (1) for every root and node, compute the sum of exp(score) and the token that would be drawn
+if the walk ended there, both without the drafted child; (2) one program per row walks its chain with these.
+
+Other drafts take four launches: (1) for every root and inner node, compute sums of exp(score) per block of the vocabulary, without
 drafted children; (2) one program per row walks its tree with these sums and single logits; (3) draw the next token from the
 residual at the walk's end, split over the vocabulary; (4) merge the splits. Only (3) reads leaves, and it reads one row of logits
 per sequence.
@@ -22,7 +25,7 @@ import triton.language as tl
 from ..dispatch import as_bytes, ceil_div, next_power_of_two
 from ..drafts import prob_index_on, upload_drafts, upload_streams
 from ..random_bits.triton import ACCEPT_STREAM, RESIDUAL_STREAM, uniform_at
-from ..sampling.triton_scores import load_scores, noisy_better, sampling_of
+from ..sampling.triton_scores import NO_ID, best_noisy, load_scores, noisy_better, sampling_of
 from ..verification.triton import empty_verdict, split_vocabulary
 
 _LEAST = tl.constexpr(1.2e-38)  # the smallest normal float32; a smaller constant would become a float64
@@ -85,6 +88,40 @@ def sums_kernel(
 
 
 @triton.jit
+def chain_kernel(
+    logits, index, tokens, valid, seeds, starts, steps, temperatures, thresholds, threshold_ids, maxima, sums,
+    best_scores, best_ids, vocab, row_stride, num_nodes,
+    STEPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """For deterministic chains: the sums of `sums_kernel` and the draws of `draw_kernel` at every root and node, in one read.
+
+    Programs: (row, slot) x splits. The draw after a slot's child was rejected does not depend on the walk, because its noise
+    depends only on the slot. Writes maxima, sums, best_scores, best_ids [B, N + 1, splits].
+    """
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
+    place = tl.program_id(0)
+    row = place // (num_nodes + 1)
+    slot = place % (num_nodes + 1)
+    # Issue all loads before the first branch, so that they overlap.
+    source = tl.load(index + place).to(tl.int64)
+    wanted = tl.load(valid + row * num_nodes + slot - 1, mask=slot > 0, other=1) != 0
+    has_child = tl.load(valid + row * num_nodes + slot, mask=slot < num_nodes, other=0) != 0
+    child = tl.load(tokens + row * num_nodes + slot, mask=slot < num_nodes, other=-1).to(tl.int32)
+    seed, position, step = tl.load(seeds + row), tl.load(starts + row) + slot, tl.load(steps + row)
+    if wanted:
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
+        best, best_id, top, total = best_noisy(
+            logits + source * row_stride, tl.program_id(1) * STEPS * LANES * 32, vocab, tl.where(has_child, child, -1),
+            sampling, seed, position, step, RESIDUAL_STREAM, True, KIND, STEPS, LANES,
+        )  # fmt: skip
+        at = place.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(maxima + at, top)
+        tl.store(sums + at, total)
+        tl.store(best_scores + at, best)
+        tl.store(best_ids + at, best_id)
+
+
+@triton.jit
 def _left_over(
     scores, ids, shift, total, draft, in_vocab, tokens, masses, kept, parents, valid, slot, before, num_nodes,
     TREE: tl.constexpr,
@@ -135,8 +172,8 @@ def _arrive(
 @triton.jit
 def rejection_walk_kernel(
     logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, temperatures, thresholds,
-    threshold_ids, maxima, sums, masses, kept, ends, scales, path, lengths, vocab,
-    row_stride, num_nodes, num_blocks, num_probs, TREE: tl.constexpr, POINTS: tl.constexpr,
+    threshold_ids, maxima, sums, best_scores, best_ids, masses, kept, ends, scales, path, lengths, next_tokens, vocab,
+    row_stride, num_nodes, num_blocks, num_probs, DRAWN: tl.constexpr, TREE: tl.constexpr, POINTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row walks the tree from its root and tests each node against the residual of rejected siblings.
@@ -145,6 +182,7 @@ def rejection_walk_kernel(
     per rejection that is followed by another sibling. Arguments as in `verify_rejection`;
     maxima, sums: float32 [B, N + 1, blocks]. Writes path [B, N] and lengths [B], and for `draw_kernel` masses and kept
     float32 [B, N] (see `_left_over`), ends int32 [B, 2] (last node + 1, its first child), scales float32 [B, 2] (shift, total).
+    DRAWN: instead, it takes next_tokens [B] from the draws of `chain_kernel`.
     """
     KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     row = tl.program_id(0).to(tl.int64)
@@ -224,10 +262,27 @@ def rejection_walk_kernel(
                 source = tl.load(index + row * (num_nodes + 1) + slot).to(tl.int64)
         tl.store(path + row * num_nodes + node, accept.to(tl.int8))
     tl.store(lengths + row, length)
-    tl.store(ends + row * 2, slot)
-    tl.store(ends + row * 2 + 1, first_child)
-    tl.store(scales + row * 2, shift)
-    tl.store(scales + row * 2 + 1, total)
+    if DRAWN:
+        splits = tl.arange(0, BLOCK_S)
+        at = (row * (num_nodes + 1) + slot) * num_blocks
+        drawn = tl.load(best_scores + at + splits, mask=splits < num_blocks, other=float("-inf"))
+        drawn_ids = tl.load(best_ids + at + splits, mask=splits < num_blocks, other=NO_ID)
+        best = tl.max(drawn, 0)
+        best_id = tl.min(tl.where(drawn == best, drawn_ids, NO_ID), 0)
+        if best == float("-inf"):  # the rejected child had all the mass: draw from the full distribution
+            sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
+            for begin in range(0, vocab, BLOCK):
+                ids = begin + tl.arange(0, BLOCK)
+                before = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
+                best, best_id = noisy_better(
+                    before, ids, begin, best, best_id, seed, start + length, step, RESIDUAL_STREAM, BLOCK
+                )
+        tl.store(next_tokens + row, best_id.to(tl.int64))
+    else:
+        tl.store(ends + row * 2, slot)
+        tl.store(ends + row * 2 + 1, first_child)
+        tl.store(scales + row * 2, shift)
+        tl.store(scales + row * 2 + 1, total)
 
 
 @triton.jit
@@ -329,8 +384,8 @@ def verify_rejection(
 
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
 
-    Memory traffic: the logits of inner nodes and one more row per sequence, in 4 launches. With probs, also one of their rows per
-    sequence.
+    Memory traffic: for deterministic chains each row of logits once, in 2 launches; otherwise those of inner nodes and one more per
+    sequence, in 4 launches. With probs, also one of their rows per sequence.
     """
     out = out if out is not None else empty_verdict(tokens)
     (batch, num_nodes), vocab, stride = tokens.shape, logits.shape[1], logits.stride(0)
@@ -339,39 +394,46 @@ def verify_rejection(
     valid = valid.view(torch.uint8)
     noise, scores = (seeds, positions, steps), (temperature, *(thresholds or (None, None)))
     is_tree, points = parents is not None, probs is None
+    drawn = points and not is_tree  # deterministic chains: `chain_kernel` draws the next token at every node
     above = parents if parents is not None else tokens  # not read for chains
     places = batch * (num_nodes + 1)
     splits, per_split = split_vocabulary(places, vocab, block)
-    num_blocks = ceil_div(vocab, block)
+    num_blocks = splits if drawn else ceil_div(vocab, block)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits.device)
 
-    maxima, sums = empty(2, places, num_blocks)
+    maxima, sums, best_scores = empty(3, places, num_blocks)
+    best_ids = empty(places, num_blocks, dtype=torch.int32)
     masses, kept = empty(2, batch, max(num_nodes, 1))
     ends, scales = empty(batch, 2, dtype=torch.int32), empty(batch, 2)
     block_n = next_power_of_two(num_nodes)
     flags = dict(TREE=is_tree, BLOCK_N=block_n, BLOCK=block, num_warps=8)
-    if num_nodes:
+    if drawn:
+        chain_kernel[(places, splits)](
+            logits, index, tokens, valid, *noise, *scores, maxima, sums, best_scores, best_ids, vocab, stride, num_nodes,
+            STEPS=per_split, LANES=block // 32, num_warps=ceil_div(block, 1024),
+        )  # fmt: skip
+    elif num_nodes:
         sums_kernel[(places, splits)](
             logits, index, tokens, above, valid, *scores, maxima, sums, vocab, stride, num_nodes, num_blocks, per_split, **flags,
         )  # fmt: skip
     path, lengths, next_tokens = out
     num_probs = 0 if probs is None else probs.shape[1]
     rejection_walk_kernel[(batch,)](
-        logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, maxima, sums, masses,
-        kept, ends, scales, as_bytes(path), lengths, vocab, stride, num_nodes, num_blocks, num_probs,
-        TREE=is_tree, POINTS=points, BLOCK_N=block_n, BLOCK_S=next_power_of_two(num_blocks), BLOCK=block,
+        logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, maxima, sums, best_scores, best_ids, masses,
+        kept, ends, scales, as_bytes(path), lengths, next_tokens, vocab, stride, num_nodes, num_blocks, num_probs, DRAWN=drawn,
+        TREE=is_tree, POINTS=points, BLOCK_N=block_n, BLOCK_S=next_power_of_two(num_blocks), BLOCK=1024 if drawn else block,
         num_warps=1 if not is_tree else 4 if points else 16,
     )  # fmt: skip
-    splits, per_split = split_vocabulary(batch, vocab, block)
-    best_scores, best_ids = empty(batch, splits), empty(batch, splits, dtype=torch.int32)
-    for merge in (False, True):
-        draw_kernel[(batch, 1 if merge else splits)](
-            logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, masses, kept, ends, scales, lengths,
-            best_scores, best_ids, next_tokens, vocab, stride, num_nodes, num_probs, per_split, splits, MERGE=merge,
-            POINTS=points, **flags,
-        )  # fmt: skip
+    if not drawn:
+        splits, per_split = split_vocabulary(batch, vocab, block)
+        for merge in (False, True):
+            draw_kernel[(batch, 1 if merge else splits)](
+                logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, masses, kept, ends, scales, lengths,
+                best_scores, best_ids, next_tokens, vocab, stride, num_nodes, num_probs, per_split, splits, MERGE=merge,
+                POINTS=points, **flags,
+            )  # fmt: skip
     return out
 
 

@@ -1,4 +1,4 @@
-"""Device functions over one row of logits: its greatest score, and its best score with noise.
+"""Device functions over one row of logits: its greatest score, its best score with noise, and its softmax sum.
 
 A program works on tiles of LANES x 32 ids. Each lane has four groups of 8 adjacent ids, 256 ids apart, whose minima are the four
 words of one Philox counter (see `random_bits`). So neighbouring lanes read neighbouring ids, threads exchange nothing until the
@@ -60,23 +60,38 @@ def sampling_of(row, source, temperatures, thresholds, threshold_ids):
 
 
 @triton.jit
-def _load_groups(row, first, vocab, sampling, KIND: tl.constexpr, LANES: tl.constexpr):
-    """The scores float32 [LANES, GROUP] of each lane's group; for float32 logits, two interleaved halves.
+def _group_starts(first, LANES: tl.constexpr):
+    """The first id of each lane's first group in the tile at `first`, int32 [LANES, 1]; its other groups: + 256, 512, 768."""
+    lanes = tl.arange(0, LANES)
+    return (first + lanes // 32 * SPAN + lanes % 32 * GROUP)[:, None]
+
+
+@triton.jit
+def _group_ids(row, first, LANES: tl.constexpr):
+    """The ids int32 [LANES, GROUP] of the scores of `_load_groups`; for float32 logits, two interleaved halves.
 
     A thread reads 16 bytes at a time, and so holds a whole group.
     """
-    lanes = tl.arange(0, LANES)
-    starts = (first + lanes // 32 * SPAN + lanes % 32 * GROUP)[
-        :, None
-    ]  # of a lane's first group; the others: + 256, 512, 768
+    starts = _group_starts(first, LANES)
     if row.dtype.element_ty == tl.float32:
         ids = starts + tl.arange(0, GROUP // 2)[None, :]
+        return tl.interleave(ids, ids + GROUP // 2)
+    else:
+        return starts + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _load_groups(row, first, vocab, sampling, KIND: tl.constexpr, LANES: tl.constexpr):
+    """The scores float32 [LANES, GROUP] of `_group_ids`."""
+    if row.dtype.element_ty == tl.float32:
+        ids = _group_starts(first, LANES) + tl.arange(0, GROUP // 2)[None, :]
         return tl.interleave(
             load_scores(row, ids, vocab, sampling, KIND),
             load_scores(row, ids + GROUP // 2, vocab, sampling, KIND),
         )
     else:
-        return load_scores(row, starts + tl.arange(0, GROUP)[None, :], vocab, sampling, KIND)
+        ids = _group_ids(row, first, LANES)
+        return load_scores(row, ids, vocab, sampling, KIND)
 
 
 @triton.jit
@@ -145,13 +160,13 @@ def _greatest_below(bounds, ceilings, SLOTS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def best_within(
-    bounds, row, start, vocab, sampling, seed, position, step, stream: tl.constexpr,
+    bounds, row, start, vocab, without, sampling, seed, position, step, stream: tl.constexpr,
     KIND: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best noisy score of the groups with coded bounds (SLOTS tensors [LANES]), and the lowest id that has it.
 
     Draws the noise of the most promising group of every 8 lanes, one id per thread, until no other group can win: usually once or
-    twice.
+    twice. `without`: an id to leave out, or -1.
     """
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0, tl.int32) + start
@@ -167,6 +182,7 @@ def best_within(
         # xor hides that the 8 ids are adjacent; otherwise the compiler gives all 8 to every thread
         ids = ((spans * 128 + word * 32 + lanes % 32) * GROUP) ^ (threads % 8)
         scores = load_scores(row, ids, vocab, sampling, KIND)
+        scores = tl.where(ids == without, float("-inf"), scores)
         a, b, c, d = minimum_words(seed, position, step, stream, spans * 32 + lanes % 32)
         words = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
         noisy = scores + gumbel_of_ids(seed, position, step, stream, ids, words)
@@ -182,19 +198,23 @@ def best_within(
 
 @triton.jit
 def best_noisy(
-    row, start, vocab, sampling, seed, position, step, stream: tl.constexpr,
-    KIND: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    row, start, vocab, without, sampling, seed, position, step, stream: tl.constexpr,
+    SUMS: tl.constexpr, KIND: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best score with Gumbel noise of STEPS (up to 4) tiles from id `start` on, and the lowest id that has it.
 
-    One word per group of 8 ids bounds the noise of all of them, so the noise of most ids is never drawn.
+    One word per group of 8 ids bounds the noise of all of them, so the noise of most ids is never drawn. SUMS: also the greatest
+    score and the sum of exp(score - greatest). `without`: an id to leave out of everything, or -1.
     """
     lanes = tl.arange(0, LANES)
     codes = lanes % 8 * 16  # + slot (4 per step): identifies a group among those of 8 lanes
     bounds = ()
-    LOADS: tl.constexpr = (False, False)  # bounds need no division
+    tops = tl.full([LANES], float("-inf"), tl.float32)
+    sums = tl.zeros([LANES], tl.float32)
+    exact: tl.constexpr = SUMS and KIND[1]  # otherwise bounds and sums need no division
+    LOADS: tl.constexpr = (KIND[0] and exact, exact)
     scale = 1.0
-    if KIND[0]:
+    if KIND[0] and not exact:
         scale = 1.0 / sampling[0]
     for i in tl.static_range(STEPS):
         first = start + i * LANES * 32
@@ -202,8 +222,23 @@ def best_noisy(
         b = _load_groups(row, first + 256, vocab, sampling, LOADS, LANES)
         c = _load_groups(row, first + 512, vocab, sampling, LOADS, LANES)
         d = _load_groups(row, first + 768, vocab, sampling, LOADS, LANES)
+        if SUMS:  # noqa: SIM102 (one is of constants)
+            if (without >= first) & (without < first + LANES * 32):
+                ids = _group_ids(row, first, LANES)
+                a = tl.where(ids == without, float("-inf"), a)
+                b = tl.where(ids + 256 == without, float("-inf"), b)
+                c = tl.where(ids + 512 == without, float("-inf"), c)
+                d = tl.where(ids + 768 == without, float("-inf"), d)
         top_a, top_b, top_c, top_d = tl.max(a, 1), tl.max(b, 1), tl.max(c, 1), tl.max(d, 1)
-        if KIND[1]:
+        if SUMS:
+            greater = tl.maximum(tl.maximum(tops, tl.maximum(top_a, top_b)), tl.maximum(top_c, top_d))
+            shift = tl.where(greater == float("-inf"), 0.0, greater * (scale * _LOG2_E))[:, None]
+            parts = tl.exp2(a * (scale * _LOG2_E) - shift) + tl.exp2(b * (scale * _LOG2_E) - shift)
+            parts += tl.exp2(c * (scale * _LOG2_E) - shift) + tl.exp2(d * (scale * _LOG2_E) - shift)
+            less = tl.where(tops == float("-inf"), 0.0, tl.exp2((tops - greater) * (scale * _LOG2_E)))
+            sums = sums * less + tl.sum(parts, 1)
+            tops = greater
+        if KIND[1] and not exact:
             top_a = _unless_removed(top_a, sampling, KIND)
             top_b = _unless_removed(top_b, sampling, KIND)
             top_c = _unless_removed(top_c, sampling, KIND)
@@ -215,7 +250,20 @@ def best_noisy(
             _coded(top_c * scale + most_noise(of_c), codes + 4 * i + 2),
             _coded(top_d * scale + most_noise(of_d), codes + 4 * i + 3),
         )
-    return best_within(bounds, row, start, vocab, sampling, seed, position, step, stream, KIND, 4 * STEPS, LANES)
+    best, best_id = best_within(
+        bounds, row, start, vocab, without, sampling, seed, position, step, stream,
+        KIND, 4 * STEPS, LANES,
+    )  # fmt: skip
+    greatest_score = tl.full([], 0.0, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    if SUMS:
+        top = tl.max(tops, 0)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(sums * tl.exp2((tops - shift) * (scale * _LOG2_E)), 0)
+        greatest_score = top
+        if KIND[0] and not exact:
+            greatest_score = tl.div_rn(top, sampling[0])
+    return best, best_id, greatest_score, total
 
 
 @triton.jit

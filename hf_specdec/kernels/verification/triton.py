@@ -53,9 +53,10 @@ def choices_kernel(
                     node = tl.load(parents + row * num_nodes + node).to(tl.int32)
             else:
                 position += slot
-            best, best_id = best_noisy(
-                scores_row, start, vocab, sampling, tl.load(seeds + row), position, 0, TOKEN_STREAM, KIND, STEPS, LANES
-            )
+            best, best_id, _top, _sum = best_noisy(
+                scores_row, start, vocab, -1, sampling, tl.load(seeds + row), position, 0,
+                TOKEN_STREAM, False, KIND, STEPS, LANES,
+            )  # fmt: skip
         else:
             steps = tl.minimum(STEPS, tl.cdiv(vocab - start, LANES * 32))
             best, best_id = greatest(scores_row, start, steps, vocab, sampling, KIND, LANES)

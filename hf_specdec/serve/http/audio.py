@@ -30,7 +30,7 @@ from .lanes import LONG_BYTES
 from .protocol import Body, checked
 from .server import Answer, Server
 
-MOST_SECONDS = 3600  # of a recording, whose features take 115 MB then
+MOST_SECONDS = 3600  # of a recording: its features take 115 MB then, and making them 1.8 GB for a moment
 _RATES = 1_000, 400_000  # Hz
 _FRAMES_AT_ONCE = 1 << 16
 _MOST_FIELDS, _MOST_BYTES_OF_FIELD = 64, 1 << 16
