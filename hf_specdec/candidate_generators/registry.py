@@ -179,7 +179,8 @@ def _score_only(generator: Any, ids: torch.Tensor) -> None:
 
 
 def _quantize(generator: CandidateGenerator) -> None:
-    """Quantize every linear layer of a head, its own lm_head included, if its configuration says so; modules of the target stay."""
+    """Quantize a head's weights if its configuration says so; the loaded weights are dropped. Every linear layer of the head is
+    quantized, its own language-model head included: draft logits need not be exact. Modules shared with the target are not changed."""
     config = generator.config
     if not isinstance(config, HeadConfig) or config.quantization is None or not isinstance(generator, GrowsDrafts):
         return

@@ -446,7 +446,9 @@ class SpeculativeDecoder:
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, outcome: StepOutcome, pending: PendingStep, timed: bool) -> None:
-        """Tell the policy how its draft lengths did. Steps that read prompts are not timed; rows fresh from a prompt were not asked."""
+        """Tell the policy the results of its draft lengths. Steps that also read prompts are not timed, because their time says nothing
+        about decoding. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
+        hidden states could not draft yet."""
         seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
         if not any(pending.limits):
             self.policy.observe_plain(outcome.sequences, seconds if timed else None)

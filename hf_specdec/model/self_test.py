@@ -253,7 +253,11 @@ class _Expected:
         self._check_causal(batch, lines)
 
     def _check_causal(self, batch: torch.Tensor, lines: torch.Tensor) -> None:
-        """Raise UnsupportedModel unless lines with the same first tokens have the same logits there; near rounding, gradients decide."""
+        """Raise UnsupportedModel unless lines with the same first tokens have the same logits there.
+
+        No other comparison can find attention to later tokens. Where weights are small, such attention changes logits no more
+        than rounding does; then gradients tell the two apart, because rounding has none.
+        """
         texts = lines[1:, : _TRIAL.lengths[1]]
         error = max(relative_error(text, texts[0]) for text in texts[1:])
         tolerance = TOLERANCES.get(self.packed.model.dtype, 5e-2)
@@ -266,7 +270,11 @@ class _Expected:
             )
 
     def _has_gradient_from_later(self, batch: torch.Tensor) -> bool:
-        """True if logits have a gradient by later tokens' embeddings; False also where that cannot be asked (quantized layers)."""
+        """True if logits have a gradient with respect to the embeddings of later tokens.
+
+        False also where this cannot be asked: of layers that have no backward pass (quantized ones), of models that read token by
+        token, and of a model spread over several processes.
+        """
         model, embeddings = self.packed.model, []
         if self._by_token or self.packed.ranks is not None or self.packed.family is not None:
             return False
@@ -294,7 +302,12 @@ class _Expected:
         return any(bool(gradient[:, seen:].any()) for gradient in gradients)
 
     def check_rounding(self) -> None:
-        """Find layers that round their inputs, set `rounds`, warn once. UnsupportedModel: float32 logits depend on the forward's rest."""
+        """Find layers that round what they read, and set `rounds`: then the smallest difference of two computations may become one of
+        a rounding step. One warning says where texts may differ for it.
+
+        Raises:
+            UnsupportedModel: in float32, a layer rounds by what else is in a forward, so a token's logits change with the drafts.
+        """
         name = type(self.packed.model).__name__
         others, alone = (
             rounding_layers(self.packed.model, self.packed.device) if self.packed.ranks is None else ([], [])
@@ -311,7 +324,8 @@ class _Expected:
             logger.warning(text, ", ".join(alone), name)
 
     def noise(self) -> float:
-        """Relative difference of the lines' logits as one batch and one by one; where layers round, also with slightly other inputs."""
+        """Relative difference between the logits of the lines run as one batch and one by one; where layers round their inputs, also if
+        these are changed a little."""
         noise = relative_error(self._one_by_one(), self.logits)
         if not self.rounds:
             return noise
@@ -344,7 +358,10 @@ class _Expected:
             return self.packed.model(input_ids=ids, use_cache=False, return_dict=True, **more).logits.float()
 
     def _positions(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`position_ids` if generate() would pass them: a model may count otherwise itself (RoBERTa). Nested text models count."""
+        """`position_ids` if generate() would pass them, which is not always what the model counts without them (RoBERTa).
+
+        Classes with a text model inside count the same in both ways, or on several axes, and are left to count.
+        """
         model: Any = self.packed.model
         if "position_ids" not in self.packed.forward_parameters or architectures.is_multimodal(model):
             return {}

@@ -40,9 +40,8 @@ class FittedCost:
         self._count += 1
         if self._count <= 0:
             return
-        if (
-            self._sizes and size not in self._sizes
-        ):  # the first step of a size may have compiled kernels or allocated memory
+        # The first step of a size may have compiled kernels or allocated memory.
+        if self._sizes and size not in self._sizes:
             seconds = min(seconds, self._OUTLIER * max(float(features @ self.coefficients), 1e-9))
         self._kind = kind
         self._taken[kind] += 1

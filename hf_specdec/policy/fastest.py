@@ -161,7 +161,8 @@ class Fastest(DraftLengthPolicy):
         return not self.cost.target or self.wants_plain_time()
 
     def _are_quiet(self, sequences: list[Sequence]) -> bool:
-        """True if the last choice for these sequences, or for an earlier one that began with as much to write, was not to draft."""
+        """True if the last choice for these sequences was not to draft. A sequence that begins counts as quiet if nothing was chosen for an
+        earlier one that began with at least as much to write."""
         for seq in sequences:
             if seq.id not in self._quiet_rows:
                 begins = seq not in self.acceptance and seq.drafter is None
@@ -208,7 +209,8 @@ class Fastest(DraftLengthPolicy):
         return choice
 
     def _best(self, sequences, slots, kinds, offers, room, able) -> tuple[Choice, float]:
-        """The fastest division of the rows among the drafters, plus trials worth their price; and for how many steps it holds."""
+        """The fastest division of the rows among the drafters, plus the trials that are worth their price; and the steps for which
+        nothing need be chosen."""
         found, nodes, reach = self._nodes(offers, room, able)
         won = self.acceptance.survival(slots, kinds, self.num_steps) * found
         backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
@@ -253,7 +255,8 @@ class Fastest(DraftLengthPolicy):
     def _rates(
         self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, hopes: bool = False
     ) -> np.ndarray:
-        """[D, B, K]: tokens per row and plain step's time if all rows drafted alike, 0 where not allowed. `hopes`: costs may be lower."""
+        """[D, B, K]: tokens per row in the time of a plain step, if all rows drafted as one row does; 0 where it may not. `hopes`:
+        drafting may take less than was measured."""
         num_rows, drafting = won.shape[1], np.zeros_like(nodes)
         for index in self.models:
             times = num_rows, self._depth, num_rows * self._depth, num_rows * backlogs[index][:, None]

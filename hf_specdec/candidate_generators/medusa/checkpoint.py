@@ -62,7 +62,8 @@ def _converted(name: str) -> str:
 
 
 def _planned(checkpoint: Checkpoint, has_one_head: bool) -> tuple[Plan, int, int, int]:
-    """Tensors under vLLM's names; heads (counted: config.json files are wrong), blocks and lm_heads (0: the target's, 1: shared)."""
+    """The tensors under the names of vLLM's layout; the numbers of heads and blocks, counted because original config.json files say 2
+    heads where there are 5; and that of language-model heads (0: the target's is used; 1: all heads share one)."""
     if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
         checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
     names = [_converted(name) for name in checkpoint.names()]

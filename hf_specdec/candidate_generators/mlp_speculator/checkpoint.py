@@ -101,7 +101,11 @@ def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
 def _load_sum(
     checkpoint: Checkpoint, target: PackedModel, given: Any, inner: list[int], stacks: tuple[int, int] | None
 ) -> Speculator:
-    """Load a SumSpeculator; `stacks`: further layers after each embedding and projection, None: no stacks, and other names of tensors."""
+    """Load a SumSpeculator.
+
+    Args:
+        stacks: number of further layers after each embedding and after each projection; None: no stacks, and other names of tensors.
+    """
     n_predict, vocab_size, tied = given.n_predict, given.vocab_size, given.tie_weights
     hidden_size, width = target.config.hidden_size, inner[0]
     check_steps(checkpoint, n_predict, tied)

@@ -177,7 +177,8 @@ def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> P
 
 
 def _own_tables(plan: Plan, target: PackedModel) -> tuple[torch.Tensor | None, dict[str, tuple[int, int]]]:
-    """A reduced draft vocabulary's ids, and shapes of stored embeddings and heads unlike the target's; equal ones leave the plan."""
+    """The ids of a reduced draft vocabulary (see `mapped_ids`), and the shapes of the stored embeddings and heads that differ from the
+    target's. Equal ones are removed from the plan."""
     shapes: dict[str, tuple[int, int]] = {}
     for name in [name for name in plan.sources if name.endswith((".embed_tokens.weight", ".lm_head.weight"))]:
         table = (target_embeddings if "embed_tokens" in name else target_head)(target).weight
