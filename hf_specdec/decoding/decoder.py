@@ -321,7 +321,8 @@ class SpeculativeDecoder:
                 trees, tensors.processed, decoding, self.config, tensors.sampling, self.agree_on_verdict
             )
         tracer.end("verify")
-        return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict, rests and not any(limits))
+        unseen, is_held = rests and not any(limits), self.policy.holds and any(limits)
+        return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict, unseen, is_held)
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
         """Begin a step whose forward the model itself has run: choose the token after each prompt. Call inside `active()`.
@@ -440,7 +441,7 @@ class SpeculativeDecoder:
         """Draft depth of each row: the policy's choice, capped by what the row can use. Starts the clock if the policy uses the time."""
         is_plain = self.is_plain(sequences)
         if self.policy.needs_observations:
-            self.timer.start(counts=not is_plain or self.policy.wants_plain_time())
+            self.timer.start(counts=self.policy.wants_plain_time() if is_plain else not self.policy.holds)
         if is_plain:
             return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
@@ -449,6 +450,10 @@ class SpeculativeDecoder:
         """Tell the policy the results of its draft lengths. Steps that also read prompts are not timed, because their time says nothing
         about decoding. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
         hidden states could not draft yet."""
+        if pending.is_held:
+            deepest = 0 if outcome.sequences[0].finished else outcome.trees.row_depths[0]
+            self.policy.observe_held(deepest, len(outcome.accepted[0]))
+            return
         seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
         if not any(pending.limits):
             self.policy.observe_plain(outcome.sequences, seconds if timed else None)

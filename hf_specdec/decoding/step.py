@@ -85,6 +85,7 @@ class PendingStep:
         tensors: results of the forward.
         verdict: which drafts are accepted; None if no row is decoding.
         unseen: the drafter need not be told what became of the step.
+        is_held: the policy did not choose anew for it.
     """
 
     rows: list[tuple[Sequence, int]]
@@ -95,6 +96,7 @@ class PendingStep:
     tensors: StepTensors
     verdict: PendingVerdict | None
     unseen: bool = False
+    is_held: bool = False
 
     @property
     def is_plain(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,18 @@ class Acceptance:
         self.num_drafters, self.longest = len(guesses), longest
         self.usual_kinds = self.kind(guesses)
         self.guesses = (np.arange(self.KINDS) + 0.5) / self.KINDS
+        # [K + 1, KINDS - 1]: how many tokens of a draft of n are accepted at the least rate of each kind but the first
+        self._promises = (np.arange(1, self.KINDS) / self.KINDS) ** np.arange(1, longest + 1)[:, None]
+        self._promises = np.concatenate([np.zeros((1, self.KINDS - 1)), self._promises.cumsum(0)])
         # rejected and judged tokens by drafter, kind and depth
         self.counts = np.zeros((2, self.num_drafters, self.KINDS, longest))
         # for drafters that are asked for a depth: nodes drafted at each depth, drafts that had any, and drafts asked to be that deep
         self.shape = np.ones((3, self.num_drafters, longest))
         # rows on which a drafter saved time, and rows
         self.paid = np.repeat([[1.0], [2.0]], self.num_drafters, 1)
+        self.promises = np.full(
+            (2, self.num_drafters), self.PRIOR
+        )  # accepted tokens of chosen drafts, and those expected
         self._rates: np.ndarray | None = None
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
@@ -70,11 +77,20 @@ class Acceptance:
         """int: the kind of drafts that promise these rates per token."""
         return np.minimum(np.asarray(rates) * cls.KINDS, cls.KINDS - 1).astype(np.int64)
 
+    def promised_kinds(self, scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """int [B]: the kinds of drafts of `lengths` tokens, of which `scores` are expected to be accepted. A draft of n tokens that are
+        accepted at the rate a has the score a + a^2 + .. + a^n."""
+        return (self._promises[np.minimum(lengths, self.longest)] <= scores[:, None]).sum(1)
+
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def slots(self, sequences: list[Sequence], now: int) -> np.ndarray:
         """int [B]: each sequence's line in the arrays; a new sequence gets one."""
         return np.array([self._slot[seq.id] if seq.id in self._slot else self._enter(seq, now) for seq in sequences])
+
+    def slot(self, row: int) -> int:
+        """The line of a sequence that has one, by its id."""
+        return self._slot[row]
 
     def _enter(self, seq: Sequence, now: int) -> int:
         slot = self._free.pop() if self._free else len(self._slot)
@@ -127,7 +143,21 @@ class Acceptance:
         survival = np.maximum(1.0 - wrong * factor.T[:, :, None], 1e-9).cumprod(2)
         # After n failures one after another no more than this, whatever other texts show: 0.44 for 5, 0.12 for 12.
         most = 20.0 / (20.0 + (self._runs[slots, 0] * age) ** 2)
-        return survival * np.minimum(most.T / survival[:, :, 0], 1.0)[:, :, None]
+        survival *= np.minimum(most.T / survival[:, :, 0], 1.0)[:, :, None]
+        return survival * self.kept_promises[:, None, None]
+
+    @property
+    def kept_promises(self) -> np.ndarray:
+        """[D], at most 1: how many tokens of chosen drafts were accepted, as a share of those expected. Where several are compared, the
+        one that looks best is often not as good as it looks."""
+        return np.minimum(self.promises[0] / self.promises[1], 1.0)
+
+    def observe_promises(self, drafters: np.ndarray, accepted: np.ndarray, expected: np.ndarray) -> None:
+        """Chosen drafts [N] had so many accepted tokens, and so many were expected."""
+        kept, size = self.kept_promises, self.num_drafters
+        self.promises *= self.MEMORY ** np.bincount(drafters, minlength=size)
+        self.promises[0] += np.bincount(drafters, accepted, size)
+        self.promises[1] += np.bincount(drafters, expected, size) / kept
 
     @property
     def hope(self) -> np.ndarray:
@@ -182,6 +212,29 @@ class Acceptance:
         run += np.stack([np.ones(len(at)), np.log(np.clip(self.HOPE * wrong[:, 0], 1e-3, 0.99))], axis=1)
         run[:, 1] = np.maximum(run[:, 1], self.DEEPEST)
         self._runs[at, :, drafters] = run * (failed & (depth == 1))[:, None]
+        self._count(drafters, kind, depth, failed, mine)
+
+    def observe_steps(self, slot: int, drafter: int, drafts: list[tuple[int, int, int]], now: int) -> None:
+        """Learn from one row's verified drafts of one drafter in several steps: (kind, depth, accepted tokens), in their order."""
+        kind, offered, accepted = np.array(drafts).T
+        depth, failed = np.minimum(accepted + 1, offered), accepted < offered
+        mine, wrong = np.arange(self.longest) < depth[:, None], self.rates[drafter, kind]
+        age, row, run = now - self.judged_at[slot, drafter], self._rows[slot, :, drafter], self._runs[slot, :, drafter]
+        row *= self.ROW_MEMORY ** len(drafts) * self.ROW_AGEING**age
+        row += self.ROW_MEMORY ** np.arange(len(drafts))[::-1] @ np.stack(
+            [failed, (wrong * mine).sum(1), depth], axis=1
+        )
+        run *= 1.0, self.AGEING**age
+        for wholly, hoped in zip((failed & (depth == 1)).tolist(), (self.HOPE * wrong[:, 0]).tolist(), strict=True):
+            run += 1.0, math.log(min(max(hoped, 1e-3), 0.99))
+            run *= wholly
+        run[1] = max(run[1], self.DEEPEST)
+        self.judged_at[slot, drafter] = now
+        self._count(np.full(len(drafts), drafter), kind, depth, failed, mine)
+
+    def _count(
+        self, drafters: np.ndarray, kind: np.ndarray, depth: np.ndarray, failed: np.ndarray, mine: np.ndarray
+    ) -> None:
         many = np.minimum(np.bincount(drafters, minlength=self.num_drafters), self.MOST_AT_ONCE)
         self.counts *= (self.MEMORY**many)[:, None, None]
         np.add.at(self.counts[1], (drafters, kind), mine)
@@ -224,19 +277,3 @@ class Acceptance:
             if not ((value >= (0.0 if name == "counts" else 1e-3)) & (value < 1e9)).all():
                 raise ValueError("invalid counts")
         self.__dict__.update(values, _rates=None)
-
-
-def promised_rates(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[B]: the rate a of acceptance per token with which a + a^2 + .. + a^n is the score; 0 without a draft.
-
-    Args:
-        scores: [B], how many tokens of each draft are expected to be accepted.
-        lengths: [B], n.
-    """
-    depths = np.arange(1, max(int(lengths.max(initial=0)), 1) + 1)
-    low, high = np.zeros(len(lengths)), np.ones(len(lengths))
-    for _ in range(6):
-        middle = (low + high) / 2
-        enough = (middle[:, None] ** depths * (depths <= lengths[:, None])).sum(1) >= scores
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    return np.where(lengths > 0, high, 0.0)

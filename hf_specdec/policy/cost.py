@@ -28,17 +28,17 @@ class FittedCost:
         self.prior, self.memory = prior, memory
         self._sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
         self._last: dict[tuple, int] = {}
-        self._count, self._fitted_at = -dropped, 0
+        self.count, self._fitted_at = -dropped, 0
         self._taken, self._kind = Counter[int](), 0  # measurements of each kind, and the kind of the last one
         self._coefficients: np.ndarray | None = None
 
     def __bool__(self) -> bool:
-        return self._count > 0
+        return self.count > 0
 
     def observe(self, size: tuple, features: np.ndarray, seconds: float, kind: int = 0) -> None:
         """Record the time of a step of this size, with features [F]; while a kind has few measurements, a new one soon causes a new fit."""
-        self._count += 1
-        if self._count <= 0:
+        self.count += 1
+        if self.count <= 0:
             return
         # The first step of a size may have compiled kernels or allocated memory.
         if self._sizes and size not in self._sizes:
@@ -47,7 +47,7 @@ class FittedCost:
         self._taken[kind] += 1
         self._sizes.setdefault(size, deque(maxlen=self._SAMPLES)).append((max(seconds, 1e-9), features))
         self._sizes.move_to_end(size)
-        self._last[size] = self._count
+        self._last[size] = self.count
         if len(self._sizes) > self.memory:
             del self._last[self._sizes.popitem(last=False)[0]]
 
@@ -60,9 +60,9 @@ class FittedCost:
         """float [F], seconds per feature; zeros before the first measurement."""
         if not self:
             return np.zeros_like(self.prior)
-        is_old = self._count - self._fitted_at > min(self._taken[self._kind] // 8, self._REFIT)
+        is_old = self.count - self._fitted_at > min(self._taken[self._kind] // 8, self._REFIT)
         if self._coefficients is None or is_old:
-            self._coefficients, self._fitted_at = self._fit(), self._count
+            self._coefficients, self._fitted_at = self._fit(), self.count
         return self._coefficients
 
     def state(self) -> list[list]:
@@ -79,7 +79,7 @@ class FittedCost:
             sizes[tuple(map(int, size))] = deque([(float(seconds), values)], maxlen=self._SAMPLES)
         if sizes:
             self._sizes, self._last, self._coefficients = sizes, dict.fromkeys(sizes, 0), None
-            self._count = self._fitted_at = len(sizes)
+            self.count = self._fitted_at = len(sizes)
 
     @staticmethod
     def _median(samples: deque[tuple[float, np.ndarray]]) -> tuple[float, list[float]]:
@@ -95,7 +95,7 @@ class FittedCost:
         return solution
 
     def _fit_to(self, seconds: np.ndarray, features: np.ndarray, prior: np.ndarray, typical: float) -> np.ndarray:
-        age = self._count - np.array([self._last[size] for size in self._sizes])
+        age = self.count - np.array([self._last[size] for size in self._sizes])
         counts = np.array([len(samples) for samples in self._sizes.values()])
         # weights of relative errors
         weights = counts * 0.5 ** (age / self._HALF_LIFE) / np.maximum(seconds, 0.05 * typical) ** 2
@@ -171,6 +171,7 @@ class StepCost:
         self.target = FittedCost(np.concatenate([[0.8, 0.01, 0.0, 0.0], self._OCTAVE * np.diff(np.log2(self.KNOTS))]))
         self.context, self.octave = 0.0, 0
         self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
+        self._count = 0  # measurements at the time of the fit
         self._fit: np.ndarray | None = None  # the fit that `_plain` and `_curve` were computed from
         self._plain: dict[tuple[int, int], float] = {}  # seconds of a plain step, by rows and octave
         self._curve = np.zeros(len(self.KNOTS))  # seconds that the tokens up to each knot add
@@ -196,7 +197,9 @@ class StepCost:
 
     def of_plain(self, num_rows: int) -> float:
         """Seconds of a plain step, as a measure of small times. It is computed once for each fit, number of rows and octave."""
-        self._refit()
+        if self._count != self.target.count:
+            self._refit()
+            self._count = self.target.count
         key = num_rows, self.octave
         if key not in self._plain:
             self._plain[key] = float(self.of_target(num_rows, num_rows))

@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
-from .acceptance import Acceptance, promised_rates
+from .acceptance import Acceptance
 from .cost import DraftingCost, StepCost
 from .lengths import DraftedStep, DraftLengthPolicy
 
@@ -76,14 +76,51 @@ class Menu:
 
 
 @dataclass
+class Table:
+    """What is fastest for a single row, whatever its look-ups offer, as it is known for some steps.
+
+    Attributes:
+        row: id of the sequence.
+        length: steps from one choice to the next.
+        until: the step in which this ends.
+        speed: by drafter, kind of draft and its length less one: tokens in the time of a plain step.
+        depth: the same: how deep to draft for that.
+        won: the same: how many tokens of that are expected to be accepted.
+        kinds: by drafter, the kind of drafts of which nothing is said.
+        awake: which look-ups are asked.
+        added: per look-up, what it added to the best of the other drafters in these steps.
+        asks: how many of these steps have been.
+        chosen: drafter, kind of draft and expected tokens in the last of them.
+        drafts: by drafter, what was drafted in these steps: kind, depth and accepted tokens.
+        expected: by drafter, tokens that were expected to be accepted.
+    """
+
+    row: int
+    length: int
+    until: int
+    speed: list[list[list[float]]]
+    depth: list[list[list[int]]]
+    won: list[list[list[float]]]
+    kinds: list[int]
+    awake: list[bool]
+    added: np.ndarray
+    asks: int = 0
+    chosen: tuple[int, int, float] = (0, 0, 0.0)
+    drafts: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    expected: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
 class Asked:
-    """One round of choosing: sequence id → row, look-ups' drafts and seconds, the kinds [D, B] of all drafts, and what was chosen."""
+    """One round of choosing: sequence id → row, look-ups' drafts and seconds, the kinds [D, B] of all drafts, what was chosen, and how
+    many tokens [B] were expected of that."""
 
     order: dict[int, int]
     offers: list[DraftTrees]
     seconds: list[float]
     kinds: np.ndarray
     choice: Choice
+    expected: np.ndarray
 
 
 class Fastest(DraftLengthPolicy):
@@ -112,6 +149,8 @@ class Fastest(DraftLengthPolicy):
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
     QUIET_SHARE = 0.002  # share of the time that choices may take while nothing is chosen
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
+    CHOOSING = 0.03  # share of the time of a single row that choices may take, once drafts are known to pay
+    TIMED = 8  # drafts of a model that are timed before its cost is relied on for some steps
     ENDS = 0.98  # decay per row of how rows ended
     SPEEDS = 256  # how many speeds of a static batch are compared; and prefixes of the order of draft tokens
 
@@ -127,7 +166,9 @@ class Fastest(DraftLengthPolicy):
         self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest)
         self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
         self.steps = Counter[str]()
-        self.num_steps = 0
+        self.num_steps = self._tried_at = 0
+        self.holds = False  # whether the present step is chosen from the table
+        self._table: Table | None = None
         self._drafted_at = np.zeros(len(drafters))  # step of each drafter's last draft
         self._depth = np.arange(1, longest + 1)
         self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))  # candidates
@@ -143,8 +184,8 @@ class Fastest(DraftLengthPolicy):
         self._has_chosen = False
         self._followed = 0.0  # share of a plain step that heads take to follow
         self._prospects: dict[int, float] = {}  # sequence id → tokens a step that heads may gain
-        # Per look-up: seconds of an ask, tokens gained a step, asks since it was useful, and the step of the last ask.
-        self.seconds, self._worth, self._idle, self._asked_at = np.zeros((4, self.num_lookups))
+        # Per look-up: seconds of an ask, tokens gained a step, asks since it was useful, the step of the last ask, and timed asks.
+        self.seconds, self._worth, self._idle, self._asked_at, self._timed = np.zeros((5, self.num_lookups))
         self._drafted_for: set[int] = set()  # ids of the sequences that the last choice drafted for
 
     def begin_batch(self) -> None:
@@ -155,10 +196,17 @@ class Fastest(DraftLengthPolicy):
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if these rows are quiet, no costs are known, or a plain step is due to be measured."""
+        self.holds = False
         if self.num_steps < self._quiet_until and self._are_quiet(sequences):
             return True
         self._look_at(sequences)
-        return not self.cost.target or self.wants_plain_time()
+        if not self.cost.target or self.wants_plain_time():
+            return True
+        table = self._table
+        self.holds = (
+            table is not None and len(sequences) == 1 and table.row == sequences[0].id and self.num_steps < table.until
+        )
+        return False
 
     def _are_quiet(self, sequences: list[Sequence]) -> bool:
         """True if the last choice for these sequences was not to draft. A sequence that begins counts as quiet if nothing was chosen for an
@@ -193,18 +241,22 @@ class Fastest(DraftLengthPolicy):
             scores: per look-up, how many tokens of each row's offer it expects to be accepted; None: it makes no estimate.
             able: bool [D, B], which drafters follow which rows; None: all follow all.
         """
+        if self.holds and self._table is not None:
+            return self._from_table(self._table, limits[0], offers, scores)
         began, begins = self.clock(), [seq not in self.acceptance for seq in sequences]
         room, slots = np.asarray(limits), self.acceptance.slots(sequences, self.num_steps)
         kinds = np.repeat(self.acceptance.usual_kinds[:, None], len(room), 1)
         for index, expected in enumerate(scores):
             if expected is not None and any(offers[index].lengths):
-                rates = promised_rates(np.asarray(expected), np.asarray(offers[index].lengths))
-                kinds[index] = self.acceptance.kind(rates)
+                kinds[index] = self.acceptance.promised_kinds(np.asarray(expected), np.asarray(offers[index].lengths))
         self._quiet_until = 0
+        self._learn_from_table()
         choice, quiet = self._best(sequences, slots, kinds, offers, room, able)
         if quiet and not any(seq.drafter for seq in sequences):
             self._be_quiet(sequences, quiet, begins)
-        self._asked = Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, kinds, choice)
+        chosen = self._won[choice.drafter, np.arange(len(room))] * (self._depth <= choice.depth[:, None])
+        order = {seq.id: i for i, seq in enumerate(sequences)}
+        self._asked = Asked(order, offers, seconds, kinds, choice, chosen.sum(1))
         self._spent = self.clock() - began
         return choice
 
@@ -212,10 +264,10 @@ class Fastest(DraftLengthPolicy):
         """The fastest division of the rows among the drafters, plus the trials that are worth their price; and the steps for which
         nothing need be chosen."""
         found, nodes, reach = self._nodes(offers, room, able)
-        won = self.acceptance.survival(slots, kinds, self.num_steps) * found
+        won = self._won = self.acceptance.survival(slots, kinds, self.num_steps) * found
         backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
         backlogs = backlogs * self._catches_up
-        rates = self._rates(won, nodes, reach, backlogs / self.HORIZON)
+        rates = self._rates(won, nodes, reach, backlogs / self.HORIZON, len(room))
         worth = np.maximum(rates.max(2) - 1.0, 0.0)
         left = tokens_left(sequences)
         if len(room) == 1:
@@ -232,8 +284,70 @@ class Fastest(DraftLengthPolicy):
             self._idle *= 0.5  # a text has changed
         self._drafted_for = drafted
         left = np.minimum(left, self.HORIZON)
+        usual = choice
         choice, due = self._with_trials(choice, sequences, slots, worth, won[:, :, 0], backlogs, room, left, able)
+        lasts = choice is usual and len(room) == 1 and sequences[0].drafter is None and self._may_last(choice, offers)
+        self._table = self._tabled(sequences[0].id, slots, reach, backlogs) if lasts else None
         return choice, 0.0 if choice.depth.any() else due
+
+    def _may_last(self, choice: Choice, offers: list[DraftTrees]) -> bool:
+        """True if the choice for a single row may be relied on for some steps."""
+        drafter = int(choice.drafter[0])
+        is_timed = drafter < self.num_lookups or self.drafting[drafter].count >= self.TIMED
+        is_sure = not choice.depth[0] or self._doubt(self._drafted_at.max()) > 0.9
+        return self._knows_price and is_timed and is_sure and all(offer.is_chain for offer in offers)
+
+    def _tabled(self, row: int, slots: np.ndarray, reach: np.ndarray, backlogs: np.ndarray) -> Table | None:
+        """What is fastest for a single row in the next steps; None if choosing takes little. A text that begins is soon looked at again."""
+        most = math.ceil(self._overhead / (self.CHOOSING * self.cost.of_plain(1)))
+        known = self._table is not None and self._table.row == row
+        length = most if known else most // 4
+        if length < 2:
+            return None
+        kinds = np.tile(np.arange(Acceptance.KINDS), (len(reach), 1))
+        won = self.acceptance.survival(np.repeat(slots, Acceptance.KINDS), kinds, self.num_steps)
+        nodes = np.ones_like(won)
+        for index in self.models:
+            found, nodes[index] = self.acceptance.offered(index)
+            won[index] *= found
+        rates = self._rates(won, nodes, np.repeat(reach, Acceptance.KINDS, 1), backlogs / self.HORIZON, 1)
+        speed = np.maximum.accumulate(rates, 2)
+        depth = np.maximum.accumulate(np.where(rates >= speed, self._depth, 0), 2)
+        usual, plain = self.acceptance.usual_kinds.tolist(), self.cost.of_plain(1)
+        # what is hoped of a look-up that is not known to pay is spent in all of the steps
+        awake = [
+            self.is_awake(index) and self._worth[index] + self._hope(index) / length >= self.seconds[index] / plain
+            for index in range(self.num_lookups)
+        ]
+        added, until = np.zeros(self.num_lookups), self.num_steps + length
+        expected = np.take_along_axis(won.cumsum(2), np.maximum(depth - 1, 0), 2)
+        return Table(row, length, until, speed.tolist(), depth.tolist(), expected.tolist(), usual, awake, added)
+
+    def _from_table(
+        self, table: Table, room: int, offers: list[DraftTrees], scores: list[list[float] | None]
+    ) -> Choice:
+        """The choice for a single row, from what is known already."""
+        first = second = 1.0
+        chosen = depth = 0
+        for index, drafter in enumerate(self.drafters):
+            is_lookup = index < self.num_lookups
+            length = min(room, drafter.longest, offers[index].lengths[0] if is_lookup else room)
+            if length:
+                kind, score = table.kinds[index], scores[index] if is_lookup else None
+                if score is not None:
+                    kind = int(self.acceptance.promised_kinds(np.array(score), np.array(offers[index].lengths))[0])
+                speed = table.speed[index][kind][length - 1]
+                if speed > first:
+                    first, second, chosen, depth = speed, first, index, table.depth[index][kind][length - 1]
+                    table.chosen = index, kind, table.won[index][kind][length - 1]
+                elif speed > second:
+                    second = speed
+        table.asks += 1
+        if depth:
+            self.steps[self.drafters[chosen].name] += 1
+            if chosen < self.num_lookups:
+                table.added[chosen] += first - second
+        return Choice(np.array([chosen]), np.array([depth]))
 
     def _nodes(
         self, offers: list[DraftTrees], room: np.ndarray, able: np.ndarray | None
@@ -253,11 +367,11 @@ class Fastest(DraftLengthPolicy):
         return found, nodes, reach if able is None else reach * able
 
     def _rates(
-        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, hopes: bool = False
-    ) -> np.ndarray:
-        """[D, B, K]: tokens per row in the time of a plain step, if all rows drafted as one row does; 0 where it may not. `hopes`:
-        drafting may take less than was measured."""
-        num_rows, drafting = won.shape[1], np.zeros_like(nodes)
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, num_rows: int, hopes: bool = False
+    ) -> np.ndarray:  # fmt: skip
+        """[D, B, K]: tokens per row in the time of a plain step, if all `num_rows` rows drafted as one row does; 0 where it may not.
+        `hopes`: drafting may take less than was measured."""
+        drafting = np.zeros_like(nodes)
         for index in self.models:
             times = num_rows, self._depth, num_rows * self._depth, num_rows * backlogs[index][:, None]
             doubt = self._doubt(self._drafted_at[index]) if hopes else 1.0
@@ -277,8 +391,12 @@ class Fastest(DraftLengthPolicy):
         """Extra time of a step over a plain one, with `drafting` seconds of a drafter, choosing and learning, in plain steps."""
         plain = self.cost.of_plain(num_rows)
         doubt = self._doubt(self._drafted_at.max())
-        seconds = doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._overhead
+        seconds = doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._of_choosing(num_rows)
         return seconds / plain
+
+    def _of_choosing(self, num_rows: int) -> float:
+        """Seconds of choosing and of learning from it, as a share in a step."""
+        return self._overhead if num_rows > 1 else min(self._overhead, self.CHOOSING * self.cost.of_plain(1))
 
     def _doubt(self, since: float) -> float:
         """Factor on an extra time that no draft has shown since that step, so that it is less and less certain."""
@@ -375,8 +493,10 @@ class Fastest(DraftLengthPolicy):
     ) -> tuple[Choice, float]:
         """`best`, with one token of a drafter for rows where a trial is worth its price; and the steps until another may be."""
         awake = [self.is_awake(index) for index in range(self.num_lookups)]
-        if not self.models or (self.num_steps % self.TRIED and (best.depth.any() or any(awake))):
+        is_due = self.num_steps - self._tried_at >= self.TRIED or not (best.depth.any() or any(awake))
+        if not self.models or not is_due:
             return best, self.LONGEST_QUIET
+        self._tried_at = self.num_steps
         num_rows, rows, soonest = len(room), np.arange(len(room)), float(self.LONGEST_QUIET)
         current = np.where(best.depth > 0, worth[best.drafter, rows], 0.0)
         likelihoods, shares = self.acceptance.log_likelihood(slots, self.num_steps), self.acceptance.share_of_rows
@@ -422,7 +542,7 @@ class Fastest(DraftLengthPolicy):
         found, nodes, _ = self._nodes([], room, able)
         hoped = np.repeat(self.acceptance.hope[:, None], len(room), 1) * found
         reach = np.minimum(room, self.longest[:, None]) * (1 if able is None else able)
-        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), hopes=True)
+        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), len(room), hopes=True)
         return np.maximum(rates.max(2) - 1.0, 0.0)
 
     def _be_quiet(self, sequences: list[Sequence], steps: float, begins: list[bool]) -> None:
@@ -444,25 +564,35 @@ class Fastest(DraftLengthPolicy):
 
     def is_awake(self, index: int) -> bool:
         """True if a look-up may save more than it takes: by its worth, and by the hope that halves with `TRIAL` asks in vain."""
-        hope = self.acceptance.share_of_rows[index] * 0.5 ** (self._aged_idle(index) / self.TRIAL)
-        return self._worth[index] + hope >= self._price(index, self.cost.of_plain(self._num_rows))
+        if self.holds and self._table is not None:
+            return self._table.awake[index]
+        return self._worth[index] + self._hope(index) >= self._price(index, self.cost.of_plain(self._num_rows))
+
+    def _hope(self, index: int) -> float:
+        return float(self.acceptance.share_of_rows[index] * 0.5 ** (self._aged_idle(index) / self.TRIAL))
 
     def _aged_idle(self, index: int) -> float:
         return float(self._idle[index] * Acceptance.AGEING ** (self.num_steps - self._asked_at[index]))
 
     def _price(self, index: int, plain: float) -> float:
         """Tokens a row that asking a look-up costs, with the choice that follows."""
-        return float(self.seconds[index] + self._overhead) / plain
+        seconds = self.seconds[index] * self._doubt(self._asked_at[index])
+        return float(seconds + self._of_choosing(self._num_rows)) / plain
 
     def _value_lookups(self, worth: np.ndarray, choice: Choice) -> None:
-        """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen."""
-        best, plain = worth.max(0), self.cost.of_plain(worth.shape[1])
+        """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen, in this step
+        and in those from the table."""
+        best, plain, table = worth.max(0), self.cost.of_plain(worth.shape[1]), self._table
         for index in range(self.num_lookups):
             if self.is_awake(index):
                 others = np.delete(worth, index, 0).max(0, initial=0.0)
                 added = float(((best - others) * (choice.depth > 0) * (choice.drafter == index)).mean())
-                self._worth[index] += (1.0 - self.WORTH) * (added - self._worth[index])
-                self._idle[index] = 0.0 if added > self._price(index, plain) else self._aged_idle(index) + 1.0
+                asks = 1
+                if table is not None and table.awake[index]:
+                    asks += table.asks
+                    added = (added + float(table.added[index])) / asks
+                self._worth[index] += (1.0 - self.WORTH**asks) * (added - self._worth[index])
+                self._idle[index] = 0.0 if added > self._price(index, plain) else self._aged_idle(index) + asks
                 self._asked_at[index] = self.num_steps
 
     def followed(self, seconds: float, num_rows: int) -> None:
@@ -536,6 +666,8 @@ class Fastest(DraftLengthPolicy):
         for index, each, share in zip(models, limits, usual, strict=True):
             drafting += self._observe_model(step, index, slots, each, seconds * share / sum(usual))
         self.acceptance.observe(slots, asked.kinds[:, at], offered, accepted, written, self.num_steps)
+        told = np.flatnonzero(drafted & (written > 0))
+        self.acceptance.observe_promises(drafter[told], np.asarray(step.accepted)[told], asked.expected[at][told])
         self.steps.update([self.drafters[index].name for index in drafter[drafted].tolist()])
         packed = num_rows + int(step.nodes.sum())
         if step.seconds is not None:
@@ -559,13 +691,15 @@ class Fastest(DraftLengthPolicy):
         """Note what the look-ups took, and what drafts saved on each row."""
         for index, taken in enumerate(seconds):
             if taken:
-                known = self.seconds[index]
-                self.seconds[index] = known + (1.0 - self.WORTH) * (min(taken, 4 * known) - known) if known else taken
+                self._timed[index] += 1
+                if self._timed[index] > 1:  # the first ask is slow
+                    known, weight = self.seconds[index], max(1.0 - self.WORTH, 1.0 / (self._timed[index] - 1))
+                    self.seconds[index] += weight * (min(taken, 4 * known or taken) - known)
                 self.acceptance.saved[slots, 1, index] += 1.0
         if drafted.any() and self.cost.target:
             num_rows, plain = len(slots), self.cost.of_plain(len(slots))
-            spent = (float(self.cost.of_target(num_rows, packed)) - plain + drafting + self._overhead) / plain
-            saved = gained[drafted] - num_rows * spent / drafted.sum()
+            spent = float(self.cost.of_target(num_rows, packed)) - plain + drafting + self._of_choosing(num_rows)
+            saved = gained[drafted] - num_rows * spent / (plain * drafted.sum())
             self.acceptance.saved[slots[drafted], :, drafter[drafted]] += np.stack([saved, np.ones(len(saved))], axis=1)
 
     def _judged(
@@ -599,8 +733,37 @@ class Fastest(DraftLengthPolicy):
         unread = int(backlogs[read > 0].sum())
         return float(self._of_drafting(index, len(slots), depth, num_asked, unread))
 
+    def observe_held(self, num_drafted: int, num_accepted: int) -> None:
+        """See DraftLengthPolicy. What was drafted is learnt from before the next choice."""
+        assert self._table is not None
+        drafter, kind, expected = self._table.chosen
+        if num_drafted:
+            self._table.expected[drafter] = self._table.expected.get(drafter, 0.0) + expected
+            self._drafted_at[drafter] = self.num_steps
+            self._table.drafts.setdefault(drafter, []).append((kind, num_drafted, num_accepted))
+        self.num_steps += 1
+        if num_drafted and not num_accepted and drafter >= self.num_lookups:  # drafts that take long may no longer pay
+            self._table.until = self.num_steps
+
+    def _learn_from_table(self) -> None:
+        """Learn from the drafts in the steps from the table."""
+        table = self._table
+        if table is None:
+            return
+        for drafter, drafts in table.drafts.items():
+            slot = self.acceptance.slot(table.row)
+            self.acceptance.observe_steps(slot, drafter, drafts, self.num_steps)
+            _, drafted, accepted = np.array(drafts).T
+            spent = self._extra(1, 1 + drafted, self._of_drafting(drafter, 1, drafted, drafted))
+            self.acceptance.saved[slot, :, drafter] += (accepted - spent).sum(), len(drafts)
+            promised = np.array([accepted.sum(), table.expected[drafter]], dtype=np.float64)
+            self.acceptance.observe_promises(np.array([drafter]), *promised[:, None])
+        table.drafts, table.expected = {}, {}
+
     def forget(self, seq: Sequence) -> None:
         """Drop the row's estimates, and count how it ended."""
+        if self._table is not None and self._table.row == seq.id:
+            self._learn_from_table()
         self._written = self.ENDS * self._written + seq.num_generated
         self._ended = self.ENDS * self._ended + (seq.finished and len(seq.tokens) < seq.max_length)
         self.acceptance.forget(seq)
@@ -636,6 +799,7 @@ class Fastest(DraftLengthPolicy):
             raise ValueError("invalid times")
         self.acceptance, self.cost.target, self.drafting = acceptance, target, drafting
         self.seconds, (self._overhead, self._followed) = times[:-2], times[-2:].tolist()
+        self._timed[self.seconds > 0] = 1.0 / (1.0 - self.WORTH)
         self._knows_price = any(tokens > rows for _, rows, tokens in sizes)
         self._plain_pauses = {octave: self.LONGEST_STALE for octave, *_ in sizes}
         self._plain_due = dict.fromkeys(self._plain_pauses, self.num_steps + self.LONGEST_STALE)

@@ -321,18 +321,20 @@ def test_easy_rows_draft_long_beside_hard_rows_that_do_not():
     covering([1, 8], list(DRAFTERS), list(MACHINES), [0.0, 0.1], strength=2),
 )
 def test_costs_little_where_nothing_is_accepted(machine, drafter, num_rows, noise):
-    """At least 0.98 of plain decoding, from a policy that knows nothing; 0.96 in a first call of 40 tokens."""
-    for seed, num_steps in itertools.product(range(3), (40, 128, 1000)):
-        world = World([0.0] * num_rows, MACHINES[machine], DRAFTERS[drafter], noise, seed)
-        policy = learnt(8)
-        for seq in world.sequences:
-            seq.max_length = len(seq.tokens) + num_steps + 1
-        world.step(limits := policy.limits(world.sequences, [8] * num_rows))
-        assert max(limits) <= 1
-        rate, history = world.run(policy, num_steps)
-        assert np.sum(history) > 0, "it never tried"
-        least = 0.96 if num_steps == 40 else 0.98
-        assert rate >= least * world.plain(), (seed, num_steps, rate / world.plain())
+    """At least 0.98 of plain decoding, from a policy that knows nothing; 0.965 in a first call of 40 tokens."""
+    for num_steps, least in ((40, 0.965), (128, 0.98), (1000, 0.98)):
+        rates = []
+        for seed in range(3):
+            world = World([0.0] * num_rows, MACHINES[machine], DRAFTERS[drafter], noise, seed)
+            policy = learnt(8)
+            for seq in world.sequences:
+                seq.max_length = len(seq.tokens) + num_steps + 1
+            world.step(limits := policy.limits(world.sequences, [8] * num_rows))
+            assert max(limits) <= 1
+            rate, history = world.run(policy, num_steps)
+            assert np.sum(history) > 0, "it never tried"
+            rates.append(rate / world.plain())
+        assert np.mean(rates) >= least, (num_steps, rates)
 
 
 def test_a_policy_that_always_drafts_would_fail_that():

@@ -158,7 +158,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
 
     def rests(self, sequences: list[Sequence]) -> bool:
         """See MayRest: while heads rest for all of the rows, and no other part reads its taps or sees every step."""
-        return not (self._always or self._others_tap or any(seq.id not in self._blind for seq in sequences))
+        return not (self._always or self._others_tap) and self._blind.keys() >= {seq.id for seq in sequences}
 
     def able(self, sequences: list[Sequence]) -> np.ndarray | None:
         """bool [D, B]: which parts follow which rows; None if all parts follow all rows."""
@@ -172,13 +172,14 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         """The drafts of the chosen drafters."""
         nothing = DraftTrees.empty(len(sequences), self.target.device)
         offers, seconds, scores = [], [], []
+        clock = self.clock if not self.policy.holds else float  # whose times nobody reads
         for index, (part, longest) in enumerate(zip(self.parts[: self.num_lookups], self.longest, strict=False)):
-            began = self.clock()
+            began = clock()
             self.asked[index] = self.chooser.is_awake(index)
             limited = np.minimum(limits, longest).tolist()
             offers.append(part.propose(sequences, limited) if self.asked[index] else nothing)
             scores.append(part.draft_scores(offers[-1]) if isinstance(part, ScoresDrafts) else None)
-            seconds.append(self.clock() - began + self.observing[index] if self.asked[index] else 0.0)
+            seconds.append(clock() - began + self.observing[index] if self.asked[index] else 0.0)
         choice = self.chooser.choose(sequences, limits, offers, seconds, scores, self.able(sequences))
         for i, seq in enumerate(sequences):
             if seq.drafter is not None:
@@ -217,9 +218,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             self._tell(index, outcome)
         drafted = any(self.asked)
         for index in [index for index in self._may_miss if self.asked[index]] if drafted else ():
-            began = self.clock()
-            self._tell(index, outcome)
-            self.observing[index] = self.clock() - began
+            self.observing[index] = self._seconds_of(index, outcome, self.observing[index])
         if self._heads and not (self._blind and all(seq.id in self._blind for seq, _ in outcome.chunks or [])):
             self._tell_heads(outcome)
         if drafted:
@@ -227,17 +226,25 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             for proposed in self.proposed:
                 proposed.clear()
 
+    def _seconds_of(self, index: int, outcome: StepOutcome, usual: float) -> float:
+        """Tell a part. Returns the seconds that it took, or the usual ones in a step that is not timed."""
+        if self.policy.holds:
+            self._tell(index, outcome)
+            return usual
+        began = self.clock()
+        self._tell(index, outcome)
+        return self.clock() - began
+
     def _tell(self, index: int, outcome: StepOutcome) -> None:
         self.parts[index].observe(self.as_seen_by(index, outcome) if any(self.proposed) else outcome)
 
     def _tell_heads(self, outcome: StepOutcome) -> None:
         """Tell the heads about the texts that they follow. They let go of those for which that is too much."""
-        seen, began = outcome.of(lambda seq: seq.id not in self._blind) if self._blind else outcome, self.clock()
-        for index in self._learning_heads:
-            self._tell(index, seen)
+        seen = outcome.of(lambda seq: seq.id not in self._blind) if self._blind else outcome
+        seconds = sum([self._seconds_of(index, seen, 0.0) for index in self._learning_heads])
         fed = outcome.num_own or []
-        if sum(fed) == len(fed):  # a step that reads prompts takes longer
-            self.chooser.followed(self.clock() - began, len(fed))
+        if sum(fed) == len(fed) and not self.policy.holds:  # a step that reads prompts takes longer
+            self.chooser.followed(seconds, len(fed))
             self._let_heads_rest([seq for seq, _ in outcome.chunks or [] if not seq.finished])
 
     def drafter_of(self, seq: Sequence) -> str | None:
