@@ -140,8 +140,8 @@ class Engine:
             if not is_failure(error) or (isinstance(error, RankError) and error.is_final):
                 raise
             return self._after_failure(rows, error)
-        if group is not None:
-            self._isolated.pop(0)
+        if group is not None and len(results) == len(group) and all(result.new_tokens for result in results):
+            self._isolated.pop(0)  # what raises may do so only once the texts are read again
         touched = {request.number: request for request in self._read_prompt_logits()}
         for result in results:
             # None if the request has ended in this loop, by another choice or by its prompt's log-probabilities
@@ -201,6 +201,7 @@ class Engine:
             middle = len(rows) // 2
             self._isolated[:0] = [rows[:middle], rows[middle:]]
             return []
+        rows[0].request.is_refused = self.scheduler.was_alone and isinstance(error, ValueError)  # its images cannot be read
         self.abort(rows[0].request, error)
         return [rows[0].request]
 
