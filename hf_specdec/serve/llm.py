@@ -281,7 +281,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat() needs a tokenizer: pass one to LLM(tokenizer=...).")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         if chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError("The tokenizer has no chat template: pass chat_template=, or use generate().")
         taken = [_without_images(each) for each in conversations]

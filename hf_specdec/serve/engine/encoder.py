@@ -26,16 +26,16 @@ class EncoderInput:
     Attributes:
         ids: a text's token ids; empty for audio and images.
         features: of audio, float32 [bins, frames]; None: the encoder reads `ids`.
-        images: what a vision tower reads, by name: all that the model's processor makes of a prompt, less the ids; None: it has no images.
         beginning: per place of the answer, from its first, the ids of which one must stand there.
         has_timestamps: the answer's timestamps follow Whisper's rules.
+        images: what a vision tower reads, by name: all that the model's processor makes of a prompt, less the ids; None: it has no images.
     """
 
     ids: list[int] = field(default_factory=list)
     features: np.ndarray | None = None
-    images: dict[str, Any] | None = None
     beginning: list[list[int]] = field(default_factory=list)
     has_timestamps: bool = False
+    images: dict[str, Any] | None = None
 
 
 @dataclass

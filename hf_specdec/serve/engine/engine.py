@@ -201,7 +201,8 @@ class Engine:
             middle = len(rows) // 2
             self._isolated[:0] = [rows[:middle], rows[middle:]]
             return []
-        rows[0].request.is_refused = self.scheduler.was_alone and isinstance(error, ValueError)  # its images cannot be read
+        # The model cannot read what was made of its images.
+        rows[0].request.is_refused = self.scheduler.was_alone and isinstance(error, ValueError)
         self.abort(rows[0].request, error)
         return [rows[0].request]
 
@@ -329,5 +330,5 @@ class Engine:
 def _eos_token_ids(model) -> frozenset[int]:
     """The end-of-sequence ids of a model's generation config; without one, of its config."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = model.config.get_text_config(decoder=True).eos_token_id if ids is None else ids
+    ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None) if ids is None else ids
     return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)

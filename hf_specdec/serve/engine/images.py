@@ -44,10 +44,10 @@ def load_processor(name: str, config: PreTrainedConfig, tokenizer: Any, **origin
         return None
     try:
         processor = AutoProcessor.from_pretrained(name, **origin)
+        if not hasattr(processor, "image_processor"):
+            raise ValueError(f"transformers finds a {type(processor).__name__} only")
     except Exception as error:  # a processor is a program of many authors, and needs packages of its own
         logger.warning("The processor of %s cannot be loaded, so images are refused (%s): %s", name, INSTALL, error)
-        return None
-    if not hasattr(processor, "image_processor"):  # transformers has found a tokenizer only
         return None
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
@@ -74,7 +74,7 @@ def read_images(files: Iterable[bytes]) -> list[Any]:
         ImportError: Pillow is not installed.
     """
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise ImportError(f"Images need Pillow: {INSTALL}") from error
     images, left = [], MOST_PIXELS
@@ -88,11 +88,18 @@ def read_images(files: Iterable[bytes]) -> list[Any]:
             left -= width * height
             if left >= 0:
                 images.append(load_image(image))
+        except UnidentifiedImageError:
+            raise ValueError(f"{where} cannot be read as {', '.join(_FORMATS)}.") from None
         except Exception as error:  # Pillow's readers raise what they happen to raise for a broken file
-            raise ValueError(f"{where} cannot be read: {error}. Send {', '.join(_FORMATS)}.") from None
+            raise ValueError(f"{where} cannot be read: {error}.") from None
         if left < 0:
             raise ValueError(f"{where} has {width} × {height} pixels; all together may have {MOST_PIXELS}.")
     return images
+
+
+def adds_special_tokens(tokenizer: Any, text: str) -> bool:
+    """True unless a text begins with the token with which texts begin: transformers' rule for what chat templates of processors make."""
+    return tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
 
 
 def processed(processor: Any, text: str, images: list[Any]) -> tuple[list[int], EncoderInput]:
@@ -100,16 +107,15 @@ def processed(processor: Any, text: str, images: list[Any]) -> tuple[list[int], 
 
     Args:
         processor: transformers' processor of the model.
-        text: with one placeholder for an image, as the processor expects it. It gets special tokens unless it begins with one.
+        text: with one placeholder for an image, as the processor expects it.
         images: as the processor takes them (Pillow's, arrays, tensors), in the order of the placeholders.
 
     Raises:
         ValueError: the processor refuses the text or the images.
     """
-    begin = processor.tokenizer.bos_token
-    options = {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
+    adds = adds_special_tokens(processor.tokenizer, text)
     try:
-        made = processor(text=[text], images=[images], return_tensors="pt", **options)
+        made = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=adds)
     except Exception as error:  # see `load_processor`
         raise ValueError(f"The model's processor refuses the images, or their places in the text: {error!r}") from error
     inputs = {key: each.numpy() if torch.is_tensor(each) else each for key, each in made.items()}
@@ -131,10 +137,10 @@ class ImagePrompt:
         """Let the model read it, prepared as by its `generate()`. Call outside `active()`. Raises ValueError: it does not take these
         inputs; UnsupportedModel: it cannot go on from them as here."""
 
-        def read(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> ReadPrompt:
-            check_inputs(model, input_ids, generation_config, model_kwargs)
+        def read(model, input_ids, logits_processor, stopping_criteria, generation_config, **prepared):
+            check_inputs(model, input_ids, generation_config, prepared)
             columns = [np.arange(input_ids.shape[1])]
-            return read_prompt(target, input_ids, model_kwargs, generation_config, input_ids, columns)
+            return read_prompt(target, input_ids, prepared, generation_config, input_ids, columns)
 
         model: Any = self.model
         inputs = BatchFeature({"input_ids": [self.ids], **self.inputs}, tensor_type="pt").to(model.device, model.dtype)

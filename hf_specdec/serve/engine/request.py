@@ -178,8 +178,8 @@ class Request:
 
     def result(self) -> RequestOutput:
         """The results so far, as `LLM.generate` returns them."""
-        has_own = self.encoder is None or self.encoder.images is not None
-        texts = (self.prompt, None, None) if has_own else (None, self.prompt, self.encoder.ids)
+        read = None if self.encoder is None or self.encoder.images is not None else self.encoder.ids
+        texts = (self.prompt, None, None) if read is None else (None, self.prompt, read)
         return RequestOutput(
             self.id, texts[0], self.prompt_token_ids, [choice.output for choice in self.choices], self.finished, self.prompt_logprobs,
             self.num_cached_tokens, summarize(self.statistics, 0) if self.finished and self.error is None else None,

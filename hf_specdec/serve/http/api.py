@@ -164,6 +164,8 @@ def _tokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[byt
     server.check_model(body.model)
     if body.prompt is None:
         server.check_reads("conversation")
+        if body.images:
+            raise bad_request("Images are not tokenized here: an answer's `usage` has the length.", "messages")
         ids = server.text_ids(server.chat_text(body), "messages", add_special_tokens=False)
     else:
         ids = server.text_ids(body.prompt, "prompt", body.add_special_tokens)

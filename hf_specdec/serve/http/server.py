@@ -11,12 +11,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from ...candidate_generators import parse_config
 from ...core.errors import is_failure
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderInput
+from ..engine.images import INSTALL, adds_special_tokens, bytes_of, processed, read_images
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob
 from ..engine.speech import Speech
@@ -29,6 +31,7 @@ from ..llm import LLM
 from ..metrics import Metrics
 from .errors import ApiError, bad_request, failed, overloaded, shutting_down, stopped, unavailable
 from .lanes import Lanes
+from .media import Media
 from .protocol import Conversation
 
 logger = logging.getLogger(__name__)
@@ -171,6 +174,8 @@ class Server:
         response_template: how the model marks reasoning and tool calls, in transformers' format; None: the tokenizer's own, or the
             one that transformers has for this family of models.
         privacy: whose texts may shape whose drafts; None: only texts of the same API key do.
+        processor: transformers' processor of images and text; None: images are refused.
+        media_hosts: see `Media`; none: images are sent, not fetched.
 
     Attributes:
         worker, facts: the engine's, and what is known about the model; None until it is loaded.
@@ -180,8 +185,9 @@ class Server:
 
     def __init__(
         self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None,
-        privacy: Privacy | None = None
+        privacy: Privacy | None = None, processor: Any = None, media_hosts: list[str] | None = None
     ):  # fmt: skip
+        self.processor, self.media = processor, Media(media_hosts or [], limits.max_body_bytes)
         self.response_template, self.privacy = response_template, privacy or Privacy()
         self.tokenizer, self.names, self.limits = tokenizer, names, limits
         self.defaults, self.max_model_len = SamplingParams(), 0
@@ -358,7 +364,7 @@ class Server:
         """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none). Raises ApiError: 400,
         the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
         """
-        messages = [message.for_template() for message in body.messages]
+        messages = [message.for_template(self._template_wants_parts) for message in body.messages]
         more = body.chat_template_kwargs or {}
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
@@ -377,6 +383,37 @@ class Server:
         except Exception as error:  # a template is a program from the checkpoint and may raise anything
             message = f"The chat template refused the messages: {error}{_calls_at_fault(messages)}"
             raise bad_request(message, "messages") from None
+
+    @cached_property
+    def _template_wants_parts(self) -> bool:
+        """True if the chat template, that of a model with a processor, shows no text that is not in a list of parts."""
+        if self.processor is None or self.tokenizer.chat_template is None:
+            return False
+        try:
+            text = self.tokenizer.apply_chat_template([{"role": "user", "content": "word"}], tokenize=False)
+        except Exception:  # see `chat_text`
+            return True
+        return "word" not in text
+
+    def check_reads_images(self) -> None:
+        """Raise ApiError 400 unless the model reads images."""
+        if self.processor is None:
+            why = f"{self.names[0]} reads no images, or its processor could not be loaded, as the log then says ({INSTALL})."
+            raise bad_request(why, "messages")
+
+    def chat_ids(self, body: Conversation, fetched: dict[str, bytes]) -> tuple[list[int], EncoderInput | None]:
+        """The token ids of a conversation, and its images as the model reads them. `fetched`: files by address. Raises ApiError: 400."""
+        text, urls = self.chat_text(body), [image["url"] for image in body.images]
+        if not urls:
+            adds = self.processor is not None and adds_special_tokens(self.tokenizer, text)
+            return self.prompt_ids(text, "messages", add_special_tokens=adds), None
+        self._refuse_long_text(text, "messages")
+        try:
+            files = (fetched[url] if url in fetched else bytes_of(url) for url in urls)
+            ids, images = processed(self.processor, text, read_images(files))
+        except ValueError as error:
+            raise bad_request(str(error), "messages") from None
+        return self.prompt_ids(ids, "messages"), images
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
         """Compile a grammar, if there is one, before the request is submitted, so that the engine's thread need not wait for it. Raises
