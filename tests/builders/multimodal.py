@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from families import VOCAB, WINDOW, drawn_vectors
+from helpers_eagle import layer_shapes, save_checkpoint, weights
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -166,6 +167,17 @@ def build_multimodal(family: str, seed: int = 0, vocab_size: int = VOCAB, **chan
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def eagle_head(folder):
+    """An EAGLE head of the test models' size."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256, "vocab_size": VOCAB, "tie_word_embeddings": False,
+    }  # fmt: skip
+    shapes = {"fc.weight": (48, 96), **layer_shapes("layers.0.", input_width=48, hidden=48, width=12)}
+    return save_checkpoint(folder, weights(shapes), config)
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from cache_checks import check_blocks
 from families import make
 from helpers_server import Process, in_thread
-from multimodal import MULTIMODAL, build_multimodal, build_processor, image_prompts
+from multimodal import MULTIMODAL, build_multimodal, build_processor, eagle_head, image_prompts
 from PIL import Image
 
 from hf_specdec.serve import LLM, SamplingParams
@@ -51,7 +51,9 @@ def data_url(raw):
 
 def user(*parts):
     """A conversation of one message: texts and images."""
-    kinds = ({"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts)
+    kinds = (
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    )
     return [{"role": "user", "content": list(kinds)}]
 
 
@@ -100,11 +102,13 @@ def test_every_request_gets_the_text_of_generate(family, tmp_path):
     model, processor = build_multimodal(family), build_processor(family)
     expected = plain(model, processor, CONVERSATIONS)
     assert expected[0] != expected[3]
-    make("Llama", seed=5).save_pretrained(tmp_path)
-    accepted = 0
+    make("Llama", seed=5).save_pretrained(tmp_path / "draft")
+    (tmp_path / "head").mkdir()
+    head = {"method": "eagle", "model": eagle_head(tmp_path / "head"), "num_speculative_tokens": 3}
+    accepted, few = 0, {"num_blocks": 24, "block_size": 4}
     for config in (
-        NGRAM, TREE, {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3},
-        {**NGRAM, "num_blocks": 24, "block_size": 4},
+        NGRAM, TREE, {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3},
+        {**NGRAM, **few}, {**head, **few},
     ):  # fmt: skip
         llm = LLM(model, processor, config, max_model_len=80)
         outputs = llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)
@@ -121,7 +125,7 @@ def test_every_request_gets_the_text_of_generate(family, tmp_path):
         llm.close()
     assert accepted > 0
     texts = []
-    for config in ({"method": "none"}, TREE, {**NGRAM, "num_blocks": 24, "block_size": 4}):
+    for config in ({"method": "none"}, TREE, {**NGRAM, **few}):
         llm = LLM(model, processor, config, max_model_len=80)
         drawn = SamplingParams(temperature=0.8, seed=3, max_tokens=12, n=2, ignore_eos=True)
         outputs = llm.chat(CONVERSATIONS, drawn, use_tqdm=False)
@@ -135,9 +139,15 @@ def test_every_request_gets_the_text_of_generate(family, tmp_path):
 def test_every_family(family):
     """Inputs of its processor, as generate() takes them; prompts that end in an image too; preempted, and beside text."""
     model = build_multimodal(family)
-    given = [image_prompts(model, [n], [m], seed=n, text_seed=m, end=end) for n, m, end in ((1, 9, 0), (2, 30, 0), (1, 40, 1))]
+    given = [
+        image_prompts(model, [n], [m], seed=n, text_seed=m, end=end)
+        for n, m, end in ((1, 9, 0), (2, 30, 0), (1, 40, 1))
+    ]
     rows = [
-        (each["input_ids"][0].tolist(), {k: v.numpy() for k, v in each.items() if k not in ("input_ids", "attention_mask")})
+        (
+            each["input_ids"][0].tolist(),
+            {k: v.numpy() for k, v in each.items() if k not in ("input_ids", "attention_mask")},
+        )
         for each in given
     ] + [([5, 6, 7, 8] * 6, None)]
     expected = [model.generate(**each, max_new_tokens=NEW, do_sample=False)[0].tolist() for each in given]
@@ -203,7 +213,11 @@ def test_a_row_that_fails_takes_no_other_with_it():
     engine, forward, poison = llm.engine, llm.engine.decoder.target.forward, []
 
     def failing(rows, *args, **more):
-        if poison and len(engine.scheduler.running) + len(engine._isolated) and any(row.seq_id in poison for row in rows):
+        if (
+            poison
+            and len(engine.scheduler.running) + len(engine._isolated)
+            and any(row.seq_id in poison for row in rows)
+        ):
             raise RuntimeError("a step")
         return forward(rows, *args, **more)
 
@@ -243,8 +257,11 @@ class Images(BaseHTTPRequestHandler):
                     self.wfile.write(b"x")
                     time.sleep(0.05)
             return
-        location = {"/moved.png": "/0.png", "/away.png": f"http://localhost:{self.server.server_port}/0.png",
-                    "/inside.png": f"http://inside.example:{self.server.server_port}/0.png", "/loop.png": "/loop.png"}.get(path)  # fmt: skip
+        port = self.server.server_port
+        location = {
+            "/moved.png": "/0.png", "/loop.png": "/loop.png", "/away.png": f"http://localhost:{port}/0.png",
+            "/inside.png": f"http://inside.example:{port}/0.png",
+        }.get(path)  # fmt: skip
         body = {"/0.png": png(picture(0)), "/large.png": bytes(5000)}.get(path, b"")
         self.send_response(302 if location else 200 if body else 404)
         if location:
@@ -287,7 +304,14 @@ def test_openais_client(place, folder, host):
     noise = user(picture(7, 150, 150), "large")  # its body is read in another process
     (large,) = (processor.decode(ids, skip_special_tokens=True) for ids in plain(model, processor, [noise]))
     options = {"model": "tiny", "temperature": 0, "max_tokens": NEW, "extra_body": {"ignore_eos": True}}
-    flags = ("--speculative-config", json.dumps(NGRAM), "--allowed-media-hosts", "127.0.0.1", "--served-model-name", "tiny")
+    flags = (
+        "--speculative-config",
+        json.dumps(NGRAM),
+        "--allowed-media-hosts",
+        "127.0.0.1",
+        "--served-model-name",
+        "tiny",
+    )
     running = in_thread(NGRAM, model=folder, media_hosts=["127.0.0.1"], max_model_len=200)
     if place == "processes":
         running = Process.running(*flags, model=folder)
@@ -295,9 +319,14 @@ def test_openais_client(place, folder, host):
         for messages, text in zip([*CONVERSATIONS, noise], [*expected, large], strict=True):
             answer = client.chat.completions.create(messages=asked(messages), **options)
             assert answer.choices[0].message.content == text
-        answer = client.chat.completions.create(messages=[{"role": "user", "content": "one two one two one"}], **options)
+        answer = client.chat.completions.create(
+            messages=[{"role": "user", "content": "one two one two one"}], **options
+        )
         assert answer.choices[0].message.content == expected[1]  # LLaVA's template wants parts
-        fetched = [{"type": "image_url", "image_url": {"url": f"{host}/moved.png?a=b"}}, {"type": "text", "text": "abcabcabcab"}]
+        fetched = [
+            {"type": "image_url", "image_url": {"url": f"{host}/moved.png?a=b"}},
+            {"type": "text", "text": "abcabcabcab"},
+        ]
         stream = client.chat.completions.create(messages=[{"role": "user", "content": fetched}], stream=True, **options)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected[0]
         parts = [
@@ -317,11 +346,14 @@ def test_openais_client(place, folder, host):
 
 def bomb(width, height):
     """A PNG file of few bytes that has many pixels."""
+
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    )
 
 
 def test_what_is_refused(folder, host, monkeypatch):
