@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoProcessor, BatchFeature, PreTrainedConfig, PreTrainedModel
 from transformers.image_utils import load_image
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from ...model.packed_model import PackedModel
 from ...model.prompt import ReadPrompt, read_prompt
@@ -27,9 +27,17 @@ MOST_IMAGES, MOST_PIXELS = 32, 64_000_000  # of a conversation that holds or nam
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow's other readers are many, and some run other programs
 
 
+# Of the model types for which transformers has a class for text alone, those with images here. Llama 4 and Mllama are served as text.
+_LOADED_WITH_TOWER = {"qwen3_5", "qwen3_5_moe"}
+
+
 def reads_images(config: PreTrainedConfig) -> bool:
-    """True if transformers has a class for models of this configuration that read images and text."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    """True if models of this configuration are loaded with a vision tower, by AutoModelForImageTextToText."""
+    kind, with_tower, of_text = type(config), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    if kind not in with_tower:
+        return False
+    has_one_class = kind not in of_text or of_text[kind] is with_tower[kind]
+    return has_one_class or config.model_type in _LOADED_WITH_TOWER
 
 
 def load_processor(name: str, config: PreTrainedConfig, tokenizer: Any, **origin: Any) -> Any:

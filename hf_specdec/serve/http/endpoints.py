@@ -87,10 +87,6 @@ class Endpoint(ABC, Generic[AnySampling]):
             "model": body.model or server.names[0],
         }  # fmt: skip
 
-    def image_urls(self) -> list[str]:
-        """Where its images are. Raises ApiError: 400, the model reads none."""
-        return []
-
     @abstractmethod
     def prepare(self) -> None:
         """Check the request and set what `submit` sends. Raises ApiError: the request cannot be served."""
@@ -235,7 +231,7 @@ def _prepared(
     Raises: ApiError, the request cannot be served."""
     body = read_body(kind.form, raw, headers)
     endpoint = kind(server, body)
-    if fetched is None and (urls := endpoint.image_urls()):
+    if fetched is None and (urls := server.image_urls(endpoint.body)):
         return urls
     endpoint.fetched = fetched or {}
     endpoint.ignored_fields = body.unknown_fields
@@ -370,12 +366,6 @@ class Chat(Endpoint[ChatRequest]):
             self.params = self.params.copy(skip_special_tokens=False)
             if body.skip_special_tokens and "skip_special_tokens" in body.model_fields_set:
                 self.ignored_fields = [*self.ignored_fields, "skip_special_tokens"]
-
-    def image_urls(self) -> list[str]:
-        urls = [image["url"] for image in self.body.images]
-        if urls:
-            self.server.check_reads_images()
-        return urls
 
     def submit(self, space: str = "") -> None:
         body, make = self.body, None

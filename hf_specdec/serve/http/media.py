@@ -100,13 +100,15 @@ class Media:
             end.settimeout(max(0.01, deadline - time.monotonic()))
             end.connect(address)
             if is_secure:
-                end = at_end.enter_context(ssl.create_default_context().wrap_socket(end, server_hostname=host))
-            # A timeout of a socket is for one read, and there may be many.
+                secure = ssl.create_default_context().wrap_socket
+                end = at_end.enter_context(secure(end, server_hostname=host, do_handshake_on_connect=False))
+            # A timeout of a socket is for one read, and there may be many, also while the first write agrees on keys.
             left = max(0.0, deadline - time.monotonic())
             timer = threading.Timer(left, socket.socket.shutdown, (end, socket.SHUT_RDWR))
             timer.start()
             at_end.callback(timer.cancel)
-            connection = http.client.HTTPConnection(host, port)
+            # Its class chooses the header Host, which signatures of addresses may cover.
+            connection = (http.client.HTTPSConnection if is_secure else http.client.HTTPConnection)(host, port)
             connection.sock = end
             yield connection
 

@@ -395,18 +395,23 @@ class Server:
             return True
         return "word" not in text
 
-    def check_reads_images(self) -> None:
-        """Raise ApiError 400 unless the model reads images."""
-        if self.processor is None:
+    def image_urls(self, body: Any) -> list[str]:
+        """Where the images of a request are. Raises ApiError: 400, the model reads none."""
+        urls = [image["url"] for image in body.images] if isinstance(body, Conversation) else []
+        if urls and self.processor is None:
             why = f"{self.names[0]} reads no images, or its processor could not be loaded, as the log then says ({INSTALL})."
             raise bad_request(why, "messages")
+        return urls
+
+    def adds_special_tokens(self, text: str) -> bool:
+        """Whether the tokenizer adds its special tokens to a conversation's text: only processors let it."""
+        return self.processor is not None and adds_special_tokens(self.tokenizer, text)
 
     def chat_ids(self, body: Conversation, fetched: dict[str, bytes]) -> tuple[list[int], EncoderInput | None]:
         """The token ids of a conversation, and its images as the model reads them. `fetched`: files by address. Raises ApiError: 400."""
-        text, urls = self.chat_text(body), [image["url"] for image in body.images]
+        text, urls = self.chat_text(body), self.image_urls(body)
         if not urls:
-            adds = self.processor is not None and adds_special_tokens(self.tokenizer, text)
-            return self.prompt_ids(text, "messages", add_special_tokens=adds), None
+            return self.prompt_ids(text, "messages", self.adds_special_tokens(text)), None
         self._refuse_long_text(text, "messages")
         try:
             files = (fetched[url] if url in fetched else bytes_of(url) for url in urls)
