@@ -95,7 +95,7 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
     origins = "origins of web pages that may call the server (CORS; default: none)"
     add("--allowed-origins", nargs="+", metavar="URL", help=origins)
     hosts = "hosts from which images are fetched; *: any public one (default: none, images must be in requests)"
-    add("--allowed-media-hosts", nargs="+", metavar="HOST", help=hosts)
+    add("--allowed-media-hosts", "--allowed-media-domains", nargs="+", metavar="HOST", help=hosts)
     count("--max-num-queued-reqs", help="most requests that wait; the next is answered with 429 (default: no limit)")
     count("--max-body-bytes", default=16 << 20, help="largest body of a request (default: %(default)s)")
     silence = "seconds of silence after which a stream sends a comment (default: %(default)s; 0: never)"

@@ -104,13 +104,18 @@ class Media:
                 end = at_end.enter_context(secure(end, server_hostname=host, do_handshake_on_connect=False))
             # A timeout of a socket is for one read, and there may be many, also while the first write agrees on keys.
             left = max(0.0, deadline - time.monotonic())
-            timer = threading.Timer(left, socket.socket.shutdown, (end, socket.SHUT_RDWR))
+            timer = threading.Timer(left, _shut, (end,))
             timer.start()
             at_end.callback(timer.cancel)
             # Its class chooses the header Host, which signatures of addresses may cover.
             connection = (http.client.HTTPSConnection if is_secure else http.client.HTTPConnection)(host, port)
             connection.sock = end
             yield connection
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other end has been faster
+        socket.socket.shutdown(end, socket.SHUT_RDWR)  # not that of ssl, which forgets its state while another thread reads
 
 
 def _refuse_private(host: str, address: str) -> None:
