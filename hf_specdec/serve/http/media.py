@@ -114,8 +114,9 @@ class Media:
 
 
 def _shut(end: socket.socket) -> None:
+    """Wake a thread that reads. The method of ssl would forget its state meanwhile."""
     with contextlib.suppress(OSError):  # the other end has been faster
-        socket.socket.shutdown(end, socket.SHUT_RDWR)  # not that of ssl, which forgets its state while another thread reads
+        socket.socket.shutdown(end, socket.SHUT_RDWR)
 
 
 def _refuse_private(host: str, address: str) -> None:
