@@ -44,7 +44,7 @@ from ..model.options.fingerprints import fingerprints
 from ..model.structure import structure_of
 from .engine.encoder import EncoderFacts, EncoderInput, EncoderSide
 from .engine.engine import Engine
-from .engine.images import INSTALL, bytes_of, load_processor, processed, read_images, reads_images
+from .engine.images import INSTALL, adds_special_tokens, bytes_of, load_processor, processed, read_images, reads_images
 from .engine.params import SamplingParams
 from .engine.request import Request, RequestOutput
 from .hidden_states import NIXL, KVTransferConfig, with_storage
@@ -285,14 +285,16 @@ class LLM:
         if chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError("The tokenizer has no chat template: pass chat_template=, or use generate().")
         taken = [_without_images(each) for each in conversations]
-        has_images = any(images for _, images in taken)
+        of_processor = self.processor is not None or any(images for _, images in taken)
         prompts: Any = conversations and self.tokenizer.apply_chat_template(  # which refuses an empty list
             [messages for messages, _ in taken], tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message, tokenize=not has_images, return_dict=False, **(chat_template_kwargs or {}),
+            continue_final_message=continue_final_message, tokenize=not of_processor, return_dict=False, **(chat_template_kwargs or {}),
         )  # fmt: skip
-        if has_images:
+        if of_processor:
             prompts = [
                 {"prompt": text, "multi_modal_data": {"image": images}}
+                if images
+                else self.tokenizer(text, add_special_tokens=adds_special_tokens(self.tokenizer, text))["input_ids"]
                 for text, (_, images) in zip(prompts, taken, strict=True)
             ]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -404,8 +406,6 @@ class LLM:
                 'A prompt with images is {"prompt": text with their placeholders, "multi_modal_data": {"image": image or list}}.'
             )
         images = list(data["image"]) if isinstance(data["image"], (list, tuple)) else [data["image"]]
-        if not images:
-            return Submit(name, *self._read(prompt), params)
         ids, given = processed(self.processor, text, images)
         return Submit(name, text, ids, params, encoder=given)
 
@@ -481,7 +481,8 @@ def _without_images(messages: list[dict]) -> tuple[list[dict], list[Any]]:
     def place_of(part: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "image_url":
-            images.extend(read_images([bytes_of(part["image_url"]["url"])]))
+            given = part.get("image_url")
+            images.extend(read_images([bytes_of(str(given.get("url") if isinstance(given, dict) else given))]))
         elif kind == "image" and "image" in part:
             images.append(part["image"])
         else:

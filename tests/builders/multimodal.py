@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from families import VOCAB, WINDOW, drawn_vectors
 from helpers_eagle import layer_shapes, save_checkpoint, weights
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -261,9 +261,10 @@ _PLACEHOLDERS = {
     "llava": "<image>",
     "gemma3": "<start_of_image>",
 }
-# As the templates of these models do: a text is shown only as a part (LLaVA), or also by itself.
+# As the templates of these models do: a text is shown only as a part (LLaVA, which leaves the first token to the tokenizer), or also
+# by itself.
 _TEMPLATE = (
-    "{{{{ bos_token }}}}{{% for m in messages %}}<{{{{ m['role'] }}}}>{string}{{% for c in m['content'] %}}"
+    "{bos}{{% for m in messages %}}<{{{{ m['role'] }}}}>{string}{{% for c in m['content'] %}}"
     "{{% if c['type'] == 'image' %}}{image}{{% else %}}{{{{ c['text'] }}}}{{% endif %}}{{% endfor %}}{end}{{% endfor %}}"
     "{{% if add_generation_prompt %}}<assistant>{{% endif %}}"
 )
@@ -289,12 +290,14 @@ def build_processor(family: str) -> ProcessorMixin:
     made = Tokenizer(models.WordLevel(words, unk_token=chr(35)))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.decoder = decoders.Fuse()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 91)])
     roles = ["<user>", "<assistant>", "<system>"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", pad_token=" ")
     tokenizer.add_special_tokens({"additional_special_tokens": [*roles, *special.values()]})
     takes_text = "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     string, end = ("", "") if family == "llava" else (takes_text, "{% endif %}")
-    template = _TEMPLATE.format(image=_PLACEHOLDERS[family], string=string, end=end)
+    bos = "" if family == "llava" else "{{ bos_token }}"
+    template = _TEMPLATE.format(bos=bos, image=_PLACEHOLDERS[family], string=string, end=end)
     tokenizer.chat_template = template
     if family == "qwen2_5_vl":
         images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=1024)

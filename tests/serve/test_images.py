@@ -117,6 +117,8 @@ def test_every_request_gets_the_text_of_generate(family, tmp_path):
         assert (llm.engine.scheduler.num_preemptions > 0) == ("num_blocks" in config)
         check_empty(llm)
         if config is NGRAM:
+            (first,) = llm.chat(asked(CONVERSATIONS[0]), GREEDY, use_tqdm=False)  # data URLs
+            assert first.outputs[0].token_ids == expected[0]
             (again,) = llm.chat(CONVERSATIONS[3], GREEDY, use_tqdm=False)
             assert again.outputs[0].token_ids == expected[3] and again.num_cached_tokens == 0
             prompt = {"prompt": again.prompt, "multi_modal_data": {"image": CONVERSATIONS[3][0]["content"][0]["image"]}}
@@ -178,6 +180,10 @@ def test_what_LLM_refuses(caplog):
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate(given, GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="begins with data:image"):
+        llm.chat(
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "http://a/b"}]}], GREEDY, use_tqdm=False
+        )
     with pytest.raises(ValueError, match="prompt_logprobs and kv_transfer_params"):
         llm.generate(prompt, SamplingParams(prompt_logprobs=1), use_tqdm=False)
     with pytest.raises(ValueError, match=r"has no processor of images here.*hf-specdec\[images\]"):
