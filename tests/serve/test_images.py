@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -26,6 +27,7 @@ from hf_specdec.serve import LLM, SamplingParams
 from hf_specdec.serve.engine import images as of_images
 from hf_specdec.serve.engine.encoder import EncoderInput
 from hf_specdec.serve.http import media
+from hf_specdec.serve.http import server as server_module
 from hf_specdec.serve.http.errors import ApiError
 
 NEW = 20
@@ -60,7 +62,7 @@ def user(*parts):
 CONVERSATIONS = [
     user(picture(0), "abcabcabcab"),
     user("one two one two one"),
-    user("x", picture(1, 24, 40), "yzyz", picture(2), "yzyzyz"),
+    user("x", picture(1, 24, 40), "yz yz", picture(2), "yz yz yz"),  # the space is the id that pads
     user(picture(3), "abcabcabcab"),  # the first one's ids, and another image
 ]
 
@@ -375,7 +377,8 @@ def test_what_is_refused(folder, host, monkeypatch):
     with in_thread(model=folder, media_hosts=hosts, max_body_bytes=4000, max_model_len=100) as server:
         for url, message in (
             (data_url(bomb(50_000, 50_000)), "Image 1 (has 50000 × 50000 pixels|cannot be read: .*exceeds limit)"),
-            (data_url(bomb(9_000, 9_000)), "Image 1 has 9000 × 9000 pixels; all together may have 64000000"),
+            (data_url(bomb(9_000, 9_000)), "Image 1 has 9000 × 9000 pixels; .* all together may have 64000000"),
+            (data_url(bomb(20_000, 9)), "one side may be 200 times the other"),
             (data_url(png(picture(0))[:200]), "Image 1 cannot be read"),
             (data_url(b"GIF89a"), "Image 1 cannot be read"),
             (data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "Image 1 cannot be read"),
@@ -414,7 +417,12 @@ def test_what_is_refused(folder, host, monkeypatch):
             assert status == 400 and message in answer["error"]["message"], answer
         status, _, answer = server.post("/tokenize", {"messages": [{"role": "user", "content": many}]})
         assert status == 400 and "not tokenized here" in answer["error"]["message"]
-        status, _, answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": many}]})
+        body = {"messages": [{"role": "user", "content": many}]}
+        with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+            patch.setattr(server_module, "_MOST_BYTES_OF_IMAGES", 2500)
+            found = [answer[0] for answer in pool.map(server.post, ["/v1/chat/completions"] * 8, [body] * 8)]
+            assert set(found) == {200, 429}
+        status, _, answer = server.post("/v1/chat/completions", body)
         assert status == 200 and answer["usage"]["prompt_tokens"] == 7
     with pytest.raises(ValueError, match="more than 32 images"):
         of_images.read_images([png(picture(0, 2, 2))] * 33)

@@ -37,6 +37,11 @@ class EncoderInput:
     has_timestamps: bool = False
     images: dict[str, Any] | None = None
 
+    @property
+    def num_bytes_of_images(self) -> int:
+        """Memory that they take until the answer ends."""
+        return sum(getattr(each, "nbytes", 0) for each in (self.images or {}).values())
+
 
 @dataclass
 class EncoderFacts:

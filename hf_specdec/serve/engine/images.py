@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'hf-specdec[images]'"
 MOST_IMAGES, MOST_PIXELS = 32, 64_000_000  # of a conversation that holds or names files of images
+_MOST_RATIO = 200  # of an image's sides: some processors scale the shorter one up
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow's other readers are many, and some run other programs
 
 
@@ -94,14 +95,16 @@ def read_images(files: Iterable[bytes]) -> list[Any]:
             image = Image.open(io.BytesIO(raw), formats=_FORMATS)  # reads the header only
             width, height = image.size
             left -= width * height
-            if left >= 0:
+            is_strip = max(image.size) > _MOST_RATIO * min(image.size)
+            if left >= 0 and not is_strip:
                 images.append(load_image(image))
         except UnidentifiedImageError:
             raise ValueError(f"{where} cannot be read as {', '.join(_FORMATS)}.") from None
         except Exception as error:  # Pillow's readers raise what they happen to raise for a broken file
             raise ValueError(f"{where} cannot be read: {error}.") from None
-        if left < 0:
-            raise ValueError(f"{where} has {width} × {height} pixels; all together may have {MOST_PIXELS}.")
+        if left < 0 or is_strip:
+            most = f"one side may be {_MOST_RATIO} times the other, and all together may have {MOST_PIXELS}"
+            raise ValueError(f"{where} has {width} × {height} pixels; {most}.")
     return images
 
 
@@ -127,7 +130,7 @@ def processed(processor: Any, text: str, images: list[Any]) -> tuple[list[int], 
     except Exception as error:  # see `load_processor`
         raise ValueError(f"The model's processor refuses the images, or their places in the text: {error!r}") from error
     inputs = {key: each.numpy() if torch.is_tensor(each) else each for key, each in made.items()}
-    inputs.pop("attention_mask", None)
+    inputs.pop("attention_mask", None)  # one row, without padding
     return inputs.pop("input_ids")[0].tolist(), EncoderInput(images=inputs)
 
 
@@ -151,5 +154,9 @@ class ImagePrompt:
             return read_prompt(target, input_ids, prepared, generation_config, input_ids, columns)
 
         model: Any = self.model
-        inputs = BatchFeature({"input_ids": [self.ids], **self.inputs}, tensor_type="pt").to(model.device, model.dtype)
-        return model.generate(**inputs, custom_generate=read, max_new_tokens=1, do_sample=False, num_beams=1)
+        # Without a mask generate() would hide tokens with the id that pads.
+        given = {"input_ids": [self.ids], "attention_mask": [[1] * len(self.ids)], **self.inputs}
+        inputs = BatchFeature(given, tensor_type="pt").to(model.device, model.dtype)
+        return model.generate(
+            **inputs, custom_generate=read, max_length=len(self.ids) + 1, do_sample=False, num_beams=1
+        )

@@ -43,6 +43,9 @@ CHATML = (
 _MOST_PER_TOKEN = 8  # characters: the tokens of long texts have fewer
 _TOKENS_OF_CUT_WORD = 1024  # that a word may have more if the text ends inside it
 _MOST_CHARACTERS = 1 << 20  # take one to three seconds
+_MOST_BYTES_OF_IMAGES = (
+    8 << 30
+)  # of all requests at once, as models read them: a few bytes of a file may become many megabytes
 _ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
@@ -129,6 +132,7 @@ class Answer:
         number: index of the prompt in the client's request, from 0.
         inbox: receives its updates, and those of the other prompts of the same client's request.
         num_prompt, num_new, num_cached: prompt tokens; new tokens of all choices so far; prompt tokens whose KV was cached.
+        num_image_bytes: see `EncoderInput`.
         began, first: `time.monotonic()` when the request came, and when its first token did; None before that.
         ended: True after its last update, or once the client has disconnected.
         deadline: timer that ends it when its time limit is reached; None: no limit.
@@ -145,6 +149,7 @@ class Answer:
     ended: bool = False
     num_new: int = 0
     num_cached: int = 0
+    num_image_bytes: int = 0
     deadline: asyncio.TimerHandle | None = None
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -459,6 +464,10 @@ class Server:
         waiting = load.waiting + max(0, self._num_submitted - load.num_read - free)
         if waits and most is not None and waiting >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
+        num_image_bytes = 0 if encoder is None else encoder.num_bytes_of_images
+        held = sum(answer.num_image_bytes for answer in self.answers.values())
+        if num_image_bytes and held and held + num_image_bytes > _MOST_BYTES_OF_IMAGES:
+            raise overloaded(f"The images of running requests take {held} bytes. Try again later.")
         silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
         number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
         # Only stop texts need text in the engine. Otherwise it is made in this thread, while the engine computes its next step.
@@ -466,7 +475,9 @@ class Server:
         space = "" if self.privacy.shares_across_keys else space
         params = params.copy(detokenize=bool(params.stop), private=private, space=space)
         num_prompt = len((encoder.ids if encoder is not None else []) or ids)
-        answer = Answer(uuid.uuid4().hex, number, inbox, num_prompt, params, prompt=ids)
+        answer = Answer(
+            uuid.uuid4().hex, number, inbox, num_prompt, params, prompt=ids, num_image_bytes=num_image_bytes
+        )
         self.answers[answer.id] = answer
         self._num_submitted += params.n
         worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning, encoder))
