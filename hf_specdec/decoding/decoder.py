@@ -208,18 +208,13 @@ class SpeculativeDecoder:
         """A context in which `step` may run, without gradients. Inside, the models read our pages; on exit they are restored."""
         if self.learner is not None and self.learner.swap() and self._sharer is not None:
             self._sharer.forget_prefixes()
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as self._models:
             self._activate()
-            try:
-                yield self
-            finally:
-                self._models.close()
+            yield self
 
     def _activate(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.target.active())
-            stack.enter_context(active_drafter(self.generator))
-            self._models = stack.pop_all()
+        self._models.enter_context(self.target.active())
+        self._models.enter_context(active_drafter(self.generator))
 
     def lacks_text(self, seq: Sequence) -> bool:
         """True if the cache lacks the KV of some token before the last one, because the sequence was preempted."""

@@ -44,7 +44,15 @@ from ..model.options.fingerprints import fingerprints
 from ..model.structure import structure_of
 from .engine.encoder import EncoderFacts, EncoderInput, EncoderSide
 from .engine.engine import Engine
-from .engine.images import INSTALL, adds_special_tokens, bytes_of, load_processor, processed, read_images, reads_images
+from .engine.images import (
+    NO_IMAGES,
+    adds_special_tokens,
+    bytes_of,
+    load_processor,
+    processed,
+    read_images,
+    reads_images,
+)
 from .engine.params import SamplingParams
 from .engine.request import Request, RequestOutput
 from .hidden_states import NIXL, KVTransferConfig, with_storage
@@ -397,9 +405,7 @@ class LLM:
     def _with_images(self, name: str, prompt: dict[str, Any], params: SamplingParams) -> Submit:
         """The request for a prompt with images."""
         if self.processor is None:
-            why = f"has no processor of images here: pass one as tokenizer, or its folder as model, and see the log ({INSTALL})"
-            why = why if reads_images(self.model.config) else "reads no images"
-            raise ValueError(f"{type(self.model).__name__} {why}.")
+            raise ValueError(f"{type(self.model).__name__} {NO_IMAGES}. LLM also takes a processor as its tokenizer.")
         data, text = prompt["multi_modal_data"], prompt.get("prompt")
         if not isinstance(text, str) or not isinstance(data, dict) or data.keys() != {"image"}:
             raise ValueError(

@@ -22,7 +22,8 @@ from .encoder import EncoderInput
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'hf-specdec[images]'"
+_INSTALL = "pip install 'hf-specdec[images]'"
+NO_IMAGES = f"reads no images, or its processor of them could not be loaded, as the log then says ({_INSTALL})"
 MOST_IMAGES, MOST_PIXELS = 32, 64_000_000  # of a conversation that holds or names files of images
 _MOST_RATIO = 200  # of an image's sides: some processors scale the shorter one up
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow's other readers are many, and some run other programs
@@ -56,7 +57,7 @@ def load_processor(name: str, config: PreTrainedConfig, tokenizer: Any, **origin
         if not hasattr(processor, "image_processor"):
             raise ValueError(f"transformers finds a {type(processor).__name__} only")
     except Exception as error:  # a processor is a program of many authors, and needs packages of its own
-        logger.warning("The processor of %s cannot be loaded, so images are refused (%s): %s", name, INSTALL, error)
+        logger.warning("The processor of %s cannot be loaded, so images are refused (%s): %s", name, _INSTALL, error)
         return None
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
@@ -85,7 +86,7 @@ def read_images(files: Iterable[bytes]) -> list[Any]:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise ImportError(f"Images need Pillow: {INSTALL}") from error
+        raise ImportError(f"Images need Pillow: {_INSTALL}") from error
     images, left = [], MOST_PIXELS
     for raw in files:
         if len(images) == MOST_IMAGES:

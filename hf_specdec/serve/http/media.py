@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-import hf_specdec
-
-from .errors import ApiError, bad_request
+from .errors import bad_request
 
 _SECONDS = 10.0  # for all images of a request
 _MOST_REDIRECTS = 3
@@ -54,7 +52,7 @@ class Media:
             except (OSError, ValueError, http.client.HTTPException) as error:
                 late = time.monotonic() >= deadline
                 reason = f"its host took longer than {_SECONDS:.0f} s" if late else str(error) or type(error).__name__
-                raise _refused(url, f"cannot be fetched: {reason}") from None
+                raise bad_request(f"image_url: {url[:100]!r} cannot be fetched: {reason}.", "messages") from None
         return fetched
 
     def _get(self, url: str, most_bytes: int, deadline: float) -> bytes:
@@ -62,11 +60,8 @@ class Media:
         for _ in range(1 + _MOST_REDIRECTS):
             parts = urlsplit(url)
             with self._connected(parts, deadline) as connection:
-                connection.request(
-                    "GET",
-                    (parts.path or "/") + (f"?{parts.query}" if parts.query else ""),
-                    headers={"Accept": "image/*", "User-Agent": f"hf-specdec/{hf_specdec.__version__}"},
-                )
+                path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+                connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "hf-specdec"})
                 answer = connection.getresponse()
                 location = answer.headers.get("Location")
                 if answer.status in (301, 302, 303, 307, 308) and location is not None:
@@ -129,8 +124,3 @@ def _refuse_private(host: str, address: str) -> None:
         found = inner or found
     if not found.is_global or found.is_multicast:
         raise ValueError(f"{host} has a private address")
-
-
-def _refused(url: str, why: str) -> ApiError:
-    shown = url if len(url) <= 100 else f"{url[:100]}…"
-    return bad_request(f"image_url: {shown!r} {why}.", "image_url")

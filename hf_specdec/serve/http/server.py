@@ -18,7 +18,7 @@ from ...candidate_generators import parse_config
 from ...core.errors import is_failure
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderInput
-from ..engine.images import INSTALL, adds_special_tokens, bytes_of, processed, read_images
+from ..engine.images import NO_IMAGES, adds_special_tokens, bytes_of, processed, read_images
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob
 from ..engine.speech import Speech
@@ -404,8 +404,7 @@ class Server:
         """Where the images of a request are. Raises ApiError: 400, the model reads none."""
         urls = [image["url"] for image in body.images] if isinstance(body, Conversation) else []
         if urls and self.processor is None:
-            why = f"{self.names[0]} reads no images, or its processor could not be loaded, as the log then says ({INSTALL})."
-            raise bad_request(why, "messages")
+            raise bad_request(f"{self.names[0]} {NO_IMAGES}.", "messages")
         return urls
 
     def adds_special_tokens(self, text: str) -> bool:
