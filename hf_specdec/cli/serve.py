@@ -94,6 +94,8 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="names by which clients call it (default: MODEL)")
     origins = "origins of web pages that may call the server (CORS; default: none)"
     add("--allowed-origins", nargs="+", metavar="URL", help=origins)
+    hosts = "hosts from which images are fetched; *: any public one (default: none, images must be in requests)"
+    add("--allowed-media-hosts", "--allowed-media-domains", nargs="+", metavar="HOST", help=hosts)
     count("--max-num-queued-reqs", help="most requests that wait; the next is answered with 429 (default: no limit)")
     count("--max-body-bytes", default=16 << 20, help="largest body of a request (default: %(default)s)")
     silence = "seconds of silence after which a stream sends a comment (default: %(default)s; 0: never)"
@@ -129,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         shutdown_timeout=_SHUTDOWN_SECONDS if args.shutdown_timeout is None else args.shutdown_timeout,
         chat_template=_text_of("--chat-template", args.chat_template),
         response_template=None if template is None else json_object(template, f"--response-template {args.response_template}"),
-        privacy=Privacy(args.private_requests, args.share_across_api_keys),
+        privacy=Privacy(args.private_requests, args.share_across_api_keys), media_hosts=args.allowed_media_hosts,
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
     )  # fmt: skip
@@ -175,6 +177,7 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
     unsupported = {
         "--chat-template": args.chat_template, "--response-template": args.response_template, "--tokenizer": args.tokenizer,
         "--allowed-origins": args.allowed_origins, "--max-num-queued-reqs": args.max_num_queued_reqs, "--kv-transfer-config": transfer,
+        "--allowed-media-hosts": args.allowed_media_hosts,
         "--request-read-timeout": args.request_read_timeout, "--shutdown-timeout": args.shutdown_timeout,
     }  # fmt: skip
     given = [name for name, value in unsupported.items() if value is not None]

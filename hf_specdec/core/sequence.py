@@ -32,6 +32,7 @@ class Sequence:
         drafter: name of the drafter that drafts for this row; None: the first (method "per_request") or the fastest ("auto").
         is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
             blocks. False: the prompt has images, embeddings or placeholder ids.
+        image_prompt: the prompt if the model itself reads it, alone, whenever the row has no blocks; None: it reads ids, or nothing.
         position_offset: position minus index of every token after the prompt (negative with M-RoPE); per axis where they differ.
         source: what the encoder of an encoder-decoder model has read for this row (`model.encoder_decoder.Source`); None: no encoder has.
         is_shared: what is learnt from this text may help to draft others, and what look-ups have learnt from others may help to draft it.
@@ -56,6 +57,7 @@ class Sequence:
     position_offset: int | tuple[int, ...] = 0
     chunked_length: int | None = None
     source: Any = None
+    image_prompt: Any = None
     is_shared: bool = True
     space: str = ""
     files: dict[str, str] = field(default_factory=dict)

@@ -157,7 +157,8 @@ class SpeculativeDecoder:
     def preempt(self, seq: Sequence) -> None:
         """Free a running sequence's blocks. Its tokens are read again when it is next scheduled; a prompt that cannot be read
         again leaves its keys and values in host memory, and its recurrent states where they are."""
-        if seq.is_text:
+        can_be_read = seq.is_text or seq.image_prompt is not None
+        if can_be_read:
             self.outside.pop(seq.id, None)
             self.cache.evict(seq.id)
         elif seq.id not in self.outside:
@@ -166,7 +167,7 @@ class SpeculativeDecoder:
             self.keep_outside(
                 seq, [None if states is None else tuple(each.cpu() for each in states) for states in layers]
             )
-        if seq.is_text or not self.generator.taps.whole_text:  # else the target would not compute its features again
+        if can_be_read or not self.generator.taps.whole_text:  # else the target would not compute its features again
             self.generator.evict(seq)
 
     def keep_outside(self, seq: Sequence, layers: KeysValues) -> None:
@@ -207,8 +208,13 @@ class SpeculativeDecoder:
         """A context in which `step` may run, without gradients. Inside, the models read our pages; on exit they are restored."""
         if self.learner is not None and self.learner.swap() and self._sharer is not None:
             self._sharer.forget_prefixes()
-        with torch.no_grad(), self.target.active(), active_drafter(self.generator):
+        with torch.no_grad(), contextlib.ExitStack() as self._models:
+            self._activate()
             yield self
+
+    def _activate(self) -> None:
+        self._models.enter_context(self.target.active())
+        self._models.enter_context(active_drafter(self.generator))
 
     def lacks_text(self, seq: Sequence) -> bool:
         """True if the cache lacks the KV of some token before the last one, because the sequence was preempted."""
@@ -246,8 +252,28 @@ class SpeculativeDecoder:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> list[StepResult]:
-        """One round for some of the running sequences, in one target forward: `begin`, then `finish`."""
+        """One round for some of the running sequences, in one target forward: `begin`, then `finish`. A row whose prompt the model itself
+        must read is alone in its step."""
+        if self.needs_model(sequences[0]):
+            return self.finish(self._begin_alone(sequences[0]))
         return self.finish(self.begin(sequences, num_tokens))
+
+    def needs_model(self, seq: Sequence) -> bool:
+        """True if the model itself must read the sequence's prompt next."""
+        return seq.image_prompt is not None and not (seq.id in self.cache.tables and self.cache.tables[seq.id].length)
+
+    def _begin_alone(self, seq: Sequence) -> PendingStep:
+        """Let the model read a prompt in its own way, and begin the step that chooses the token after it, if there is none yet."""
+        self._reserve(seq, seq.prompt_length)  # before the model works for nothing
+        self._models.close()
+        try:
+            prompt = seq.image_prompt.read(self.target)
+        finally:
+            self._activate()
+        (seq.position_offset,) = prompt.offsets
+        pending = self.begin_with([seq], prompt)
+        self._reserve(seq, seq.prompt_length)
+        return pending
 
     def can_begin_after(self, sequences: list[Sequence], pending: PendingStep) -> bool:
         """True if the next step of these rows can launch before `pending` finishes: it needs only one token per row, already on the
@@ -325,7 +351,8 @@ class SpeculativeDecoder:
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict, unseen, is_held)
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
-        """Begin a step whose forward the model itself has run: choose the token after each prompt. Call inside `active()`.
+        """Begin a step whose forward the model itself has run: choose the token after each prompt, unless the rows have begun before.
+        Call inside `active()`.
 
         The rows' keys and values wait outside the pool until the rows are next scheduled.
         """
@@ -335,14 +362,17 @@ class SpeculativeDecoder:
             if prompt.states is not None:
                 assert self.cache.states is not None
                 self.cache.states.load(seq.id, prompt.states[i], self.cache.tables[seq.id].length)
-        trees = DraftTrees.empty(len(sequences), self.target.device)
+        decoding = [seq for seq in sequences if not seq.num_generated]
+        trees = DraftTrees.empty(len(decoding), self.target.device)
         output, ends = prompt.output, np.cumsum(prompt.counts)
-        scores, sampling = node_scores(sequences, trees, output.logits, self.config)
-        verdict = begin_verification(trees, scores, sequences, self.config, sampling, self.agree_on_verdict)
+        scores, sampling, verdict = output.logits, None, None
+        if decoding:
+            scores, sampling = node_scores(decoding, trees, output.logits, self.config)
+            verdict = begin_verification(trees, scores, decoding, self.config, sampling, self.agree_on_verdict)
         starts = {seq.id: int(end) - count for seq, end, count in zip(sequences, ends, prompt.counts, strict=True)}
         tensors = StepTensors(output, scores, sampling, ends - 1, starts)
-        rows = [(seq, len(seq.tokens)) for seq in sequences]
-        return PendingStep(rows, prompt.counts, sequences, [0] * len(sequences), trees, tensors, verdict)
+        rows = [(seq, seq.prompt_length) for seq in sequences]
+        return PendingStep(rows, prompt.counts, decoding, [0] * len(decoding), trees, tensors, verdict)
 
     def finish(self, pending: PendingStep) -> list[StepResult]:
         """Wait for the verdict, keep the KV of accepted tokens, append the tokens, count them, and tell the drafter. Call inside

@@ -82,7 +82,7 @@ def decode(
     whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)
     if not is_text:
         whole = whole.where(whole < decoder.target.vocab_size, pad_token)
-        _check_methods(decoder, num_cached, prompt_inputs)
+        check_methods(decoder, num_cached, prompt_inputs)
     columns = prompt_columns(whole, attention_mask)
     sequences = sequences_of(
         whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed, sources
@@ -161,7 +161,7 @@ def _num_reused(
     return 0 if is_text and decoder.generator.taps.whole_text else num_cached
 
 
-def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: dict[str, Any] | None) -> None:
+def check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: dict[str, Any] | None) -> None:
     """Raise ValueError if a drafter or an option requires the target to read the whole prompt as ids."""
     if num_cached and decoder.generator.taps.whole_text:
         raise ValueError(

@@ -23,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoFeatureExtractor,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
@@ -43,6 +44,15 @@ from ..model.options.fingerprints import fingerprints
 from ..model.structure import structure_of
 from .engine.encoder import EncoderFacts, EncoderInput, EncoderSide
 from .engine.engine import Engine
+from .engine.images import (
+    NO_IMAGES,
+    adds_special_tokens,
+    bytes_of,
+    load_processor,
+    processed,
+    read_images,
+    reads_images,
+)
 from .engine.params import SamplingParams
 from .engine.request import Request, RequestOutput
 from .hidden_states import NIXL, KVTransferConfig, with_storage
@@ -82,7 +92,8 @@ class LLM:
 
     Args:
         model: a name, a folder, a bundled model's name, or a loaded model.
-        tokenizer: a name, a folder or a tokenizer; None: the model's own. With a loaded model and None, prompts must be token ids.
+        tokenizer: a name, a folder, a tokenizer, or transformers' processor of images and text; None: the model's own. With a loaded
+            model and None, prompts must be token ids.
         speculative_config: as for `generate()`; None: plain decoding.
         dtype: precision of the weights: "auto" (the checkpoint's), one of torch's names, or a torch dtype.
         device: device of the model; None: a GPU if there is one, else the CPU. Ignored with a loaded model.
@@ -141,7 +152,7 @@ class LLM:
             name = str(getattr(getattr(model, "config", None), "_name_or_path", model))
             self._metrics = Metrics(name, lambda: load_of(self.engine))
         try:
-            self.model, self.tokenizer, self._extractor = _loaded(given)
+            self.model, self.tokenizer, self.processor = _loaded(given)
             self._make_engine(
                 config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
                 None if transfer is None or transfer.kv_connector != NIXL else partial(_transfers, transfer),
@@ -164,7 +175,7 @@ class LLM:
         if positions is not None and self.max_model_len > positions:
             name = type(self.model).__name__
             raise ValueError(f"max_model_len is {max_model_len}; {name} has {positions} positions.")
-        self.encoder = EncoderFacts.of(self.model, self._extractor, self.max_model_len)
+        self.encoder = EncoderFacts.of(self.model, self.processor, self.max_model_len)
         longest = self.max_model_len + num_drafts, 0 if self.encoder is None else self.encoder.max_length
         num_blocks, num_source_blocks = _num_blocks(
             decoder.target, longest, max_num_seqs, config.block_size, config.num_blocks, kv_cache_memory_bytes, num_drafts
@@ -197,7 +208,8 @@ class LLM:
                 encoder-decoder model's encoder reads it; {"encoder_prompt": prompt, "decoder_prompt": prompt} has both; a
                 decoder's text follows the token with which the model begins. Whisper's is
                 {"prompt": text, "multi_modal_data": {"audio": (samples, sampling rate)}}, of at most one window; without "prompt" it
-                transcribes in the language that it hears.
+                transcribes in the language that it hears. A model with a vision tower takes {"prompt": text with placeholders,
+                "multi_modal_data": {"image": one or a list}}, images as its processor takes them.
             sampling_params: for all prompts, or a list with one for each; None: `get_default_sampling_params`.
             use_tqdm: show a progress bar.
 
@@ -262,7 +274,8 @@ class LLM:
         """Answer conversations. Returns one result for each, in their order.
 
         Args:
-            messages: one conversation (a list of messages) or a list of them.
+            messages: one conversation (a list of messages) or a list of them. An image is a part {"type": "image", "image": image} or
+                {"type": "image_url", "image_url": {"url": a data URL}} of a message's content.
             sampling_params: see `generate`.
             use_tqdm: see `generate`.
             chat_template: a Jinja template; None: the tokenizer's own.
@@ -276,13 +289,22 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat() needs a tokenizer: pass one to LLM(tokenizer=...).")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         if chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError("The tokenizer has no chat template: pass chat_template=, or use generate().")
+        taken = [_without_images(each) for each in conversations]
+        of_processor = self.processor is not None or any(images for _, images in taken)
         prompts: Any = conversations and self.tokenizer.apply_chat_template(  # which refuses an empty list
-            conversations, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message, tokenize=True, return_dict=False, **(chat_template_kwargs or {}),
+            [messages for messages, _ in taken], tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, tokenize=not of_processor, return_dict=False, **(chat_template_kwargs or {}),
         )  # fmt: skip
+        if of_processor:
+            prompts = [
+                {"prompt": text, "multi_modal_data": {"image": images}}
+                if images
+                else self.tokenizer(text, add_special_tokens=adds_special_tokens(self.tokenizer, text))["input_ids"]
+                for text, (_, images) in zip(prompts, taken, strict=True)
+            ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -353,10 +375,10 @@ class LLM:
         name, facts = str(next(self._ids)), self.encoder
         has_both = isinstance(prompt, dict) and "encoder_prompt" in prompt
         if facts is None:
-            if has_both or (isinstance(prompt, dict) and "multi_modal_data" in prompt):
-                raise ValueError(
-                    f"{type(self.model).__name__} has no encoder: encoder_prompt and multi_modal_data are not for it."
-                )
+            if has_both:
+                raise ValueError(f"{type(self.model).__name__} has no encoder: encoder_prompt is not for it.")
+            if isinstance(prompt, dict) and "multi_modal_data" in prompt:
+                return self._with_images(name, prompt, params)
             return Submit(name, *self._read(prompt), params)
         read, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
         data = read.get("multi_modal_data") if isinstance(read, dict) else None
@@ -379,6 +401,19 @@ class LLM:
             return Submit(name, None, self._decoder_prompt(begins), params, encoder=EncoderInput(features=features))
         ids, beginning = facts.speech.prompt([], facts.speech.beginning("transcribe", None, has_timestamps=False))
         return Submit(name, None, ids, params, encoder=EncoderInput(features=features, beginning=beginning))
+
+    def _with_images(self, name: str, prompt: dict[str, Any], params: SamplingParams) -> Submit:
+        """The request for a prompt with images."""
+        if self.processor is None:
+            raise ValueError(f"{type(self.model).__name__} {NO_IMAGES}. LLM also takes a processor as its tokenizer.")
+        data, text = prompt["multi_modal_data"], prompt.get("prompt")
+        if not isinstance(text, str) or not isinstance(data, dict) or data.keys() != {"image"}:
+            raise ValueError(
+                'A prompt with images is {"prompt": text with their placeholders, "multi_modal_data": {"image": image or list}}.'
+            )
+        images = list(data["image"]) if isinstance(data["image"], (list, tuple)) else [data["image"]]
+        ids, given = processed(self.processor, text, images)
+        return Submit(name, text, ids, params, encoder=given)
 
     def _decoder_prompt(self, given: Any) -> list[int]:
         """Ids with which a decoder begins: the model's own, then a text without special tokens; or the ids that are given."""
@@ -407,7 +442,8 @@ class LLM:
 
 
 def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
-    """The model, its tokenizer, and the feature extractor of a Whisper model from a folder (else None), by the arguments of `LLM`."""
+    """The model, its tokenizer, and by the arguments of `LLM` what it needs to read more than text (else None): its processor of images, or
+    the feature extractor of a Whisper model from a folder."""
     model, tokenizer, dtype, size = (given[key] for key in ("model", "tokenizer", "dtype", "tensor_parallel_size"))
     origin = {key: given[key] for key in ("revision", "trust_remote_code")}
     if not isinstance(model, PreTrainedModel):
@@ -427,15 +463,42 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
                 if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
                 else AutoModelForSeq2SeqLM
             )
+        elif reads_images(config):
+            kind = AutoModelForImageTextToText
         loaded: Any = kind.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
         on_one = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         model = loaded.to(on_one) if size == 1 else loaded
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(os.fspath(tokenizer)), **origin)
-    folder, extractor = str(model.config._name_or_path), None
+    if hasattr(tokenizer, "image_processor"):
+        return model, tokenizer.tokenizer, tokenizer
+    folder, processor = str(model.config._name_or_path), None
     if model.config.model_type == "whisper" and folder:
-        extractor = AutoFeatureExtractor.from_pretrained(folder, **origin)
-    return model, tokenizer, extractor
+        processor = AutoFeatureExtractor.from_pretrained(folder, **origin)
+    elif folder:
+        processor = load_processor(folder, model.config, tokenizer, **origin)
+    return model, tokenizer, processor
+
+
+def _without_images(messages: list[dict]) -> tuple[list[dict], list[Any]]:
+    """A conversation whose parts say only where images are, and the images. Raises ValueError: a part holds none."""
+    images, changed = [], []
+
+    def place_of(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image_url":
+            given = part.get("image_url")
+            images.extend(read_images([bytes_of(str(given.get("url") if isinstance(given, dict) else given))]))
+        elif kind == "image" and "image" in part:
+            images.append(part["image"])
+        else:
+            return part
+        return {"type": "image"}
+
+    for message in messages:
+        content = message.get("content")
+        changed.append({**message, "content": list(map(place_of, content))} if isinstance(content, list) else message)
+    return changed, images
 
 
 def _transfers(config: KVTransferConfig, decoder: SpeculativeDecoder) -> Transfers:

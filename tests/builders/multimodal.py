@@ -7,7 +7,21 @@ from typing import Any
 
 import torch
 from families import VOCAB, WINDOW, drawn_vectors
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from helpers_eagle import layer_shapes, save_checkpoint, weights
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Gemma3Processor,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2VLProcessor,
+)
+from transformers.models.clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 IMAGE = 120  # the placeholder's id
 _TEXT: dict[str, Any] = {
@@ -155,6 +169,17 @@ def build_multimodal(family: str, seed: int = 0, vocab_size: int = VOCAB, **chan
     return model
 
 
+def eagle_head(folder):
+    """An EAGLE head of the test models' size."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256, "vocab_size": VOCAB, "tie_word_embeddings": False,
+    }  # fmt: skip
+    shapes = {"fc.weight": (48, 96), **layer_shapes("layers.0.", input_width=48, hidden=48, width=12)}
+    return save_checkpoint(folder, weights(shapes), config)
+
+
 # ---- prompts ----------------------------------------------------------------------------------------------------
 
 
@@ -225,3 +250,63 @@ def image_prompts(
     if name is not None:
         inputs[name] = (ids == IMAGE).long() if model.config.model_type != "paligemma" else torch.zeros_like(ids)
     return inputs
+
+
+# ---- processors -------------------------------------------------------------------------------------------------
+
+_SPECIAL = {"qwen2_5_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"), "llava": ("<image>",),
+            "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>")}  # fmt: skip
+_PLACEHOLDERS = {
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "llava": "<image>",
+    "gemma3": "<start_of_image>",
+}
+# As the templates of these models do: a text is shown only as a part (LLaVA, which leaves the first token to the tokenizer), or also
+# by itself.
+_TEMPLATE = (
+    "{bos}{{% for m in messages %}}<{{{{ m['role'] }}}}>{string}{{% for c in m['content'] %}}"
+    "{{% if c['type'] == 'image' %}}{image}{{% else %}}{{{{ c['text'] }}}}{{% endif %}}{{% endfor %}}{end}{{% endfor %}}"
+    "{{% if add_generation_prompt %}}<assistant>{{% endif %}}"
+)
+
+
+class ImagesOnly(Qwen2VLProcessor):
+    """Without a processor of videos, which needs torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        self.image_token, self.image_token_id = "<|image_pad|>", IMAGE
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    @property
+    def model_input_names(self):
+        return ["input_ids", "attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids"]
+
+
+def build_processor(family: str) -> ProcessorMixin:
+    """The processor of a model of `build_multimodal`, whose tokens are letters: a prompt of a few words repeats them."""
+    special = dict(enumerate(_SPECIAL[family], IMAGE))
+    words = {special.get(i, chr(32 + i) if i < 95 else f"<{i}>"): i for i in range(VOCAB)}
+    words = {{94: "<user>", 93: "<assistant>", 92: "<system>", 91: "<s>"}.get(i, word): i for word, i in words.items()}
+    made = Tokenizer(models.WordLevel(words, unk_token=chr(35)))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 91)])
+    roles = ["<user>", "<assistant>", "<system>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", pad_token=" ")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*roles, *special.values()]})
+    takes_text = "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    string, end = ("", "") if family == "llava" else (takes_text, "{% endif %}")
+    bos = "" if family == "llava" else "{{ bos_token }}"
+    template = _TEMPLATE.format(bos=bos, image=_PLACEHOLDERS[family], string=string, end=end)
+    tokenizer.chat_template = template
+    if family == "qwen2_5_vl":
+        images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=1024)
+        return ImagesOnly(images, tokenizer, chat_template=template)
+    size = {"height": 16, "width": 16}
+    if family == "llava":
+        images = CLIPImageProcessorPil(size=size, crop_size=size)
+        return LlavaProcessor(images, tokenizer, 8, "default", template, num_additional_image_tokens=1)
+    for name, token in zip(("image_token", "boi_token", "eoi_token"), _SPECIAL[family], strict=True):
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    return Gemma3Processor(Gemma3ImageProcessorPil(size=size), tokenizer, template, image_seq_length=4)

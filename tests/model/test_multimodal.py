@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 from families import VOCAB, drawn_vectors, make, perturbed
-from helpers_eagle import layer_shapes, save_checkpoint, weights
-from multimodal import IMAGE, MULTIMODAL, build_multimodal, image_prompts, token_types
+from multimodal import IMAGE, MULTIMODAL, build_multimodal, eagle_head, image_prompts, token_types
 from oracle import assert_clean, ragged
 from PIL import Image
 from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
@@ -372,17 +371,6 @@ def test_image_tokens_in_drafts(family, monkeypatch):
 
 
 # ---- drafters that read features ------------------------------------------------------------------------------------
-
-
-def eagle_head(folder):
-    """An EAGLE head of the test models' size."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 48,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 256, "vocab_size": VOCAB, "tie_word_embeddings": False,
-    }  # fmt: skip
-    shapes = {"fc.weight": (48, 96), **layer_shapes("layers.0.", input_width=48, hidden=48, width=12)}
-    return save_checkpoint(folder, weights(shapes), config)
 
 
 @pytest.mark.parametrize("family", families(quick=("llava", "qwen3_vl")))

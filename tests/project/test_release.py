@@ -47,7 +47,7 @@ WITHOUT_EXTRAS = """
 import json, sys
 
 class Without:
-    gone = {"arctic_inference", "torchao", "triton", "fastapi", "uvicorn", "llguidance", "ray", "nixl", "matplotlib"}
+    gone = {"arctic_inference", "torchao", "triton", "fastapi", "uvicorn", "llguidance", "ray", "nixl", "matplotlib", "PIL"}
 
     def __init__(self, finder):
         self.finder = finder
@@ -86,13 +86,17 @@ def serve():
     from hf_specdec.cli import build_parser, serve
     serve.run(build_parser().parse_args(["serve", "tiny"]))
 
+def images():
+    from hf_specdec.serve.engine.images import read_images
+    read_images([b""])
+
 def train():
     from hf_specdec.training.pipeline import check_installed
     check_installed()
 
 cases = {
     "suffix": of({"method": "suffix"}), "gpu": of({"method": "none", "target_quantization": "wint8"}), "serve": serve,
-    "serve, structured output": structured, "pd": nixl, "ray": ray, "train": train,
+    "serve, structured output": structured, "pd": nixl, "ray": ray, "train": train, "images": images,
 }
 said = {}
 for name, case in cases.items():
@@ -109,7 +113,7 @@ def test_what_needs_an_extra_names_it():
     run = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     said = json.loads(run.stdout.splitlines()[-1])
-    assert len(said) == 7
+    assert len(said) == 8
     for name, message in said.items():
         assert f"pip install 'hf-specdec[{name.split(',')[0]}]'" in message, (name, message)
 

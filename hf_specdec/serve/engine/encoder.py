@@ -21,19 +21,26 @@ from .speech import Speech
 
 @dataclass
 class EncoderInput:
-    """What the encoder reads for a request, and how the answer begins. It crosses between processes.
+    """What an encoder reads for a request, and how the answer begins. It crosses between processes.
 
     Attributes:
-        ids: a text's token ids.
+        ids: a text's token ids; empty for audio and images.
         features: of audio, float32 [bins, frames]; None: the encoder reads `ids`.
         beginning: per place of the answer, from its first, the ids of which one must stand there.
         has_timestamps: the answer's timestamps follow Whisper's rules.
+        images: what a vision tower reads, by name: all that the model's processor makes of a prompt, less the ids; None: it has no images.
     """
 
     ids: list[int] = field(default_factory=list)
     features: np.ndarray | None = None
     beginning: list[list[int]] = field(default_factory=list)
     has_timestamps: bool = False
+    images: dict[str, Any] | None = None
+
+    @property
+    def num_bytes_of_images(self) -> int:
+        """Memory that they take until the answer ends."""
+        return sum(getattr(each, "nbytes", 0) for each in (self.images or {}).values())
 
 
 @dataclass

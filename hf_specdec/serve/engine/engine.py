@@ -140,8 +140,8 @@ class Engine:
             if not is_failure(error) or (isinstance(error, RankError) and error.is_final):
                 raise
             return self._after_failure(rows, error)
-        if group is not None:
-            self._isolated.pop(0)
+        if group is not None and len(results) == len(group) and all(result.new_tokens for result in results):
+            self._isolated.pop(0)  # what raises may do so only once the texts are read again
         touched = {request.number: request for request in self._read_prompt_logits()}
         for result in results:
             # None if the request has ended in this loop, by another choice or by its prompt's log-probabilities
@@ -201,6 +201,8 @@ class Engine:
             middle = len(rows) // 2
             self._isolated[:0] = [rows[:middle], rows[middle:]]
             return []
+        # The model cannot read what was made of its images.
+        rows[0].request.is_refused = self.scheduler.was_alone and isinstance(error, ValueError)
         self.abort(rows[0].request, error)
         return [rows[0].request]
 
@@ -328,5 +330,5 @@ class Engine:
 def _eos_token_ids(model) -> frozenset[int]:
     """The end-of-sequence ids of a model's generation config; without one, of its config."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = model.config.get_text_config(decoder=True).eos_token_id if ids is None else ids
+    ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None) if ids is None else ids
     return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)

@@ -19,11 +19,13 @@ from transformers.generation.logits_process import (
 
 from ...core.sequence import Sequence, stream_seeds
 from ...decoding.decoder import SpeculativeDecoder
+from ...decoding.generate import check_methods
 from ...decoding.outputs import RowStatistics, summarize
 from ...sampling.grammar import GrammarLogitsProcessor, Reasoning
 from ...sampling.processors import NodeProcessors
 from ...sampling.warpers import FusedSamplingLogitsWarper, OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
 from .encoder import EncoderInput, EncoderSide
+from .images import ImagePrompt
 from .params import SamplingParams
 from .structured import GrammarCompiler
 from .text import Detokenizer, safe_length, token_text
@@ -142,7 +144,7 @@ class Request:
 
     Attributes:
         prompt: the text of the prompt that the user gave; of an encoder-decoder model, the encoder's.
-        encoder: what the encoder reads; None: the model has none.
+        encoder: what an encoder reads; None: the model has none, or the prompt has no images.
         is_refused: True if its `error` is the client's mistake.
         prompt_logprobs: for each prompt token read so far; None for the first, which no logits predict.
         kv_transfer_params: parameters for the decode server that continues the request; None if no prompt is kept.
@@ -176,7 +178,8 @@ class Request:
 
     def result(self) -> RequestOutput:
         """The results so far, as `LLM.generate` returns them."""
-        texts = (self.prompt, None, None) if self.encoder is None else (None, self.prompt, self.encoder.ids)
+        read = None if self.encoder is None or self.encoder.images is not None else self.encoder.ids
+        texts = (self.prompt, None, None) if read is None else (None, self.prompt, read)
         return RequestOutput(
             self.id, texts[0], self.prompt_token_ids, [choice.output for choice in self.choices], self.finished, self.prompt_logprobs,
             self.num_cached_tokens, summarize(self.statistics, 0) if self.finished and self.error is None else None,
@@ -246,10 +249,14 @@ class Admission:
         Args:
             prompt: the prompt's text, if there is one; only shown in the result.
             reasoning: what the model writes before the text that `structured_outputs` describes; None: nothing.
-            encoder: for an encoder-decoder model: `prompt_token_ids` are then the decoder's, and `prompt` is the encoder's.
+            encoder: for an encoder-decoder model: `prompt_token_ids` are then the decoder's, and `prompt` is the encoder's. Of a prompt
+                with images: these.
         """
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
+        images = None if encoder is None else encoder.images
+        if images is not None:
+            self._check_images(params)
         source = None if self.encoder is None else self.encoder.source(encoder)
         wanted = params.structured_outputs  # in a server the HTTP side has had it compiled already
         matcher = None if wanted is None else self.grammars.matcher(wanted)
@@ -261,6 +268,9 @@ class Admission:
         for index, stream in enumerate(streams):
             choice = self._make_choice(request, index, stream, matcher, reasoning)
             choice.sequence.source = source
+            if images is not None:
+                choice.sequence.image_prompt = ImagePrompt(self.decoder.target.model, request.prompt_token_ids, images)
+                choice.sequence.is_text = False
             request.choices.append(choice)
         return request
 
@@ -299,6 +309,11 @@ class Admission:
         if params.structured_outputs is not None and rule == "synthetic":
             message = "the rule 'synthetic' accepts drafts whatever they are. Use another rule."
             raise ValueError(f"structured_outputs: {message}")
+
+    def _check_images(self, params: SamplingParams) -> None:
+        check_methods(self.decoder, 0, {})
+        if params.prompt_logprobs is not None or params.kv_transfer_params:
+            raise ValueError("prompt_logprobs and kv_transfer_params are for prompts without images: leave them out.")
 
     def _make_choice(
         self, request: Request, index: int, stream: int, matcher: Any, reasoning: Reasoning | None

@@ -20,7 +20,7 @@ class Scheduler:
     prompts are to be read, drafts are cut so that they take at most half of what decoding rows leave of the budget: long drafts would
     keep other rows from joining. What an encoder reads counts when its row starts. A waiting row may start only if the free blocks hold
     its whole text. When blocks run out, the last row by priority and arrival is preempted: it gives its blocks back, waits, and later
-    reads its text again.
+    reads its text again. A prompt that the model itself reads is a step of its own, between two of which the other rows have one.
 
     Args:
         max_num_batched_tokens: maximum number of tokens in a step. Rows that decode are never left out; their drafts are shortened instead.
@@ -38,6 +38,7 @@ class Scheduler:
         self.waiting: list[RequestChoice] = []
         self.running: list[RequestChoice] = []
         self.num_preemptions = 0
+        self.was_alone = False  # the last step was a prompt that the model itself reads
 
     def add(self, choice: RequestChoice) -> None:
         """Let a choice wait for its first step."""
@@ -59,10 +60,18 @@ class Scheduler:
         each the maximum number of tokens of its own text that it feeds.
         """
         running = [choice for choice in self.running if only is None or choice in only]
+        waiting = self.waiting if only is None else [choice for choice in self.waiting if choice in only]
+        starting = self._starting(waiting)
+        unread = [choice for choice in running + starting if self.decoder.needs_model(choice.sequence)]
+        running = [choice for choice in running if choice not in unread]
+        self.was_alone = bool(unread) and not (self.was_alone and running)
+        if self.was_alone:
+            if unread == starting:
+                self._start(unread[0])
+            return unread[:1], [self._pending(unread[0])]
         pending = [self._pending(choice) for choice in running]
         decoding = [choice.sequence for choice, count in zip(running, pending, strict=True) if count == 1]
         num_decoding = len(decoding)
-        waiting = self.waiting if only is None else [choice for choice in self.waiting if choice in only]
         budget = self._budget(num_decoding)
         self._limit_drafts(budget, decoding, sum(pending) - num_decoding, waiting)
         with_pending = list(zip(running, pending, strict=True))
@@ -79,14 +88,11 @@ class Scheduler:
             counts.append(chunk)
         reading = [choice for choice, count in with_pending if count > 1]  # they may draft when their prompts end
         num_running = len(rows)
-        while waiting and left > 0 and len(self.running) < self.max_num_seqs and self._fits(waiting[0]):
-            choice = waiting.pop(0)
+        while left > 0 and self._starting(waiting) and not self.decoder.needs_model(waiting[0].sequence):
+            choice = waiting[0]
+            self._start(choice)
             if only is not None:
-                self.waiting.remove(choice)
-            if not choice.is_added:
-                self.decoder.add(choice.sequence)
-                choice.is_added = True
-            insort(self.running, choice, key=_order)
+                waiting.remove(choice)
             chunk = min(self._pending(choice), left)
             left -= chunk + (
                 0 if choice.sequence.source is None else choice.sequence.source.length
@@ -98,6 +104,19 @@ class Scheduler:
             room, most = max(0, left) // len(reading), self.decoder.generator.max_draft_nodes
             choice.sequence.draft_room = None if room >= most else room
         return rows, counts
+
+    def _starting(self, waiting: list[RequestChoice]) -> list[RequestChoice]:
+        """The first of these rows, if it may start now."""
+        may_start = waiting and len(self.running) < self.max_num_seqs and self._fits(waiting[0])
+        return waiting[:1] if may_start else []
+
+    def _start(self, choice: RequestChoice) -> None:
+        """Let a waiting row run."""
+        self.waiting.remove(choice)
+        if not choice.is_added:
+            self.decoder.add(choice.sequence)
+            choice.is_added = True
+        insort(self.running, choice, key=_order)
 
     def make_room(self, wanting: list[RequestChoice]) -> bool:
         """Preempt the last running row that holds blocks, for rows that need some. False if no other row holds any."""

@@ -164,7 +164,10 @@ def _tokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[byt
     server.check_model(body.model)
     if body.prompt is None:
         server.check_reads("conversation")
-        ids = server.text_ids(server.chat_text(body), "messages", add_special_tokens=False)
+        if server.image_urls(body):
+            raise bad_request("Images are not tokenized here: an answer's `usage` has the length.", "messages")
+        text = server.chat_text(body)
+        ids = server.text_ids(text, "messages", server.adds_special_tokens(text))
     else:
         ids = server.text_ids(body.prompt, "prompt", body.add_special_tokens)
     known = {} if server.facts is None else {"max_model_len": server.max_model_len}

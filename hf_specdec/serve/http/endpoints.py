@@ -25,6 +25,7 @@ from ..ipc.messages import Update
 from .chat_parser import MessageParser, joined_calls, reasoning_before, without_tools
 from .errors import ApiError, bad_request, shown
 from .guard import SPACE
+from .lanes import LONG_BYTES
 from .logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
 from .protocol import Body, ChatRequest, CompletionRequest, SamplingFields, StreamOptions, read_body
 from .server import Answer, Server
@@ -53,6 +54,7 @@ class Endpoint(ABC, Generic[AnySampling]):
         object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
         ignored_fields: names of the request's fields that the server does not know and therefore ignores.
         prompts: as the client gave them, or as the chat template made them; `ids` are their token ids.
+        images: of the prompt, as the model reads them; `fetched`: those that were named by an address.
         decoder_prompt: ids with which the decoder of an encoder-decoder model begins, whose encoder reads the prompts; None: of others.
         answers: the state of each prompt's answer, in the order of the prompts.
         last: the last update whose events were made.
@@ -70,6 +72,8 @@ class Endpoint(ABC, Generic[AnySampling]):
         server.check_model(body.model)
         self.prompts: list[str | list[int]] = []
         self.ids: list[list[int]] = []
+        self.images: EncoderInput | None = None
+        self.fetched: dict[str, bytes] = {}
         self.decoder_prompt: list[int] | None = None
         self.params = server.defaults
         self.reasoning: Reasoning | None = None
@@ -96,7 +100,9 @@ class Endpoint(ABC, Generic[AnySampling]):
         """Send the prompts to the engine, each as a request of its own, and set `answers`. `space`, and errors: see `Server.submit`."""
         more = (self.params, self.reasoning, self.answers, self.body.max_time, space)
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
-            begins, given = (ids, None) if self.decoder_prompt is None else (self.decoder_prompt, EncoderInput(ids))
+            begins, given = ids, self.images
+            if self.decoder_prompt is not None:
+                begins, given = self.decoder_prompt, EncoderInput(ids)
             self.answers.append(self.server.submit(prompt, begins, *more, encoder=given))
 
     def is_long(self, answer: Answer, update: Update) -> bool:
@@ -123,7 +129,11 @@ class Endpoint(ABC, Generic[AnySampling]):
     @classmethod
     async def _respond(cls, server: Server, request: Request, raw: bytes) -> Response:
         _ = server.running_worker  # before the model is loaded, the length of prompts is not known
-        self = await server.lanes.run(len(raw), _prepared, cls, raw, dict(request.headers))
+        headers = dict(request.headers)
+        self = await server.lanes.run(len(raw), _prepared, cls, raw, headers)
+        if isinstance(self, list):  # few bytes may be a large image: none is read where short bodies are
+            fetched = await server.media.fetch({url for url in self if not url.startswith("data:")})
+            self = await server.lanes.run(max(len(raw), LONG_BYTES + 1), _prepared, cls, raw, headers, fetched)
         self.server = server
         headers = ignored_header(self.ignored_fields)
         await server.compile(self.grammar)
@@ -214,10 +224,16 @@ class Endpoint(ABC, Generic[AnySampling]):
         return sse({**self.base, "choices": choices, **(counts if self.options.include_usage else {}), **more})
 
 
-def _prepared(server: Server, kind: type[Endpoint], raw: bytes, headers: dict[str, str]) -> Endpoint:
-    """An endpoint of this kind, made of the bytes of a body and prepared. Raises: ApiError, the request cannot be served."""
+def _prepared(
+    server: Server, kind: type[Endpoint], raw: bytes, headers: dict[str, str], fetched: dict[str, bytes] | None = None
+) -> Endpoint | list[str]:
+    """An endpoint of this kind, made of the bytes of a body and prepared; if it has images and `fetched` is None, their addresses.
+    Raises: ApiError, the request cannot be served."""
     body = read_body(kind.form, raw, headers)
     endpoint = kind(server, body)
+    if fetched is None and (urls := server.image_urls(endpoint.body)):
+        return urls
+    endpoint.fetched = fetched or {}
     endpoint.ignored_fields = body.unknown_fields
     endpoint.prepare()
     for read in (body, endpoint.body):
@@ -340,7 +356,10 @@ class Chat(Endpoint[ChatRequest]):
             self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs,
         )  # fmt: skip
-        ids = self.server.prompt_ids(self.server.chat_text(body), "messages", add_special_tokens=False)
+        if any((image.get("detail") or "auto") != "auto" for image in body.images):
+            self.ignored_fields = [*self.ignored_fields, "image_url.detail"]
+        ids, self.images = self.server.chat_ids(body, self.fetched)
+        self.fetched = {}
         self.prompts, self.ids = [ids], [ids]
         self.reasoning = self._choose_template(ids)
         if self.template is not None:  # the marks it looks for may be special tokens

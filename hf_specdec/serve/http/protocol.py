@@ -294,13 +294,31 @@ class ChatMessage(BaseModel):
     tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: text parts joined, arguments of tool calls parsed."""
+    @property
+    def images(self) -> list[dict[str, Any]]:
+        """What its parts say of images: {"url": .., "detail": ..}."""
+        parts = self.content if isinstance(self.content, list) else []
+        found: list[Any] = [part.get("image_url") for part in parts if part.get("type") == "image_url"]
+        if not all(isinstance(each, dict) and isinstance(each.get("url"), str) for each in found):
+            raise bad_request('messages: a part with an image has {"image_url": {"url": text}}.', "messages")
+        return found
+
+    def for_template(self, as_parts: bool) -> dict[str, Any]:
+        """The message as chat templates expect it: text parts joined unless there are images among them or the template wants parts,
+        arguments of tool calls parsed."""
         message = self.model_dump(exclude_none=True)
         for call in message.get("tool_calls") or []:
             if isinstance(call.get("function"), dict):
                 call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
-        if isinstance(self.content, list):
+        if self.content is not None and (as_parts or self.images):
+            parts = [{"type": "text", "text": self.content}] if isinstance(self.content, str) else self.content
+            message["content"] = [
+                {"type": "image"}
+                if part.get("type") == "image_url"
+                else {"type": "text", "text": joined_text([part], ("text",), "messages")}
+                for part in parts
+            ]
+        elif isinstance(self.content, list):
             message["content"] = joined_text(self.content, ("text",), "messages")
         return message
 
@@ -325,7 +343,7 @@ def joined_text(parts: list[dict[str, Any]], kinds: tuple[str, ...], param: str)
         kind = part.get("type")
         if kind not in (*kinds, "refusal"):
             raise bad_request(
-                f"{param}: parts of type {kind!r} are not served here: this server gives models no images, files or audio.", param
+                f"{param}: parts of type {kind!r} are not served here: this server gives models no files, audio or video.", param
             )  # fmt: skip
         texts.append(part.get("refusal" if kind == "refusal" else "text"))
         if not isinstance(texts[-1], str):
@@ -375,6 +393,11 @@ class Conversation(Body):
             message = "add_generation_prompt begins another message: leave out either it or continue_final_message."
             raise bad_request(message, "add_generation_prompt")
         return self
+
+    @property
+    def images(self) -> list[dict[str, Any]]:
+        """See `ChatMessage`."""
+        return [image for message in self.messages for image in message.images]
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:

@@ -122,16 +122,29 @@ class ResponsesRequest(SamplingFields):
                     continue
                 message = {"role": "assistant", "tool_calls": [call]}
             elif kind == "function_call_output":
-                message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text_of(item.get("output"))}
+                message = {"role": "tool", "tool_call_id": item["call_id"], "content": _content_of(item.get("output"))}
             elif kind == "message" and isinstance(item.get("role"), str):
                 role = "system" if item["role"] == "developer" else item["role"]
-                message = {"role": role, "content": _text_of(item.get("content"))}
+                message = {"role": role, "content": _content_of(item.get("content"))}
             else:
                 raise bad_request(f"input: items of type {kind!r} are not served here.", "input")
             if reasoning and message["role"] == "assistant":
                 message["reasoning_content"], reasoning = reasoning, ""
             messages.append(message)
         return messages
+
+
+def _content_of(content: Any) -> str | list[dict[str, Any]]:
+    """An item's content for a message: one text, or parts if there are images."""
+    parts = content if isinstance(content, list) else []
+    if not any(isinstance(part, dict) and part.get("type") == "input_image" for part in parts):
+        return _text_of(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail") or "auto"}}
+        if isinstance(part, dict) and part.get("type") == "input_image"
+        else {"type": "text", "text": _text_of([part])}
+        for part in parts
+    ]
 
 
 def _text_of(content: Any) -> str:

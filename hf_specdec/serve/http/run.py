@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import uvicorn
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from ...bundled import resolve_model
+from ..engine.images import load_processor
 from ..ipc.engine_process import EngineProcess
 from .address import address, listen
 from .api import make_app
@@ -82,7 +83,8 @@ def serve(
     model: str, names: list[str], limits: Limits, host: str = "127.0.0.1", port: int = 8000,
     api_keys: list[str] | None = None, allowed_origins: list[str] | None = None, shutdown_timeout: float = 30,
     chat_template: str | None = None, tokenizer: str | None = None, response_template: dict | None = None,
-    privacy: Privacy | None = None, on_ready: Callable[[str], None] = lambda url: None, **arguments: Any
+    privacy: Privacy | None = None, media_hosts: list[str] | None = None,
+    on_ready: Callable[[str], None] = lambda url: None, **arguments: Any
 ) -> None:  # fmt: skip
     """Serve a model until SIGINT or SIGTERM, with the engine in a process of its own.
 
@@ -105,9 +107,11 @@ def serve(
     privacy.check(arguments.get("speculative_config"), api_keys)
     loading = {key: arguments[key] for key in ("revision", "trust_remote_code") if key in arguments}
     loaded_tokenizer = AutoTokenizer.from_pretrained(resolve_model(os.fspath(tokenizer or model)), **loading)
+    folder = resolve_model(os.fspath(model))
+    processor = load_processor(folder, AutoConfig.from_pretrained(folder, **loading), loaded_tokenizer, **loading)
     if chat_template is not None:
         loaded_tokenizer.chat_template = chat_template
-    server = Server(loaded_tokenizer, names, limits, response_template, privacy)
+    server = Server(loaded_tokenizer, names, limits, response_template, privacy, processor, media_hosts)
     server.lanes.fork()
     sockets = listen(host, port)
     where = address(host, sockets[0].getsockname()[1])

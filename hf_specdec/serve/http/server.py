@@ -11,12 +11,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from ...candidate_generators import parse_config
 from ...core.errors import is_failure
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderInput
+from ..engine.images import NO_IMAGES, adds_special_tokens, bytes_of, processed, read_images
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob
 from ..engine.speech import Speech
@@ -29,6 +31,7 @@ from ..llm import LLM
 from ..metrics import Metrics
 from .errors import ApiError, bad_request, failed, overloaded, shutting_down, stopped, unavailable
 from .lanes import Lanes
+from .media import Media
 from .protocol import Conversation
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,9 @@ CHATML = (
 _MOST_PER_TOKEN = 8  # characters: the tokens of long texts have fewer
 _TOKENS_OF_CUT_WORD = 1024  # that a word may have more if the text ends inside it
 _MOST_CHARACTERS = 1 << 20  # take one to three seconds
+_MOST_BYTES_OF_IMAGES = (
+    8 << 30
+)  # of all requests at once, as models read them: a few bytes of a file may become many megabytes
 _ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
@@ -126,6 +132,7 @@ class Answer:
         number: index of the prompt in the client's request, from 0.
         inbox: receives its updates, and those of the other prompts of the same client's request.
         num_prompt, num_new, num_cached: prompt tokens; new tokens of all choices so far; prompt tokens whose KV was cached.
+        num_image_bytes: see `EncoderInput`.
         began, first: `time.monotonic()` when the request came, and when its first token did; None before that.
         ended: True after its last update, or once the client has disconnected.
         deadline: timer that ends it when its time limit is reached; None: no limit.
@@ -142,6 +149,7 @@ class Answer:
     ended: bool = False
     num_new: int = 0
     num_cached: int = 0
+    num_image_bytes: int = 0
     deadline: asyncio.TimerHandle | None = None
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -171,6 +179,8 @@ class Server:
         response_template: how the model marks reasoning and tool calls, in transformers' format; None: the tokenizer's own, or the
             one that transformers has for this family of models.
         privacy: whose texts may shape whose drafts; None: only texts of the same API key do.
+        processor: transformers' processor of images and text; None: images are refused.
+        media_hosts: see `Media`; none: images are sent, not fetched.
 
     Attributes:
         worker, facts: the engine's, and what is known about the model; None until it is loaded.
@@ -180,8 +190,9 @@ class Server:
 
     def __init__(
         self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None,
-        privacy: Privacy | None = None
+        privacy: Privacy | None = None, processor: Any = None, media_hosts: list[str] | None = None
     ):  # fmt: skip
+        self.processor, self.media = processor, Media(media_hosts or [], limits.max_body_bytes)
         self.response_template, self.privacy = response_template, privacy or Privacy()
         self.tokenizer, self.names, self.limits = tokenizer, names, limits
         self.defaults, self.max_model_len = SamplingParams(), 0
@@ -358,7 +369,7 @@ class Server:
         """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none). Raises ApiError: 400,
         the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
         """
-        messages = [message.for_template() for message in body.messages]
+        messages = [message.for_template(self._template_wants_parts) for message in body.messages]
         more = body.chat_template_kwargs or {}
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
@@ -377,6 +388,41 @@ class Server:
         except Exception as error:  # a template is a program from the checkpoint and may raise anything
             message = f"The chat template refused the messages: {error}{_calls_at_fault(messages)}"
             raise bad_request(message, "messages") from None
+
+    @cached_property
+    def _template_wants_parts(self) -> bool:
+        """True if the chat template, that of a model with a processor, shows no text that is not in a list of parts."""
+        if self.processor is None or self.tokenizer.chat_template is None:
+            return False
+        try:
+            text = self.tokenizer.apply_chat_template([{"role": "user", "content": "word"}], tokenize=False)
+        except Exception:  # see `chat_text`
+            return True
+        return "word" not in text
+
+    def image_urls(self, body: Any) -> list[str]:
+        """Where the images of a request are. Raises ApiError: 400, the model reads none."""
+        urls = [image["url"] for image in body.images] if isinstance(body, Conversation) else []
+        if urls and self.processor is None:
+            raise bad_request(f"{self.names[0]} {NO_IMAGES}.", "messages")
+        return urls
+
+    def adds_special_tokens(self, text: str) -> bool:
+        """Whether the tokenizer adds its special tokens to a conversation's text: only processors let it."""
+        return self.processor is not None and adds_special_tokens(self.tokenizer, text)
+
+    def chat_ids(self, body: Conversation, fetched: dict[str, bytes]) -> tuple[list[int], EncoderInput | None]:
+        """The token ids of a conversation, and its images as the model reads them. `fetched`: files by address. Raises ApiError: 400."""
+        text, urls = self.chat_text(body), self.image_urls(body)
+        if not urls:
+            return self.prompt_ids(text, "messages", self.adds_special_tokens(text)), None
+        self._refuse_long_text(text, "messages")
+        try:
+            files = (fetched[url] if url in fetched else bytes_of(url) for url in urls)
+            ids, images = processed(self.processor, text, read_images(files))
+        except ValueError as error:
+            raise bad_request(str(error), "messages") from None
+        return self.prompt_ids(ids, "messages"), images
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
         """Compile a grammar, if there is one, before the request is submitted, so that the engine's thread need not wait for it. Raises
@@ -417,6 +463,10 @@ class Server:
         waiting = load.waiting + max(0, self._num_submitted - load.num_read - free)
         if waits and most is not None and waiting >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
+        num_image_bytes = 0 if encoder is None else encoder.num_bytes_of_images
+        held = sum(answer.num_image_bytes for answer in self.answers.values())
+        if num_image_bytes and held and held + num_image_bytes > _MOST_BYTES_OF_IMAGES:
+            raise overloaded(f"The images of running requests take {held} bytes. Try again later.")
         silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
         number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
         # Only stop texts need text in the engine. Otherwise it is made in this thread, while the engine computes its next step.
@@ -424,7 +474,9 @@ class Server:
         space = "" if self.privacy.shares_across_keys else space
         params = params.copy(detokenize=bool(params.stop), private=private, space=space)
         num_prompt = len((encoder.ids if encoder is not None else []) or ids)
-        answer = Answer(uuid.uuid4().hex, number, inbox, num_prompt, params, prompt=ids)
+        answer = Answer(
+            uuid.uuid4().hex, number, inbox, num_prompt, params, prompt=ids, num_image_bytes=num_image_bytes
+        )
         self.answers[answer.id] = answer
         self._num_submitted += params.n
         worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning, encoder))

@@ -1,0 +1,163 @@
+"""Prompts with images: what a model's processor makes of them, and how the model reads that."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoProcessor, BatchFeature, PreTrainedConfig, PreTrainedModel
+from transformers.image_utils import load_image
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from ...model.packed_model import PackedModel
+from ...model.prompt import ReadPrompt, read_prompt
+from ...refusals import check_inputs
+from .encoder import EncoderInput
+
+logger = logging.getLogger(__name__)
+
+_INSTALL = "pip install 'hf-specdec[images]'"
+NO_IMAGES = f"reads no images, or its processor of them could not be loaded, as the log then says ({_INSTALL})"
+MOST_IMAGES, MOST_PIXELS = 32, 64_000_000  # of a conversation that holds or names files of images
+_MOST_RATIO = 200  # of an image's sides: some processors scale the shorter one up
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow's other readers are many, and some run other programs
+
+
+# Of the model types for which transformers has a class for text alone, those with images here. Llama 4 and Mllama are served as text.
+_LOADED_WITH_TOWER = {"qwen3_5", "qwen3_5_moe"}
+
+
+def reads_images(config: PreTrainedConfig) -> bool:
+    """True if models of this configuration are loaded with a vision tower, by AutoModelForImageTextToText."""
+    kind, with_tower, of_text = type(config), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    if kind not in with_tower:
+        return False
+    has_one_class = kind not in of_text or of_text[kind] is with_tower[kind]
+    return has_one_class or config.model_type in _LOADED_WITH_TOWER
+
+
+def load_processor(name: str, config: PreTrainedConfig, tokenizer: Any, **origin: Any) -> Any:
+    """A model's processor of images and text; None: it reads no images, or, with a warning, its processor cannot be loaded.
+
+    Args:
+        name: the model's name or folder.
+        tokenizer: the processor gets a copy of it, and it gets the processor's chat template if it has none; None: no tokenizer is wanted.
+        origin: as for transformers' `from_pretrained`.
+    """
+    if tokenizer is None or not reads_images(config):
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(name, **origin)
+        if not hasattr(processor, "image_processor"):
+            raise ValueError(f"transformers finds a {type(processor).__name__} only")
+    except Exception as error:  # a processor is a program of many authors, and needs packages of its own
+        logger.warning("The processor of %s cannot be loaded, so images are refused (%s): %s", name, _INSTALL, error)
+        return None
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = processor.chat_template
+    processor.tokenizer = copy.deepcopy(tokenizer)  # another thread may use the other
+    return processor
+
+
+def bytes_of(url: str) -> bytes:
+    """The contents of a data URL. Raises ValueError: it is none, or not base64."""
+    kind, comma, data = url.partition(",")
+    if not comma or not kind.startswith("data:") or not kind.endswith(";base64"):
+        raise ValueError("an image is given as a URL that begins with data:image/...;base64,")
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise ValueError(f"the data of its URL are not base64: {error}") from None
+
+
+def read_images(files: Iterable[bytes]) -> list[Any]:
+    """Pillow's images in RGB, upright, from files of the usual formats.
+
+    Raises:
+        ValueError: there are more than MOST_IMAGES; a file holds no image; or they have more than MOST_PIXELS pixels together.
+        ImportError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError(f"Images need Pillow: {_INSTALL}") from error
+    images, left = [], MOST_PIXELS
+    for raw in files:
+        if len(images) == MOST_IMAGES:
+            raise ValueError(f"There are more than {MOST_IMAGES} images.")
+        where = f"Image {len(images) + 1}"
+        try:
+            image = Image.open(io.BytesIO(raw), formats=_FORMATS)  # reads the header only
+            width, height = image.size
+            left -= width * height
+            is_strip = max(image.size) > _MOST_RATIO * min(image.size)
+            if left >= 0 and not is_strip:
+                images.append(load_image(image))
+        except UnidentifiedImageError:
+            raise ValueError(f"{where} cannot be read as {', '.join(_FORMATS)}.") from None
+        except Exception as error:  # Pillow's readers raise what they happen to raise for a broken file
+            raise ValueError(f"{where} cannot be read: {error}.") from None
+        if left < 0 or is_strip:
+            most = f"one side may be {_MOST_RATIO} times the other, and all together may have {MOST_PIXELS}"
+            raise ValueError(f"{where} has {width} × {height} pixels; {most}.")
+    return images
+
+
+def adds_special_tokens(tokenizer: Any, text: str) -> bool:
+    """True unless a text begins with the token with which texts begin: transformers' rule for what chat templates of processors make."""
+    return tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
+
+
+def processed(processor: Any, text: str, images: list[Any]) -> tuple[list[int], EncoderInput]:
+    """The token ids of a text with images, and what the model reads in addition.
+
+    Args:
+        processor: transformers' processor of the model.
+        text: with one placeholder for an image, as the processor expects it.
+        images: as the processor takes them (Pillow's, arrays, tensors), in the order of the placeholders.
+
+    Raises:
+        ValueError: the processor refuses the text or the images.
+    """
+    adds = adds_special_tokens(processor.tokenizer, text)
+    try:
+        made = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=adds)
+    except Exception as error:  # see `load_processor`
+        raise ValueError(f"The model's processor refuses the images, or their places in the text: {error!r}") from error
+    inputs = {key: each.numpy() if torch.is_tensor(each) else each for key, each in made.items()}
+    inputs.pop("attention_mask", None)  # one row, without padding
+    return inputs.pop("input_ids")[0].tolist(), EncoderInput(images=inputs)
+
+
+class ImagePrompt:
+    """A prompt with images, of one row, which the model itself reads.
+
+    Args:
+        inputs: see `EncoderInput.images`.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: list[int], inputs: dict[str, Any]):
+        self.model, self.ids, self.inputs = model, ids, inputs
+
+    def read(self, target: PackedModel) -> ReadPrompt:
+        """Let the model read it, prepared as by its `generate()`. Call outside `active()`. Raises ValueError: it does not take these
+        inputs; UnsupportedModel: it cannot go on from them as here."""
+
+        def read(model, input_ids, logits_processor, stopping_criteria, generation_config, **prepared):
+            check_inputs(model, input_ids, generation_config, prepared)
+            columns = [np.arange(input_ids.shape[1])]
+            return read_prompt(target, input_ids, prepared, generation_config, input_ids, columns)
+
+        model: Any = self.model
+        # Without a mask generate() would hide tokens with the id that pads.
+        given = {"input_ids": [self.ids], "attention_mask": [[1] * len(self.ids)], **self.inputs}
+        inputs = BatchFeature(given, tensor_type="pt").to(model.device, model.dtype)
+        return model.generate(
+            **inputs, custom_generate=read, max_length=len(self.ids) + 1, do_sample=False, num_beams=1
+        )
