@@ -750,7 +750,7 @@ def test_greedy_text_is_that_of_plain_generate(tiny_model, tiny_draft, tiny_toke
     assert drafted and all(0 <= step.drafting_seconds <= step.seconds for step in drafted), (
         "a step with drafts was not timed"
     )
-    assert 4 <= sum(time is not None for time in plain_times) < len(plain_times), "plain steps are timed now and then"
+    assert 0 < sum(time is not None for time in plain_times) < len(plain_times), "plain steps are timed now and then"
     (decoder,) = integration.kept_decoders(tiny_model)
     assert not decoder.policy.acceptance.num_rows, "rows that left are still known"
     hf_specdec.release(tiny_model)
