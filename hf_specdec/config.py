@@ -21,7 +21,7 @@ _RULE_OF_KEY = {
     "synthetic_acceptance_length": "synthetic",
 }
 # Keys that may differ between calls that share a decoder and its drafter.
-PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", "trace", *_RULE_OF_KEY)
+PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", "trace", "prediction", *_RULE_OF_KEY)
 _APART = {  # keys that exclude each other
     "compile": ["prepack_weights"], "native": ["compile", "prepack_weights"],
     "deterministic": ["prepack_weights", "target_quantization", "compile", "native"],
@@ -111,6 +111,11 @@ class SpeculativeConfig:
     )
     synthetic_acceptance_length: float | None = config_key(
         None, "for 'synthetic', instead of the rates: mean tokens per step, bonus token included"
+    )
+    prediction: Any = config_key(
+        None,
+        "what will be written, mostly: a text (with `generate(tokenizer=)`), token ids, or a list with one of them or None for each row; "
+        "drafts of any method come from it where the text follows it",
     )
     draft_sample_method: str | None = config_key(
         None, "how a model drafts when sampling: 'probabilistic' (default) or 'greedy'", choices=DRAFT_SAMPLE_METHODS

@@ -514,7 +514,8 @@ class Fastest(DraftLengthPolicy):
             return self.observe_plain(step.sequences, None)
         began = self.clock()
         if not (asked.choice.depth.any() or any(asked.seconds)):  # nobody was asked
-            self.observe_plain(step.sequences, step.seconds and step.seconds - step.drafting_seconds)
+            plain = step.seconds is not None and not step.num_more
+            self.observe_plain(step.sequences, step.seconds - step.drafting_seconds if plain else None)  # type: ignore[operator]
             return self._charge(began)
         self._look_at(step.sequences)
         at = np.array([asked.order[seq.id] for seq in step.sequences])
@@ -537,7 +538,7 @@ class Fastest(DraftLengthPolicy):
             drafting += self._observe_model(step, index, slots, each, seconds * share / sum(usual))
         self.acceptance.observe(slots, asked.kinds[:, at], offered, accepted, written, self.num_steps)
         self.steps.update([self.drafters[index].name for index in drafter[drafted].tolist()])
-        packed = num_rows + int(step.nodes.sum())
+        packed = num_rows + int(step.nodes.sum()) + step.num_more
         if step.seconds is not None:
             self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
             self._knows_price |= packed > num_rows

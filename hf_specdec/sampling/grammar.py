@@ -13,6 +13,8 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from ..core.draft_trees import DraftTrees
 
+MOST_FORCED = 16  # tokens that a grammar adds to a draft
+
 
 class Reasoning(NamedTuple):
     """How a model thinks before it answers. The grammar begins after that.
@@ -146,20 +148,40 @@ class GrammarLogitsProcessor(LogitsProcessor):
         masked = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -math.inf)
         return torch.where(masked.amax(1, keepdim=True) > -math.inf, masked, scores)
 
-    def num_possible(self, tokens: list[int], drafted: list[int], parents: list[int]) -> int:
-        """Number of nodes of a draft that are left after forbidden nodes at its end are dropped.
+    def possible(self, tokens: list[int], drafted: list[int], parents: list[int]) -> list[int]:
+        """The nodes of a draft that the grammar allows.
 
         Args:
             drafted, parents: ids and parents of the nodes (-1: the last of `tokens`).
         """
         self._read(tokens)
-        paths: list[tuple[int, ...]] = []
-        count = 0
+        paths: dict[int, tuple[int, ...]] = {-1: ()}  # of the nodes that are allowed
         for i, (token, parent) in enumerate(zip(drafted, parents, strict=True)):
-            paths.append((*(() if parent < 0 else paths[parent]), token))
-            if not self._state_after(paths[i]).dead:
-                count = i + 1
-        return count
+            if parent in paths and not self._state_after((*paths[parent], token)).dead:
+                paths[i] = (*paths[parent], token)
+        return list(paths)[1:]
+
+    def forced(self, tokens: list[int], drafted: list[int], most: int) -> list[int]:
+        """Up to `most` ids that the grammar leaves no choice about after `tokens` and drafted ids: the only one that it allows, or
+        the usual tokens of the only text that it allows.
+        """
+        self._read(tokens)
+        forced: list[int] = []
+        while len(forced) < most:
+            state = self._state_after((*drafted, *forced))
+            if state.dead or (state.answering and state.matcher.is_stopped()):
+                break
+            if state.bits is None:
+                state.bits = self._allowed(state)
+            only = () if state.bits is None else np.flatnonzero(state.bits)
+            if len(only) == 1 and state.bits[only[0]].bit_count() == 1:  # type: ignore[index]
+                ids = [8 * int(only[0]) + int(state.bits[only[0]]).bit_length() - 1]  # type: ignore[index]
+            else:
+                ids = state.matcher.compute_ff_tokens() if state.answering else []
+            if not ids:
+                break
+            forced += ids
+        return forced[: max(most, 0)]
 
     def _state_after(self, path: tuple[int, ...]) -> _State:
         known = len(path)
@@ -191,15 +213,30 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return np.packbits(allowed, bitorder="little")
 
 
-def without_impossible_ends(sequences: list[Any], trees: DraftTrees) -> list[int]:
-    """Lengths of drafts without the nodes at their ends that the rows' grammars forbid, because such nodes cannot be accepted."""
-    lengths = list(trees.lengths)
-    for i, seq in enumerate(sequences):
-        grammar = None if seq.processors is None else seq.processors.grammar
-        if grammar is not None and lengths[i]:
-            drafted, parents = trees.tokens[i, : lengths[i]].tolist(), trees.parent_index[i, : lengths[i]].tolist()
-            lengths[i] = grammar.num_possible(seq.shown_tokens, drafted, parents)
-    return lengths
+def along_grammars(sequences: list[Any], trees: DraftTrees, rooms: list[int]) -> DraftTrees:
+    """Drafts without the nodes that the rows' grammars forbid, and with the tokens that these force after each draft's first path.
+
+    A draft that was drawn from a distribution keeps its nodes: which of them to verify must not depend on what was drawn.
+
+    Args:
+        rooms: the most tokens on a path of each row's draft; 0: leave the draft as it is.
+    """
+    rows = {i: seq.processors.grammar for i, seq in enumerate(sequences) if rooms[i] and seq.processors is not None}
+    rows = {i: grammar for i, grammar in rows.items() if grammar is not None}
+    if trees.probs is None and any(trees.lengths[i] for i in rows):
+        kept, drafted = [list(range(count)) for count in trees.lengths], trees.tokens.tolist()
+        for i, grammar in rows.items():
+            nodes, parents = drafted[i][: len(kept[i])], trees.parent_index[i].tolist()
+            kept[i] = grammar.possible(sequences[i].shown_tokens, nodes, parents[: len(nodes)])
+        trees = trees.kept(kept)
+    forced, after = [[] for _ in sequences], [-1] * len(sequences)
+    drafted = trees.tokens.tolist() if rows else []
+    for i, grammar in rows.items():
+        path = trees.first_path(i)
+        after[i] = path[-1] if path else -1
+        ids = [drafted[i][node] for node in path]
+        forced[i] = grammar.forced(sequences[i].shown_tokens, ids, rooms[i] - len(ids))
+    return trees.extended(forced, after) if any(forced) else trees
 
 
 def shortened(text: str) -> str:

@@ -33,7 +33,7 @@ SITES = {
     ),
     "grammar, accept": (GrammarLogitsProcessor, "accept", lambda bad, grammar, *_: grammar is bad.grammar),
     "grammar, masks": (GrammarLogitsProcessor, "along", lambda bad, grammar, *_: grammar is bad.grammar),
-    "grammar, drafts": (GrammarLogitsProcessor, "num_possible", lambda bad, grammar, *_: grammar is bad.grammar),
+    "grammar, drafts": (GrammarLogitsProcessor, "possible", lambda bad, grammar, *_: grammar is bad.grammar),
     "a processor": (NoBadWordsLogitsProcessor, "__call__", lambda *_: True),
     "end of what can be sent": (request, "safe_length", lambda bad, text, stops: stops == ["bad"]),
     "statistics": (Request, "figures", lambda bad, request, longest: request.id == "bad"),

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...candidate_generators.prediction import are_ids
 from ...config import number_error, with_hints
 from .structured import StructuredOutputsParams
 
@@ -55,6 +56,8 @@ class SamplingParams:
             can still spell the same letters.
         detokenize: make text of the new tokens; False: only ids are returned.
         num_speculative_tokens: draft length for this request, at most the engine's own; 0 switches speculation off.
+        prediction: what will be written, mostly, as a text or token ids (OpenAI's `prediction`). Where the text follows it, drafts come
+            from it, whatever the method. The text is the same.
         drafter: name of the drafter for this request, one of those that the engine has; None: the first (method "per_request")
             or the fastest ("auto").
         private: what is learnt from this request does not draft for other requests, and what was learnt from others does not draft for
@@ -94,6 +97,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     num_speculative_tokens: int | None = None
+    prediction: str | list[int] | None = None
     drafter: str | None = None
     private: bool = False
     space: str = ""
@@ -126,6 +130,12 @@ class SamplingParams:
         if not isinstance(self.private, bool) or not isinstance(self.space, str):
             given = f"{self.private!r} and {self.space!r}"
             raise ValueError(f"private must be True or False and space a text, not {given}.")
+        if self.prediction is not None and not (isinstance(self.prediction, str) or are_ids(self.prediction)):
+            raise ValueError(f"prediction must be a text or token ids, not {type(self.prediction).__name__}.")
+        if self.prediction is not None and self.num_speculative_tokens == 0:
+            raise ValueError(
+                "prediction asks for drafts, and num_speculative_tokens 0 switches them off: leave one of them out."
+            )
         if self.stop and not self.detokenize:
             raise ValueError("stop needs text: leave out detokenize=False, or use stop_token_ids.")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from ...candidate_generators.prediction import Prediction
 from ...core.sequence import Sequence, stream_seeds
 from ...decoding.decoder import SpeculativeDecoder
 from ...decoding.outputs import RowStatistics, summarize
@@ -251,6 +252,7 @@ class Admission:
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
         source = None if self.encoder is None else self.encoder.source(encoder)
+        predicted = self._predicted(params.prediction)
         wanted = params.structured_outputs  # in a server the HTTP side has had it compiled already
         matcher = None if wanted is None else self.grammars.matcher(wanted)
         request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params, encoder)
@@ -261,8 +263,24 @@ class Admission:
         for index, stream in enumerate(streams):
             choice = self._make_choice(request, index, stream, matcher, reasoning)
             choice.sequence.source = source
+            choice.sequence.prediction = None if predicted is None else Prediction(predicted)
             request.choices.append(choice)
         return request
+
+    def _predicted(self, given: str | list[int] | None) -> list[int] | None:
+        """The ids of a prediction. Raises ValueError: they are not the model's, or too many, or there is no tokenizer."""
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise ValueError("prediction: a text needs a tokenizer; give token ids.")
+            given = self.tokenizer(given, add_special_tokens=False)["input_ids"]
+        for token in given or ():
+            if not 0 <= token < self.decoder.target.vocab_size:
+                raise ValueError(
+                    f"prediction holds the id {token}; the model has ids 0 to {self.decoder.target.vocab_size - 1}."
+                )
+        if given is not None and len(given) > self.max_model_len:
+            raise ValueError(f"prediction has {len(given)} tokens; max_model_len is {self.max_model_len}.")
+        return given
 
     def _check_prompt(self, ids: list[int]) -> None:
         length, vocab_size, cache = len(ids), self.decoder.target.vocab_size, self.decoder.cache
@@ -290,6 +308,7 @@ class Admission:
             )
         # Under every rule but "coupled" the tokens depend on where drafts end, and so on what else is running.
         rule, drafts = self.decoder.config.verification_rule, self.decoder.generator.max_draft_nodes
+        drafts = drafts or params.prediction is not None or params.structured_outputs is not None
         drafts = drafts if params.num_speculative_tokens is None else params.num_speculative_tokens
         if params.seed is not None and params.do_sample and drafts and rule != "coupled":
             raise ValueError(

@@ -92,6 +92,11 @@ class Endpoint(ABC, Generic[AnySampling]):
             raise bad_request(message, "prompt_logprobs")
         self.grammar = self.body.grammar()
 
+    def predicted(self) -> list[int] | None:
+        """The token ids of the request's prediction; None: it has none."""
+        given = self.body.prediction
+        return None if given is None else self.server.text_ids(given.text, "prediction", add_special_tokens=False)
+
     def submit(self, space: str = "") -> None:
         """Send the prompts to the engine, each as a request of its own, and set `answers`. `space`, and errors: see `Server.submit`."""
         more = (self.params, self.reasoning, self.answers, self.body.max_time, space)
@@ -170,7 +175,15 @@ class Endpoint(ABC, Generic[AnySampling]):
         return {
             "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": num_cached},
+            **({} if self.params.prediction is None else {"completion_tokens_details": self.predicted_tokens()}),
         }  # fmt: skip
+
+    def predicted_tokens(self) -> dict[str, int]:
+        """How many drafts from the prediction were accepted and rejected, in the answers that have ended; empty without a prediction."""
+        if self.params.prediction is None:
+            return {}
+        accepted, drafted = (sum(answer.num_predicted[i] for answer in self.answers) for i in range(2))
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield server-sent events. An error ends the stream with an event that holds it, because the status has been sent."""
@@ -241,6 +254,7 @@ class Completions(Endpoint[CompletionRequest]):
         self.params = body.sampling_params(
             self.server.defaults, body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1), logprobs=body.logprobs,
             structured_outputs=self.grammar, prompt_logprobs=max((count for count in counts if count is not None), default=None),
+            prediction=self.predicted(),
         )  # fmt: skip
         self.prompts = body.prompts()
         self.ids = [self.server.prompt_ids(prompt, "prompt") for prompt in self.prompts]
@@ -338,7 +352,7 @@ class Chat(Endpoint[ChatRequest]):
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         self.params = body.sampling_params(
             self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs,
+            structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs, prediction=self.predicted(),
         )  # fmt: skip
         ids = self.server.prompt_ids(self.server.chat_text(body), "messages", add_special_tokens=False)
         self.prompts, self.ids = [ids], [ids]

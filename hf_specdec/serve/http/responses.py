@@ -283,7 +283,8 @@ class Responses(Chat):
         if last is not None:
             response["usage"] = {
                 "input_tokens": answer.num_prompt, "input_tokens_details": {"cached_tokens": answer.num_cached, "cache_write_tokens": 0},
-                "output_tokens": answer.num_new, "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+                "output_tokens": answer.num_new,
+                "output_tokens_details": {"reasoning_tokens": self.num_reasoning, **self.predicted_tokens()},
                 "total_tokens": answer.num_prompt + answer.num_new,
             }  # fmt: skip
             response["metrics"] = self.server.timings(answer, last)

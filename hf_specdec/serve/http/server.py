@@ -126,6 +126,7 @@ class Answer:
         number: index of the prompt in the client's request, from 0.
         inbox: receives its updates, and those of the other prompts of the same client's request.
         num_prompt, num_new, num_cached: prompt tokens; new tokens of all choices so far; prompt tokens whose KV was cached.
+        num_predicted: tokens drafted from the request's prediction that were accepted, and all of them; once the answer has ended.
         began, first: `time.monotonic()` when the request came, and when its first token did; None before that.
         ended: True after its last update, or once the client has disconnected.
         deadline: timer that ends it when its time limit is reached; None: no limit.
@@ -142,6 +143,7 @@ class Answer:
     ended: bool = False
     num_new: int = 0
     num_cached: int = 0
+    num_predicted: tuple[int, int] = (0, 0)
     deadline: asyncio.TimerHandle | None = None
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -490,6 +492,10 @@ class Server:
         if answer.first is None and update.token_ids:
             answer.first = now
             self.metrics.first_token.observe(now - answer.began)
+        drafters = (update.statistics or {}).get("drafters", {})
+        if "prediction" in drafters:
+            of = drafters["prediction"]
+            answer.num_predicted = of["num_accepted_tokens"], of["num_draft_tokens"]
         if update.request_finished:
             self.metrics.whole.observe(now - answer.began)
             if answer.first is not None and answer.num_new > 1:

@@ -1,0 +1,111 @@
+"""Predicted outputs: a request says what will be written, mostly (OpenAI's `prediction`). One look-up per row, beside any method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..config import SpeculativeConfig
+from ..core.sequence import Sequence
+
+SHORTEST, LONGEST = 4, 64  # tokens of a draft: as many as have agreed, within these
+BAND = 4096  # tokens of the prediction that are compared after a difference
+
+
+class Prediction:
+    """What is expected to follow a row's prompt, aligned with what does.
+
+    While both agree, drafts are read from the prediction. After a difference, a table is kept with a line for each new token: the
+    smallest edit scripts (insertions and deletions) that turn the beginnings of what was predicted into what was written since. The
+    likeliest place to go on at is one where many tokens agree at the end of a small script. Once more tokens agree than the script
+    changes, the table is dropped. So a token costs one comparison, or one line of at most `BAND` entries.
+
+    Args:
+        ids: the predicted token ids.
+    """
+
+    def __init__(self, ids: list[int]):
+        self.ids = np.asarray(ids, dtype=np.int64)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._num_read = 0  # tokens of the row's text
+        self._at: int | None = 0  # the predicted token that is expected next; None: nobody knows
+        self._agreed = 0  # tokens that agree since the last difference
+        self._origin = 0  # with a table: the place in the prediction at which it begins
+        self._edits: np.ndarray | None = (
+            None  # int64 [m + 1], sizes of the scripts for the first 0, 1, .. m tokens from there
+        )
+        self._runs = np.zeros(1, dtype=np.int64)  # int64 [m + 1], how many tokens agree at their ends
+
+    def continuation(self, seq: Sequence, most: int = LONGEST) -> list[int]:
+        """Up to `most` ids expected after the row's text; none where the text does not follow the prediction."""
+        if seq.num_generated < self._num_read:  # the last tokens were taken back
+            self._begin()
+        for token in seq.tokens[seq.prompt_length + self._num_read :]:
+            self._read(token)
+        self._num_read = seq.num_generated
+        if self._at is None:
+            return []
+        return self.ids[self._at : self._at + min(most, LONGEST, max(SHORTEST, self._agreed))].tolist()
+
+    def _read(self, token: int) -> None:
+        """Follow one more token of the text."""
+        if self._edits is None:
+            assert self._at is not None
+            if self._at < len(self.ids) and self.ids[self._at] == token:
+                self._at, self._agreed = self._at + 1, self._agreed + 1
+                return
+            self._origin = self._at
+            self._edits = np.arange(len(self.ids[self._at : self._at + BAND]) + 1)
+            self._runs = np.zeros_like(self._edits)
+        same = self.ids[self._origin : self._origin + BAND] == token
+        places = np.arange(len(self._edits))
+        edits = self._edits + 1  # the token is inserted
+        edits[1:][same] = self._edits[:-1][same]
+        edits = np.minimum.accumulate(edits - places) + places  # predicted tokens are deleted
+        runs = np.zeros_like(self._runs)
+        runs[1:] = np.where(same, self._runs[:-1] + 1, 0)
+        self._edits, self._runs = edits, runs
+        best = int(
+            np.argmax(2 * runs - np.log2(1 + edits))
+        )  # an agreement by chance is rare, and a small script likely
+        self._agreed, size = int(runs[best]), int(edits[best])
+        self._at = self._origin + best if 2 * self._agreed > np.log2(1 + size) else None
+        if self._at is not None and self._agreed > size:
+            self._edits = None
+
+
+def predictions_of(config: SpeculativeConfig, num_rows: int, tokenizer: Any, vocab_size: int) -> list[list[int]] | None:
+    """The predicted ids of each row of a batch, from the key `prediction`; None: it is not given.
+
+    Raises:
+        SpeculativeConfigError: it does not fit the rows or the vocabulary, or there is text and no tokenizer.
+    """
+    given: Any = config.prediction
+    if given is None:
+        return None
+    rows = [given] if isinstance(given, str) or are_ids(given) else given
+    if not isinstance(rows, (list, tuple)) or not all(
+        each is None or isinstance(each, str) or are_ids(each) for each in rows
+    ):
+        raise config.fail(
+            "prediction", "must be a text, a list of token ids, or a list with one of them, or None, for each row."
+        )
+    if num_rows % len(rows):
+        raise config.fail("prediction", f"has {len(rows)} entries for a batch of {num_rows} rows: give one for each.")
+    if tokenizer is None and any(isinstance(each, str) for each in rows):
+        raise config.fail("prediction", "is text: pass generate(..., tokenizer=...), or give token ids.")
+    found = [
+        tokenizer(each, add_special_tokens=False)["input_ids"] if isinstance(each, str) else each or [] for each in rows
+    ]
+    wrong = [token for ids in found for token in ids if not 0 <= token < vocab_size]
+    if wrong:
+        raise config.fail("prediction", f"holds the id {wrong[0]}; the model has ids 0 to {vocab_size - 1}.")
+    return [found[row * len(rows) // num_rows] for row in range(num_rows)]
+
+
+def are_ids(value: Any) -> bool:
+    """True if it is a list of integers, or a tuple of them."""
+    return isinstance(value, (list, tuple)) and all(type(token) is int for token in value)
