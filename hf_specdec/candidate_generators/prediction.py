@@ -9,7 +9,7 @@ import numpy as np
 from ..config import SpeculativeConfig
 from ..core.sequence import Sequence
 
-SHORTEST, LONGEST = 4, 64  # tokens of a draft: as many as have agreed, within these
+SHORTEST, LONGEST = 16, 64  # tokens of a draft: as many as have agreed, within these
 BAND = 4096  # tokens of the prediction that are compared after a difference
 
 

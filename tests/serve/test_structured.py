@@ -7,8 +7,13 @@ import re
 import pytest
 import torch
 from cache_checks import check_blocks
+from transformers import LogitsProcessorList
 
-from hf_specdec.sampling.grammar import GrammarLogitsProcessor, Reasoning
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
+from hf_specdec.decoding import decoder
+from hf_specdec.sampling.grammar import GrammarLogitsProcessor, Reasoning, along_grammars
+from hf_specdec.sampling.processors import NodeProcessors
 from hf_specdec.serve import LLM, SamplingParams, StructuredOutputsParams
 from hf_specdec.serve.engine.structured import MOST_BYTES, GrammarCompiler
 
@@ -291,6 +296,76 @@ def test_drafts_do_not_change_text_after_reasoning(make, config):
     assert len(whole) >= 4 and all(re.fullmatch(r"[^.]*\.[^.]*?(yes|no)( [a-z]{1,7}){2}!", text) for text in whole), (
         plain
     )
+
+
+# ---- tokens that a grammar forces --------------------------------------------------------------------------------------
+
+PARTS = {
+    "name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}, "happy": {"type": "boolean"},
+    "animal": {"enum": ["dog", "cat", "bird"]}, "friends": {"type": "array", "items": {"enum": ["Tom", "Lily"]}, "maxItems": 2},
+    "home": {"type": "object", "properties": {"street": {"enum": ["Long Street"]}, "number": {"type": "integer", "maximum": 9}},
+             "required": ["street", "number"], "additionalProperties": False},
+    "identifier": {"const": "https://example.com/schemas/animal"}, "description": {"type": "string", "maxLength": 12},
+}  # fmt: skip
+
+
+def schemas():
+    """20 schemas of two to five properties."""
+    names = list(PARTS)
+    chosen = [[names[(i + k * step) % len(names)] for k in range(2 + i % 4)] for step in (1, 3) for i in range(10)]
+    return [
+        {"type": "object", "properties": {name: PARTS[name] for name in own}, "required": own, "additionalProperties": False}
+        for own in chosen
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [None, METHODS[0], METHODS[3], {"method": "auto", "memory": False}], ids=["none", "ngram", "eagle3-tree", "auto"]
+)  # fmt: skip
+def test_forced_tokens_are_drafts_of_every_method(make, monkeypatch, config):
+    """20 schemas, greedy and seeded: the same answers in fewer steps than without them."""
+    llm = make(config)
+    params = [
+        SamplingParams(max_tokens=96, structured_outputs={"json": schema}, **sampling)
+        for schema in schemas()
+        for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 1})
+    ]
+    after = llm.generate(["Tom has"] * 40, params, use_tqdm=False)
+    monkeypatch.setattr(decoder, "MOST_FORCED", 0)
+    before = llm.generate(["Tom has"] * 40, params, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in after] == [each.outputs[0].token_ids for each in before]
+    counts = [[each.speculation["num_steps"] for each in outputs] for outputs in (before, after)]
+    means = [sum(steps) / len(steps) for steps in counts]
+    print(f"\nsteps per answer: {means[0]:.1f} before, {means[1]:.1f} after; {list(zip(*counts, strict=True))[::2]}")
+    assert means[1] < 0.9 * means[0] and (config is not None or means[1] < 0.5 * means[0])
+
+
+def test_what_is_forced(compiler, tiny_tokenizer):
+    """The only token that is allowed, or the usual tokens of the only text; nothing of it within a choice, after the end or the wrong."""
+    matcher = compiler.matcher(StructuredOutputsParams(regex="(a|bc)d(e|f)?"))
+    a, b, c, d, e = ids_of(tiny_tokenizer, "abcde")
+    grammar = GrammarLogitsProcessor(matcher, 4096, 0, frozenset({3}))
+    assert grammar.forced([], [], 9) == [] == grammar.forced([], [a, b], 9) == grammar.forced([], [a, d, e], 9)
+    assert (
+        tiny_tokenizer.decode(grammar.forced([], [b], 9)) == "cd"
+        and tiny_tokenizer.decode(grammar.forced([], [a], 9)) == "d"
+    )
+    assert grammar.forced([], [b], 1) == grammar.forced([], [b], 9)[:1] and grammar.forced([], [b], 0) == []
+    thinking = GrammarLogitsProcessor(matcher, 4096, 0, frozenset({3}), Reasoning((7, 8), ("</>",)))
+    assert thinking.forced([], [7], 9) == [8] and thinking.forced([], [7, 8, b], 9) == []
+
+
+def test_drafts_with_distributions_keep_what_is_forbidden(compiler, tiny_tokenizer):
+    """Rejection sampling is exact only if what is verified does not depend on what was drawn."""
+    a, b, d = ids_of(tiny_tokenizer, "abd")
+    grammar = GrammarLogitsProcessor(compiler.matcher(StructuredOutputsParams(regex="abcd")), 4096, 1)
+    seq = Sequence([7], 99, processors=NodeProcessors(LogitsProcessorList([grammar]), torch.tensor([[7]]), None))
+    trees = DraftTrees.from_lists([[a, d, b]], [[-1, 0, 0]])
+    cut = along_grammars([seq], trees, [9])
+    assert cut.tokens[0, :2].tolist() == [a, b] and tiny_tokenizer.decode(cut.tokens[0]) == "abcd"
+    trees.probs = torch.nn.functional.one_hot(trees.tokens, 4096).float()
+    assert along_grammars([seq], trees, [9]).tokens.tolist() == [[a, d, b]]
+    assert along_grammars([seq], trees, [0]) is trees
 
 
 # ---- the state along a tree -----------------------------------------------------------------------------------------
