@@ -298,6 +298,68 @@ def test_drafts_do_not_change_text_after_reasoning(make, config):
     )
 
 
+@pytest.mark.parametrize("config", [None, METHODS[0], METHODS[3]], ids=["none", "ngram", "eagle3-tree"])
+def test_a_thinking_budget_ends_the_reasoning_at_its_token(make, config):
+    """With and without drafts, in several tokens, beside a grammar, sampled; and where the reasoning ends before."""
+    llm = make(config)
+    end = tuple(llm.tokenizer.encode("</think>", add_special_tokens=False))
+    reasoning, prompts = (
+        Reasoning((), ("</think>", "."), end),
+        [llm.tokenizer(prompt)["input_ids"] for prompt in PROMPTS],
+    )
+    assert len(end) > 2
+
+    def written(prompts, thinks, **given):
+        params = SamplingParams(**{"temperature": 0, "max_tokens": 60, **given})
+        begins = reasoning if thinks else None
+        requests = [llm.engine.add(str(i), None, ids, params, begins) for i, ids in enumerate(prompts)]
+        llm.engine.run()
+        return [request.choices[0].output.token_ids for request in requests]
+
+    free = written(prompts, False)
+    ended = 0
+    for budget in (0, 1, 7, 40):
+        found = written(prompts, True, thinking_token_budget=budget)
+        for prompt, own, ids in zip(prompts, found, free, strict=True):
+            text = itertools.accumulate(llm.tokenizer.decode([token]) for token in ids[:budget])
+            natural = any("." in each for each in text)
+            begins = ids if natural else [*ids[:budget], *end]
+            rest = [] if natural else written([[*prompt, *begins]], False, max_tokens=60 - len(begins))[0]
+            assert own == begins + rest
+            ended += natural
+        for given in ({"temperature": 0.9, "seed": 2}, {"structured_outputs": {"regex": "(yes|no)( [a-z]{1,7}){2}!"}}):
+            given["thinking_token_budget"] = budget
+            assert written(prompts, True, **given) == written(prompts, True, **given, num_speculative_tokens=0)
+    assert 0 < ended < 12
+    assert written(prompts, True, thinking_token_budget=-1) == free == written(prompts, True, thinking_token_budget=60)
+
+
+def test_only_a_text_that_begins_to_reason_has_a_budget(tiny_tokenizer):
+    x, y, z, e, f = ids_of(tiny_tokenizer, "xyzef")
+    thinking = GrammarLogitsProcessor(
+        None,
+        4096,
+        1,
+        frozenset({3}),
+        Reasoning((x, y), ("ef",), (e, f)),
+        lambda id: tiny_tokenizer.decode([id]),
+        budget=2,
+    )
+
+    def after(*ids):
+        (found,) = allowed(thinking.along([7, *ids], None, torch.zeros(1, 4096)))
+        return found
+
+    everything = set(range(4096))
+    assert after() == after(z, x, y, z, z) == after(x) == after(x, z, z, z) == after(x, y, z) == everything
+    assert after(x, y, z, z) == {e} and after(x, y, z, z, e) == {f} and after(x, y, z, z, e, f) == everything
+    assert after(x, y, e, f) == after(x, y, e, f, z, z) == everything
+    assert thinking.forced([7, x, y, z], [z], 9) == [e, f] and not thinking.finished
+    assert thinking.possible([7, x, y, z], [z, z, e, f, z], [-1, 0, 0, 2, 3]) == [0, 2, 3, 4]
+    paths = [torch.tensor(path, dtype=torch.long) for path in ([], [z], [z, e])]
+    assert allowed(thinking.along([7, x, y, z], paths, torch.zeros(3, 4096))) == [everything, {e}, {f}]
+
+
 # ---- tokens that a grammar forces --------------------------------------------------------------------------------------
 
 PARTS = {
@@ -343,7 +405,7 @@ def test_forced_tokens_are_drafts_of_every_method(make, monkeypatch, config):
 def test_what_is_forced(compiler, tiny_tokenizer):
     """The only token that is allowed, or the usual tokens of the only text; nothing of it within a choice, after the end or the wrong."""
     matcher = compiler.matcher(StructuredOutputsParams(regex="(a|bc)d(e|f)?"))
-    a, b, c, d, e = ids_of(tiny_tokenizer, "abcde")
+    a, b, d, e = ids_of(tiny_tokenizer, "abde")
     grammar = GrammarLogitsProcessor(matcher, 4096, 0, frozenset({3}))
     assert grammar.forced([], [], 9) == [] == grammar.forced([], [a, b], 9) == grammar.forced([], [a, d, e], 9)
     assert (

@@ -327,10 +327,12 @@ class Admission:
         length, room = len(prompt), self.max_model_len - len(prompt)
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids))
-        grammar = None if matcher is None else GrammarLogitsProcessor(
-            matcher.deep_copy(), self.grammars.vocab_size, length, frozenset(ends), reasoning,
-            lambda token: token_text(self.tokenizer, token) or "",
-        )  # fmt: skip
+        grammar, budget = None, None if reasoning is None else params.thinking_token_budget
+        if matcher is not None or budget is not None:
+            grammar = GrammarLogitsProcessor(
+                matcher and matcher.deep_copy(), self.grammars.vocab_size, length, frozenset(ends), reasoning,
+                lambda token: token_text(self.tokenizer, token) or "", budget,
+            )  # fmt: skip
         rules = [] if self.encoder is None or request.encoder is None else self.encoder.rules(request.encoder, prompt)
         sequence = Sequence(
             list(prompt), length + new_tokens, frozenset(ends), params.do_sample, stream,

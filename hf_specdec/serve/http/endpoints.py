@@ -19,10 +19,10 @@ from pydantic_core import to_json
 
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderInput
-from ..engine.structured import StructuredOutputsParams
+from ..engine.structured import StructuredOutputsParams, reasoning_before, reasoning_marks
 from ..engine.text import token_bytes, token_text
 from ..ipc.messages import Update
-from .chat_parser import MessageParser, joined_calls, reasoning_before, without_tools
+from .chat_parser import MessageParser, joined_calls, without_tools
 from .errors import ApiError, bad_request, shown
 from .guard import SPACE
 from .logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
@@ -341,18 +341,22 @@ class Chat(Endpoint[ChatRequest]):
     form: type[Body] = ChatRequest
     object = "chat.completion.chunk"
     prefix = "chatcmpl"
+    effort_field = "reasoning_effort"
     template: dict | None
     parsers: list[MessageParser]
 
     def prepare(self) -> None:
         super().prepare()
         body = self.body
+        if body.reasoning_effort is not None and not self.server.template_reads_effort:
+            self.ignored_fields = [*self.ignored_fields, self.effort_field]
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         self.params = body.sampling_params(
             self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs, prediction=self.predicted(),
+            thinking_token_budget=body.thinking_token_budget,
         )  # fmt: skip
         ids = self.server.prompt_ids(self.server.chat_text(body), "messages", add_special_tokens=False)
         self.prompts, self.ids = [ids], [ids]
@@ -382,7 +386,13 @@ class Chat(Endpoint[ChatRequest]):
             )  # fmt: skip
         template = self.template = template if tools and self.grammar is None else without_tools(template)
         self.prefix = "" if template is None else tokenizer.decode(ids)
-        return None if self.grammar is None else reasoning_before(tokenizer, template, self.prefix)
+        is_limited = self.params.thinking_token_budget is not None
+        if is_limited and reasoning_marks(template) is None:
+            message = "The server does not know how this model marks its reasoning (--response-template)."
+            raise bad_request(message, "thinking_token_budget")
+        if self.grammar is None and not is_limited:
+            return None
+        return reasoning_before(tokenizer, template, self.prefix, is_constrained=self.grammar is not None)
 
     def answer(self, results: list[list[Update]]) -> dict[str, Any]:
         shown_ids = self.ids[0] if self.body.return_token_ids else None

@@ -378,6 +378,7 @@ class Conversation(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 
@@ -404,6 +405,7 @@ class ChatRequest(Conversation, SamplingFields):
     logprobs: bool = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     parallel_tool_calls: bool = True
+    thinking_token_budget: StrictInt | None = Field(None, ge=-1)
 
     @property
     def forced_tool(self) -> str | None:

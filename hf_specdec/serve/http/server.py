@@ -356,6 +356,11 @@ class Server:
             raise bad_request(message, param)
         return self.encode(text, add_special_tokens)
 
+    @property
+    def template_reads_effort(self) -> bool:
+        """Whether the chat template reads `reasoning_effort`."""
+        return "reasoning_effort" in str(self.tokenizer.chat_template)
+
     def chat_text(self, body: Conversation) -> str:
         """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none). Raises ApiError: 400,
         the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
@@ -365,6 +370,8 @@ class Server:
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
             raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
+        if body.reasoning_effort is not None and self.template_reads_effort:
+            more = {"reasoning_effort": body.reasoning_effort, **more}
         template = None
         if self.tokenizer.chat_template is None:
             # ChatML begins with the token with which the tokenizer begins every text, if it has one.
