@@ -52,7 +52,7 @@ def main() -> None:
     rows = [json.loads(line) for line in (args.data / "code_edit/quixbugs_python.jsonl").read_text().splitlines()]
     results = []
     for work, edit in (("fixes", str), ("renames", renamed)):
-        tokens, seconds, steps, same = Counter(), Counter(), Counter(), Counter()
+        tokens, seconds, steps, same = (dict.fromkeys(WAYS, 0.0) for _ in range(4))
         for i, row in enumerate(rows[: args.programs]):
             prompt = tokenizer(f"Edit this program.\n{row['buggy_program']}\n", return_tensors="pt")
             answer = tokenizer(edit(row["solution"]), add_special_tokens=False)["input_ids"]
@@ -76,7 +76,7 @@ def main() -> None:
             results.append(
                 {
                     "work": work, "way": way, "tokens_per_second": speed, "tau": tokens[way] / steps[way],
-                    "over_plain": over["plain"], "over_ngram": over["ngram, K = 5"], "tokens": tokens[way],
+                    "over_plain": over["plain"], "over_ngram": over["ngram, K = 5"], "tokens": int(tokens[way]),
                     "texts_equal": same[way] / args.programs,
                 }
             )  # fmt: skip

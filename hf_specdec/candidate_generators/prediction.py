@@ -95,11 +95,13 @@ def predictions_of(config: SpeculativeConfig, num_rows: int, tokenizer: Any, voc
         )
     if num_rows % len(rows):
         raise config.fail("prediction", f"has {len(rows)} entries for a batch of {num_rows} rows: give one for each.")
-    if tokenizer is None and any(isinstance(each, str) for each in rows):
-        raise config.fail("prediction", "is text: pass generate(..., tokenizer=...), or give token ids.")
-    found = [
-        tokenizer(each, add_special_tokens=False)["input_ids"] if isinstance(each, str) else each or [] for each in rows
-    ]
+    found = []
+    for each in rows:
+        if isinstance(each, str) and tokenizer is None:
+            raise config.fail("prediction", "is text: pass generate(..., tokenizer=...), or give token ids.")
+        found.append(
+            tokenizer(each, add_special_tokens=False)["input_ids"] if isinstance(each, str) else list(each or ())
+        )
     wrong = [token for ids in found for token in ids if not 0 <= token < vocab_size]
     if wrong:
         raise config.fail("prediction", f"holds the id {wrong[0]}; the model has ids 0 to {vocab_size - 1}.")

@@ -112,7 +112,9 @@ def decode(
         seq.is_text = can_recompute
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
     decoder.policy.begin_batch()
-    decoder.tracer = Tracer(decoder.target.device, decoder.drafter_of) if decoder.config.trace else None
+    decoder.tracer = None
+    if decoder.config.trace:
+        decoder.tracer = Tracer(decoder.target.device, lambda seq: decoder.statistics[seq.id].drafters[-1])
     try:
         decoder.allocate(
             sum(seq.max_length + decoder.generator.max_draft_nodes for seq in sequences),

@@ -514,8 +514,8 @@ class Fastest(DraftLengthPolicy):
             return self.observe_plain(step.sequences, None)
         began = self.clock()
         if not (asked.choice.depth.any() or any(asked.seconds)):  # nobody was asked
-            plain = step.seconds is not None and not step.num_more
-            self.observe_plain(step.sequences, step.seconds - step.drafting_seconds if plain else None)  # type: ignore[operator]
+            seconds = None if step.seconds is None or step.num_more else step.seconds - step.drafting_seconds
+            self.observe_plain(step.sequences, seconds)
             return self._charge(began)
         self._look_at(step.sequences)
         at = np.array([asked.order[seq.id] for seq in step.sequences])

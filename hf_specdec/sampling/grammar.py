@@ -152,13 +152,15 @@ class GrammarLogitsProcessor(LogitsProcessor):
     def along(self, tokens: list[int], paths: list[torch.Tensor] | None, scores: torch.Tensor) -> torch.Tensor:
         """Scores [R, V] of R nodes; node r's prefix is the sequence's `tokens` and the drafted ids `paths[r]` (None: no draft)."""
         self._read(tokens)
-        rows = np.full((len(scores), -(-scores.shape[1] // 8)), 255, dtype=np.uint8)
+        rows, is_free = np.full((len(scores), -(-scores.shape[1] // 8)), 255, dtype=np.uint8), True
         for row, path in zip(rows, [()] * len(scores) if paths is None else _on_host(paths), strict=True):
             state = self._state_after(path)
             if not state.dead and state.bits is None:
                 state.bits = self._allowed(state)
             if not state.dead and state.bits is not None:  # otherwise any token may follow
-                row[:] = state.bits[: len(row)]
+                row[:], is_free = state.bits[: len(row)], False
+        if is_free:
+            return scores
         allowed = np.unpackbits(rows, axis=1, count=scores.shape[1], bitorder="little").view(bool)
         masked = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -math.inf)
         return torch.where(masked.amax(1, keepdim=True) > -math.inf, masked, scores)

@@ -389,13 +389,14 @@ class LLM:
         """The reasoning before the answer to a prompt, if it has a budget. Raises ValueError: no response template describes it."""
         if params.thinking_token_budget is None:
             return None
-        template = None if self.tokenizer is None else response_template_of(self.tokenizer, self.model)
+        tokenizer: Any = self.tokenizer
+        template = None if tokenizer is None else response_template_of(tokenizer, self.model)
         if reasoning_marks(template) is None:
             raise ValueError(
                 "thinking_token_budget: no response template says how this model begins and ends its reasoning."
             )
-        prefix = self.tokenizer.decode(ids) if text is None else text
-        return reasoning_before(self.tokenizer, template, prefix, params.structured_outputs is not None)
+        prefix = tokenizer.decode(ids) if text is None else text
+        return reasoning_before(tokenizer, template, prefix, params.structured_outputs is not None)
 
     def _decoder_prompt(self, given: Any) -> list[int]:
         """Ids with which a decoder begins: the model's own, then a text without special tokens; or the ids that are given."""

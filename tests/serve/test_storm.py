@@ -47,8 +47,8 @@ GRAMMARS = [
     {"grammar": 'root ::= "yes" | "no" ws\nws ::= " because " [a-z ]{3,12} "."'},
 ]
 PREDICTED = [
-    None, None, '{"name": "Tom", "age": 3}', "Tom was happy. yes because the dog was", "the little cat", " there was a little girl named Lily. "
-    "She loved to play", [13, 13, 13], " to the park. They saw a big dog.",
+    None, None, '{"name": "Tom", "age": 3}', "Tom was happy. yes because the dog was", "the little cat", [13, 13, 13],
+    " there was a little girl named Lily. She loved to play", " to the park. They saw a big dog.",
 ]  # fmt: skip
 ALONE = {}  # what `generate()` wrote, by model, prompt and parameters
 

@@ -269,18 +269,18 @@ class Admission:
 
     def _predicted(self, given: str | list[int] | None) -> list[int] | None:
         """The ids of a prediction. Raises ValueError: they are not the model's, or too many, or there is no tokenizer."""
-        if isinstance(given, str):
-            if self.tokenizer is None:
-                raise ValueError("prediction: a text needs a tokenizer; give token ids.")
-            given = self.tokenizer(given, add_special_tokens=False)["input_ids"]
-        for token in given or ():
-            if not 0 <= token < self.decoder.target.vocab_size:
-                raise ValueError(
-                    f"prediction holds the id {token}; the model has ids 0 to {self.decoder.target.vocab_size - 1}."
-                )
-        if given is not None and len(given) > self.max_model_len:
-            raise ValueError(f"prediction has {len(given)} tokens; max_model_len is {self.max_model_len}.")
-        return given
+        if given is None:
+            return None
+        if isinstance(given, str) and self.tokenizer is None:
+            raise ValueError("prediction: a text needs a tokenizer; give token ids.")
+        ids = self.tokenizer(given, add_special_tokens=False)["input_ids"] if isinstance(given, str) else list(given)
+        vocab_size = self.decoder.target.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"prediction holds the id {wrong}; the model has ids 0 to {vocab_size - 1}.")
+        if len(ids) > self.max_model_len:
+            raise ValueError(f"prediction has {len(ids)} tokens; max_model_len is {self.max_model_len}.")
+        return ids
 
     def _check_prompt(self, ids: list[int]) -> None:
         length, vocab_size, cache = len(ids), self.decoder.target.vocab_size, self.decoder.cache
@@ -308,7 +308,8 @@ class Admission:
             )
         # Under every rule but "coupled" the tokens depend on where drafts end, and so on what else is running.
         rule, drafts = self.decoder.config.verification_rule, self.decoder.generator.max_draft_nodes
-        drafts = drafts or params.prediction is not None or params.structured_outputs is not None
+        bring = params.prediction, params.structured_outputs, params.thinking_token_budget
+        drafts = drafts or any(each is not None for each in bring)
         drafts = drafts if params.num_speculative_tokens is None else params.num_speculative_tokens
         if params.seed is not None and params.do_sample and drafts and rule != "coupled":
             raise ValueError(
