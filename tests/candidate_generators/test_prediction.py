@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 from combinations import covering
+from recurrent_families import make
 
 from hf_specdec import SpeculativeConfigError
 from hf_specdec.candidate_generators.prediction import BAND, LONGEST, SHORTEST, Prediction
@@ -145,6 +146,19 @@ def test_predictions_mix_with_drafts_that_have_probabilities(tiny_model, batch, 
     assert torch.equal(found.sequences, plain.sequences)
     assert found.speculation.rows[0].drafters["prediction"]["num_accepted_tokens"] > 20
     assert found.speculation.rows[1].num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["Qwen3.5", "Bamba"])
+@pytest.mark.parametrize("states", ["kept", "replayed"])
+def test_recurrent_targets_draft_from_predictions(family, states):
+    """Even where the method drafts nothing, so that no states were reserved for drafts."""
+    target, ids = make(family), torch.arange(24).view(2, 12)
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(**arguments)
+    predicted = [[*row[:5], 3, 4, *row[6:]] for row in plain[:, 12:].tolist()]
+    config = {"method": "none", "recurrent_states": states, "prediction": predicted}
+    found = target.generate(**arguments, speculative_config=config, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, plain) and found.speculation.num_accepted_tokens > 20
 
 
 def test_text_and_repeated_rows(tiny_model, tiny_tokenizer, batch):
