@@ -8,6 +8,7 @@ import torch
 from helpers_server import in_thread
 from oracle import tiny_llama
 
+from hf_specdec.serve import LLM, SamplingParams
 from hf_specdec.serve.engine.structured import GrammarCompiler, StructuredOutputsParams, reasoning_before
 from hf_specdec.serve.http.chat_parser import (
     MessageParser,
@@ -171,6 +172,21 @@ def test_templates_that_transformers_knows(tiny_tokenizer, tiny_model):
     found = response_template_of(tiny_tokenizer, Model)
     assert found is None or "tool_calls" in found["fields"]  # None: this version of transformers keeps none
     assert response_template_of(tiny_tokenizer, tiny_model) is None
+
+
+def test_llm_limits_the_reasoning(tiny_model, tiny_tokenizer):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.response_template = TEMPLATE
+    llm = LLM(tiny_model, tokenizer, {"method": "ngram", "prompt_lookup_min": 1}, max_model_len=128)
+    params, text = SamplingParams(temperature=0, max_tokens=24), "<|assistant|><think>Once upon a time"
+    wanted = [text, text, "<|assistant|>Once upon a time"]
+    own = [params, params.copy(thinking_token_budget=4), params.copy(thinking_token_budget=4)]
+    free, limited, other = (each.outputs[0].token_ids for each in llm.generate(wanted, own, use_tqdm=False))
+    end = tokenizer.encode("</think>", add_special_tokens=False)
+    assert limited[: 4 + len(end)] == free[:4] + end and len(limited) == 24
+    (unlimited,) = llm.generate(wanted[2:], params, use_tqdm=False)
+    assert other == unlimited.outputs[0].token_ids
+    llm.close()
 
 
 # ---- over HTTP ------------------------------------------------------------------------------------------------------
