@@ -10,6 +10,7 @@ from ..config import SpeculativeConfig
 from ..core.sequence import Sequence
 
 SHORTEST, LONGEST = 16, 64  # tokens of a draft: as many as have agreed, within these
+CONTEXT = 2  # tokens before an edit that tell where else to make it
 BAND = 4096  # tokens of the prediction that are compared after a difference
 
 
@@ -19,21 +20,25 @@ class Prediction:
     While both agree, drafts are read from the prediction. After a difference, a table is kept with a line for each new token: the
     smallest edit scripts (insertions and deletions) that turn the beginnings of what was predicted into what was written since. The
     likeliest place to go on at is one where many tokens agree at the end of a small script. Once more tokens agree than the script
-    changes, the table is dropped. So a token costs one comparison, or one line of at most `BAND` entries.
+    changes, the table is dropped. So a token costs one comparison, or one line of at most `BAND` entries. What was edited is then edited
+    alike in the next `BAND` tokens of the prediction: a variable that got another name has it there, too.
 
     Args:
         ids: the predicted token ids.
     """
 
     def __init__(self, ids: list[int]):
-        self.ids = np.asarray(ids, dtype=np.int64)
+        self.given = ids
         self._begin()
 
     def _begin(self) -> None:
+        self.ids = list(self.given)  # with the edits of the text so far
         self._num_read = 0  # tokens of the row's text
         self._at: int | None = 0  # the predicted token that is expected next; None: nobody knows
         self._agreed = 0  # tokens that agree since the last difference
         self._origin = 0  # with a table: the place in the prediction at which it begins
+        self._window = np.zeros(0, dtype=np.int64)  # [m], the prediction from there
+        self._since: list[int] = []  # the text since it began
         self._edits: np.ndarray | None = (
             None  # int64 [m + 1], sizes of the scripts for the first 0, 1, .. m tokens from there
         )
@@ -48,7 +53,7 @@ class Prediction:
         self._num_read = seq.num_generated
         if self._at is None:
             return []
-        return self.ids[self._at : self._at + min(most, LONGEST, max(SHORTEST, self._agreed))].tolist()
+        return self.ids[self._at : self._at + min(most, LONGEST, max(SHORTEST, self._agreed))]
 
     def _read(self, token: int) -> None:
         """Follow one more token of the text."""
@@ -57,10 +62,12 @@ class Prediction:
             if self._at < len(self.ids) and self.ids[self._at] == token:
                 self._at, self._agreed = self._at + 1, self._agreed + 1
                 return
-            self._origin = self._at
-            self._edits = np.arange(len(self.ids[self._at : self._at + BAND]) + 1)
+            self._origin, self._since = self._at, []
+            self._window = np.asarray(self.ids[self._at : self._at + BAND], dtype=np.int64)
+            self._edits = np.arange(len(self._window) + 1)
             self._runs = np.zeros_like(self._edits)
-        same = self.ids[self._origin : self._origin + BAND] == token
+        self._since.append(token)
+        same = self._window == token
         places = np.arange(len(self._edits))
         edits = self._edits + 1  # the token is inserted
         edits[1:][same] = self._edits[:-1][same]
@@ -75,6 +82,29 @@ class Prediction:
         self._at = self._origin + best if 2 * self._agreed > np.log2(1 + size) else None
         if self._at is not None and self._agreed > size:
             self._edits = None
+            self._edit_alike()
+
+    def _edit_alike(self) -> None:
+        """Apply the edit that has just been found to the next tokens of the prediction, after the same tokens as here."""
+        assert self._at is not None
+        end = self._at + BAND
+        before, removed = (
+            self.ids[max(self._origin - CONTEXT, 0) : self._origin],
+            self.ids[self._origin : self._at - self._agreed],
+        )
+        if len(before) == CONTEXT:
+            written = self._since[: len(self._since) - self._agreed]
+            self.ids[self._at : end] = _replaced(self.ids[self._at : end], before + removed, before + written)
+
+
+def _replaced(ids: list[int], old: list[int], new: list[int]) -> list[int]:
+    """The ids with all occurrences of `old` replaced."""
+    found, start = [], 0
+    while start < len(ids):
+        is_old = ids[start] == old[0] and ids[start : start + len(old)] == old
+        found += new if is_old else ids[start : start + 1]
+        start += len(old) if is_old else 1
+    return found
 
 
 def predictions_of(config: SpeculativeConfig, num_rows: int, tokenizer: Any, vocab_size: int) -> list[list[int]] | None:

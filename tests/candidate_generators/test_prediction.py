@@ -74,6 +74,27 @@ def test_small_edits_come_before_large_ones():
     assert seq.prediction.continuation(seq)[:2] == [11, 12]
 
 
+@pytest.mark.parametrize("new", [[50, 51, 52, 7, 8], [50, 51, 9], [6, 9, 52]])
+def test_an_edit_is_expected_again(new):
+    """Another name for a variable, which one place keeps: after it was seen, a draft brings the whole of it."""
+    kept = 5
+    prediction = [token for i in range(9) for token in (2, 3, 50, 51, 52, *range(100 * i + 100, 100 * i + 112))]
+    text = [
+        token
+        for i in range(9)
+        for token in (2, 3, *([50, 51, 52] if i == kept else new), *range(100 * i + 100, 100 * i + 112))
+    ]
+    seq, num_steps = Sequence([7, 7], 10**6, prediction=Prediction(prediction)), []
+    while seq.num_generated < len(text):
+        draft, rest = seq.prediction.continuation(seq), text[seq.num_generated :]
+        same = next(
+            (i for i, (a, b) in enumerate(zip(draft, rest, strict=False)) if a != b), min(len(draft), len(rest))
+        )
+        seq.tokens += rest[: same + 1]
+        num_steps.append(same + 1)
+    assert len(num_steps) <= 15 and max(num_steps) > 17, num_steps
+
+
 def test_a_text_that_does_not_follow_is_left_alone():
     generator = torch.Generator().manual_seed(0)
     text, prediction = (torch.randint(0, 300, (500,), generator=generator).tolist() for _ in range(2))
