@@ -11,6 +11,7 @@ from ..core.sequence import Sequence
 
 SHORTEST, LONGEST = 16, 64  # tokens of a draft: as many as have agreed, within these
 CONTEXT = 2  # tokens before an edit that tell where else to make it
+AHEAD = 1024  # tokens of the prediction that are edited as the text was
 BAND = 4096  # tokens of the prediction that are compared after a difference
 
 
@@ -20,8 +21,8 @@ class Prediction:
     While both agree, drafts are read from the prediction. After a difference, a table is kept with a line for each new token: the
     smallest edit scripts (insertions and deletions) that turn the beginnings of what was predicted into what was written since. The
     likeliest place to go on at is one where many tokens agree at the end of a small script. Once more tokens agree than the script
-    changes, the table is dropped. So a token costs one comparison, or one line of at most `BAND` entries. What was edited is then edited
-    alike in the next `BAND` tokens of the prediction: a variable that got another name has it there, too.
+    changes, the table is dropped. So a token costs one comparison, or one line of at most `BAND` entries. The next tokens of the
+    prediction are then edited alike: a variable that got another name has it there, too.
 
     Args:
         ids: the predicted token ids.
@@ -39,10 +40,9 @@ class Prediction:
         self._origin = 0  # with a table: the place in the prediction at which it begins
         self._window = np.zeros(0, dtype=np.int64)  # [m], the prediction from there
         self._since: list[int] = []  # the text since it began
-        self._edits: np.ndarray | None = (
-            None  # int64 [m + 1], sizes of the scripts for the first 0, 1, .. m tokens from there
-        )
-        self._runs = np.zeros(1, dtype=np.int64)  # int64 [m + 1], how many tokens agree at their ends
+        # int32 [m + 1], sizes of the scripts for the first 0, 1, .. m tokens from there, less these numbers; None: no table
+        self._edits: np.ndarray | None = None
+        self._runs = np.zeros(1, dtype=np.int32)  # int32 [m + 1], how many tokens agree at their ends
 
     def continuation(self, seq: Sequence, most: int = LONGEST) -> list[int]:
         """Up to `most` ids expected after the row's text; none where the text does not follow the prediction."""
@@ -64,37 +64,36 @@ class Prediction:
                 return
             self._origin, self._since = self._at, []
             self._window = np.asarray(self.ids[self._at : self._at + BAND], dtype=np.int64)
-            self._edits = np.arange(len(self._window) + 1)
-            self._runs = np.zeros_like(self._edits)
+            self._edits, self._runs = np.zeros((2, len(self._window) + 1), dtype=np.int32)  # all deleted
         self._since.append(token)
-        same = self._window == token
-        places = np.arange(len(self._edits))
-        edits = self._edits + 1  # the token is inserted
-        edits[1:][same] = self._edits[:-1][same]
-        edits = np.minimum.accumulate(edits - places) + places  # predicted tokens are deleted
-        runs = np.zeros_like(self._runs)
-        runs[1:] = np.where(same, self._runs[:-1] + 1, 0)
-        self._edits, self._runs = edits, runs
-        best = int(
-            np.argmax(2 * runs - np.log2(1 + edits))
-        )  # an agreement by chance is rare, and a small script likely
-        self._agreed, size = int(runs[best]), int(edits[best])
-        self._at = self._origin + best if 2 * self._agreed > np.log2(1 + size) else None
+        ends = np.flatnonzero(self._window == token) + 1
+        edits, runs = self._edits + 1, np.zeros_like(self._runs)  # the token is inserted
+        edits[ends], runs[ends] = self._edits[ends - 1] - 1, self._runs[ends - 1] + 1  # or agrees
+        edits = np.minimum.accumulate(edits)  # and what is predicted next may be deleted
+        self._edits, self._runs, self._at, self._agreed = edits, runs, None, 0
+        if not len(ends):
+            return
+        # an agreement by chance is rare, and a small script likely
+        evidence = 2 * runs[ends] - np.log2(1 + edits[ends] + ends)
+        best = int(ends[evidence.argmax()])
+        self._agreed, size = int(runs[best]), int(edits[best]) + best
+        if evidence.max() > 0:
+            self._at = self._origin + best
         if self._at is not None and self._agreed > size:
             self._edits = None
             self._edit_alike()
 
     def _edit_alike(self) -> None:
-        """Apply the edit that has just been found to the next tokens of the prediction, after the same tokens as here."""
+        """Apply the edit that has just been found to the next tokens of the prediction, after the same tokens as here. A large edit is
+        none that comes again."""
         assert self._at is not None
-        end = self._at + BAND
-        before, removed = (
-            self.ids[max(self._origin - CONTEXT, 0) : self._origin],
-            self.ids[self._origin : self._at - self._agreed],
-        )
-        if len(before) == CONTEXT:
-            written = self._since[: len(self._since) - self._agreed]
-            self.ids[self._at : end] = _replaced(self.ids[self._at : end], before + removed, before + written)
+        before = self.ids[max(self._origin - CONTEXT, 0) : self._origin]
+        removed = self.ids[self._origin : self._at - self._agreed]
+        written = self._since[: len(self._since) - self._agreed]
+        is_small = max(len(removed), len(written)) <= SHORTEST and len(self.ids) <= 2 * len(self.given)
+        if is_small and len(before) == CONTEXT:
+            ahead = slice(self._at, self._at + AHEAD)
+            self.ids[ahead] = _replaced(self.ids[ahead], before + removed, before + written)
 
 
 def _replaced(ids: list[int], old: list[int], new: list[int]) -> list[int]:

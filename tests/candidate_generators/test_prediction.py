@@ -95,6 +95,12 @@ def test_an_edit_is_expected_again(new):
     assert len(num_steps) <= 15 and max(num_steps) > 17, num_steps
 
 
+def test_editing_alike_is_bounded():
+    """Where everything is alike, neither the prediction nor the time grows with the edits."""
+    _, seq = along([5, 5, *[1, 2, 3, 5, 5, 5, 5] * 100], [5] * 600)
+    assert len(seq.prediction.ids) < 3 * 1024 + 600
+
+
 def test_a_text_that_does_not_follow_is_left_alone():
     generator = torch.Generator().manual_seed(0)
     text, prediction = (torch.randint(0, 300, (500,), generator=generator).tolist() for _ in range(2))
