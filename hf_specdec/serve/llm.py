@@ -389,8 +389,7 @@ class LLM:
         """The reasoning before the answer to a prompt, if it has a budget. Raises ValueError: no response template describes it."""
         if params.thinking_token_budget is None:
             return None
-        tokenizer: Any = self.tokenizer
-        template = None if tokenizer is None else response_template_of(tokenizer, self.model)
+        tokenizer, template = self.tokenizer, response_template_of(self.tokenizer, self.model)
         if reasoning_marks(template) is None:
             raise ValueError(
                 "thinking_token_budget: no response template says how this model begins and ends its reasoning."
