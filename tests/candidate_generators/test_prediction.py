@@ -7,6 +7,7 @@ import torch
 from combinations import covering
 from recurrent_families import make
 
+import hf_specdec
 from hf_specdec import SpeculativeConfigError
 from hf_specdec.candidate_generators.prediction import BAND, LONGEST, SHORTEST, Prediction
 from hf_specdec.core.sequence import Sequence
@@ -215,3 +216,9 @@ def test_text_and_repeated_rows(tiny_model, tiny_tokenizer, batch):
 def test_bad_predictions(tiny_model, batch, prediction, message):
     with pytest.raises(SpeculativeConfigError, match=message):
         written(tiny_model, batch, {"method": "none", "prediction": prediction}, False)
+
+
+def test_other_loops_refuse_predictions(tiny_model):
+    config = {"method": "ngram", "prediction": [5]}
+    with pytest.raises(SpeculativeConfigError, match="prediction"), hf_specdec.assisted_loop(tiny_model, config):
+        pass
