@@ -39,7 +39,10 @@ def assisted_loop(
     stopping criteria only after all tokens of a step, so drafts end where a stop text or an end-of-sequence token would.
     """
     context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer, chains_only=True)
-    drafter = AssistedDrafter(generator_for(model, parse_config(speculative_config), context))
+    config = parse_config(speculative_config)
+    if config.prediction is not None:
+        raise config.fail("prediction", "is for generate(speculative_config=...), not for transformers' loop.")
+    drafter = AssistedDrafter(generator_for(model, config, context))
     generating: Any = model  # has GenerationMixin's methods
     original = generating._get_stopping_criteria
 
@@ -87,7 +90,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
         seq = self._follow(input_ids)
         with active_drafter(self.generator):
             trees = self.generator.propose([seq], [self.generator.config.longest_draft])
-        path = _first_path(trees)
+        path = trees.first_path(0)
         tokens = trees.tokens[0, torch.tensor(path, dtype=torch.long, device=trees.tokens.device)]
         candidates: Any = torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1)
         start = input_ids.shape[1]
@@ -158,11 +161,3 @@ class AssistedDrafter(TransformersCandidateGenerator):
         fed = {"starts": [0], "chunks": [(seq, self._num_fed)], "num_own": own}
         verified = StepOutcome([seq], verified_trees, [list(range(matched))], [new], output, **fed)
         return verified.for_proposal([path[:matched]])
-
-
-def _first_path(trees: DraftTrees) -> list[int]:
-    """The nodes of row 0 reached by always taking the first child."""
-    parents, path = trees.parent_index[0, : trees.lengths[0]].tolist(), []
-    while (path[-1] if path else -1) in parents:
-        path.append(parents.index(path[-1] if path else -1))
-    return path

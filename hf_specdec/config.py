@@ -21,7 +21,7 @@ _RULE_OF_KEY = {
     "synthetic_acceptance_length": "synthetic",
 }
 # Keys that may differ between calls that share a decoder and its drafter.
-PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", "trace", *_RULE_OF_KEY)
+PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", "trace", "prediction", *_RULE_OF_KEY)
 _APART = {  # keys that exclude each other
     "compile": ["prepack_weights"], "native": ["compile", "prepack_weights"],
     "deterministic": ["prepack_weights", "target_quantization", "compile", "native"],
@@ -78,8 +78,8 @@ class SpeculativeConfig:
     )
     num_speculative_tokens_per_batch_size: list[list[int]] | None = config_key(
         None,
-        "K by the number of decoding rows, as [first, last, K]: [[1, 4, 5], [5, 16, 2], [17, 64, 0]], or as {first: K}: "
-        "{1: 5, 5: 2, 17: 0}; every K is at most num_speculative_tokens; the last K also applies to larger batches",
+        "K by the number of decoding rows, as [first, last, K]: [[1, 4, 5], [5, 16, 2]], or as {first: K}; every K is at most "
+        "num_speculative_tokens; the last K also applies to larger batches",
     )
     disable_by_batch_size: int | None = config_key(
         None, "draft nothing in a step with more decoding rows than this", minimum=1
@@ -89,8 +89,8 @@ class SpeculativeConfig:
     )
     draft_length: str = config_key(
         "fixed",
-        "'fixed': num_speculative_tokens for every row; 'auto': for each row and step the length, up to "
-        "num_speculative_tokens, that is fastest by measured costs and acceptance",
+        "'fixed': num_speculative_tokens for every row; 'auto': for each row and step the fastest length up to it, "
+        "by measured costs and acceptance",
     )
     rejection_sample_method: str | None = config_key(
         None,
@@ -111,6 +111,10 @@ class SpeculativeConfig:
     )
     synthetic_acceptance_length: float | None = config_key(
         None, "for 'synthetic', instead of the rates: mean tokens per step, bonus token included"
+    )
+    prediction: Any = config_key(
+        None,
+        "the expected output: a text (with `generate(tokenizer=)`), token ids, or a list of them by row; every method drafts from it",
     )
     draft_sample_method: str | None = config_key(
         None, "how a model drafts when sampling: 'probabilistic' (default) or 'greedy'", choices=DRAFT_SAMPLE_METHODS
@@ -155,15 +159,14 @@ class SpeculativeConfig:
     )
     draft_tensor_parallel_size: int | None = config_key(
         None,
-        "for targets that are sharded over ranks: 1 (default) keeps a whole drafter on every rank; the target's number of "
-        "ranks shards a draft model in the same way",
+        "for sharded targets: 1 (default) keeps a whole drafter on every rank; the number of ranks shards a draft model, too",
         minimum=1,
     )
     recurrent_states: str = config_key(
         "auto",
         "for targets with recurrent layers. 'kept': the state after every draft token; 'replayed': one state and the inputs of draft "
-        "tokens, with less memory and more time; 'auto': 'kept' while states take at most a quarter of the memory for keys, values and "
-        "states. The output is the same",
+        "tokens, with less memory and more time; 'auto': 'kept' while states take at most a quarter of the memory for keys, values "
+        "and states",
         choices=RECURRENT_STATES,
     )
     deterministic: bool = config_key(

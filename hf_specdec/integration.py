@@ -17,6 +17,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generators import CandidateGenerator, make_generator, parse_config
 from .candidate_generators.base import DrafterContext, HasHead, held_weakly, save_tables
+from .candidate_generators.prediction import predictions_of
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .core.errors import UnsupportedModel
 from .core.names import CACHE
@@ -88,6 +89,7 @@ def specdec_decoding(
             cache=None if with_encoder else model_kwargs.get(CACHE),
             prompt_inputs=model_kwargs if is_more_than_ids else None,
             sources=sources_of(model, inputs_tensor, model_kwargs, config.block_size) if with_encoder else None,
+            predictions=predictions_of(config, input_ids.shape[0], tokenizer, decoder.target.vocab_size),
         )
         if with_encoder and not torch.is_tensor(result) and generation_config.output_hidden_states:
             result["encoder_hidden_states"] = model_kwargs["encoder_outputs"].get("hidden_states")
@@ -193,7 +195,7 @@ def make_decoder(
 
     Raises:
         UnsupportedModel: the model attends to prompts bidirectionally, so only `generate()` can read them, or needs another's encoder.
-        SpeculativeConfigError: the configuration has `trace`, which `generate()` returns.
+        SpeculativeConfigError: the configuration has a key that is for a call of `generate()`.
     """
     needs_encoder = family_of(model) is not None and not is_encoder_decoder(model)
     if has_bidirectional_prompts(model) or needs_encoder:
@@ -203,6 +205,10 @@ def make_decoder(
         )
     if config.trace:
         raise config.fail("trace", "is for generate() and `hf-specdec bench --trace`: leave it out here.")
+    if config.prediction is not None:
+        raise config.fail(
+            "prediction", "is for generate(); each request of a server or LLM brings its own: leave it out here."
+        )
     return _new_decoder(model, config, context or DrafterContext())
 
 

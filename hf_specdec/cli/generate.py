@@ -80,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
     options.start_ranks(args.tensor_parallel_size, args.argv)
     model, tokenizer = options.load_model_and_tokenizer(args)
     inputs = options.encode_prompts(tokenizer, prompts, args.chat, model.device)
-    if args.stop:
-        arguments |= {"stop_strings": args.stop, "tokenizer": tokenizer}
+    arguments |= {"tokenizer": tokenizer, **({"stop_strings": args.stop} if args.stop else {})}
 
     bar = nullcontext() if stream else options.progress_bar()
     torch.manual_seed(args.seed)

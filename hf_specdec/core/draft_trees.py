@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -196,18 +196,53 @@ class DraftTrees:
         """The ids of each row's nodes; only for chains."""
         return [row[:count] for row, count in zip(self.tokens.tolist(), self.lengths, strict=True)]
 
-    def extended(self, more: SequenceOf[SequenceOf[int]]) -> DraftTrees:
-        """These chains, each followed by further ids. The further ids are deterministic: where drafts have distributions,
-        theirs are one-hot."""
-        joined = [[*own, *further] for own, further in zip(self.chains(), more, strict=True)]
-        out = DraftTrees.from_lists(joined, device=self.tokens.device)
+    def extended(self, more: SequenceOf[SequenceOf[int]], after: SequenceOf[int] | None = None) -> DraftTrees:
+        """These trees, each with further ids, one after another. The further ids are deterministic: where drafts have distributions,
+        theirs are one-hot.
+
+        Args:
+            after: per row, the node that they follow (-1: the root); None: its last one.
+        """
+        own = [row[:count] for row, count in zip(self.tokens.tolist(), self.lengths, strict=True)]
+        joined, parents = [[*ids, *further] for ids, further in zip(own, more, strict=True)], None
+        if not self.is_chain:
+            parents = []
+            for i, (n, ids) in enumerate(zip(self.lengths, joined, strict=True)):
+                parents.append([*self.parent_index[i, :n].tolist(), *range(n - 1, len(ids) - 1)])
+                if after is not None and len(ids) > n:
+                    parents[i][n] = after[i]
+        out = DraftTrees.from_lists(joined, parents, device=self.tokens.device)
         if self.probs is not None:
-            points = torch.nn.functional.one_hot(out.tokens, self.probs.shape[2]).to(self.probs.dtype)
-            count = min(self.probs.shape[1], points.shape[1])
-            drawn = torch.from_numpy(np.arange(count) < np.asarray(self.lengths)[:, None]).to(points.device)
-            points[:, :count] = torch.where(drawn[:, :, None], self.probs[:, :count], points[:, :count])
-            out.probs = points
+            lengths, nodes = np.array(self.lengths)[:, None], np.arange(out.tokens.shape[1])
+            probs, index = self._distributions(max(out.tokens.shape[1], self.tokens.shape[1]), self.probs.shape[2])
+            further = DraftTrees.from_lists(more, device=self.tokens.device).tokens
+            points = torch.nn.functional.one_hot(further, self.probs.shape[2]).to(probs.dtype)
+            out.probs = torch.cat([probs, points], dim=1)
+            out.prob_index = np.where(nodes < lengths, index[:, : len(nodes)], probs.shape[1] + nodes - lengths)
+            out.prob_index = np.minimum(out.prob_index, out.probs.shape[1] - 1)  # padding must name one, too
         return out
+
+    def kept(self, nodes: list[list[int]]) -> DraftTrees:
+        """Only these nodes of each row, in order, with the parents of all of them among them; for deterministic drafts."""
+        lengths = [len(own) for own in nodes]
+        if all(own[-1:] == [len(own) - 1] for own in nodes if own):  # the first nodes
+            return replace(self, lengths=lengths)
+        index = np.zeros((len(nodes), max(lengths)), dtype=np.int64)
+        parents = np.tile(np.arange(-1, index.shape[1] - 1), (len(nodes), 1))
+        for i, own in enumerate(nodes):
+            place = {-1: -1, **{node: k for k, node in enumerate(own)}}
+            index[i, : len(own)] = own
+            parents[i, : len(own)] = [place[parent] for parent in self.parent_index[i, own].tolist()]
+        return DraftTrees(self.tokens.gather(1, torch.from_numpy(index).to(self.tokens.device)), lengths, parents)
+
+    def first_path(self, row: int) -> list[int]:
+        """The path from a row's root on which every node is the first child of the one before."""
+        path, at = [], -1
+        for node, parent in enumerate(self.parent_index[row, : self.lengths[row]].tolist()):
+            if parent == at:
+                path.append(node)
+                at = node
+        return path
 
     def spread(self, rows: list[int], batch_size: int) -> DraftTrees:
         """A batch whose given rows have these trees and whose other rows have empty trees."""

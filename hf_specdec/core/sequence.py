@@ -29,6 +29,7 @@ class Sequence:
         chunked_length: number of leading tokens that layers with a recurrent state read in chunk form; None: the prompt's length.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
         draft_room: most nodes of this row's next draft; None: as many as the method makes. What exceeds it is cut off.
+        prediction: a `candidate_generators.prediction.Prediction` of what follows the prompt; it drafts where the text follows it.
         drafter: name of the drafter that drafts for this row; None: the first (method "per_request") or the fastest ("auto").
         is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
             blocks. False: the prompt has images, embeddings or placeholder ids.
@@ -51,6 +52,7 @@ class Sequence:
     shown_prompt: list[int] | None = None
     num_speculative_tokens: int | None = None
     draft_room: int | None = None
+    prediction: Any = None
     drafter: str | None = None
     wants_prompt_logits: bool = False
     is_text: bool = True

@@ -15,6 +15,7 @@ from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.auto import AutoGenerator
 from ..candidate_generators.base import HasDrafters, MayRest, SharesPrefixes, active_drafter, known_prefix
 from ..candidate_generators.combined import configure
+from ..candidate_generators.prediction import LONGEST
 from ..config import SpeculativeConfig
 from ..core.clock import StepTimer, clock_for
 from ..core.draft_trees import DraftTrees
@@ -23,7 +24,7 @@ from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
 from ..model.prompt import KeysValues, ReadPrompt
 from ..policy import DraftedStep, DraftLengthPolicy, make_policy
-from ..sampling.grammar import without_impossible_ends
+from ..sampling.grammar import MOST_FORCED, along_grammars
 from ..sampling.logits import calls_in_order, needs_prefix
 from ..verification.verify import begin_verification
 from . import profile
@@ -51,14 +52,14 @@ class SpeculativeDecoder:
         target, config = self.target, self.config
         target.taps = target.taps | generator.taps
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
-        self._drafts = generator.max_draft_nodes > 0
+        self._most_nodes = generator.max_draft_nodes
         self._sharer = generator if isinstance(generator, SharesPrefixes) else None
         self._rests = generator if isinstance(generator, MayRest) else None
         self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
         self._observes = type(generator).observe is not CandidateGenerator.observe
         measured = generator.policy if isinstance(generator, AutoGenerator) else None
         self.policy = DraftLengthPolicy()
-        if self._drafts:
+        if self._most_nodes:
             self.policy = make_policy(config, clock_for(target.device), measured, generator.taps.whole_text)
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
@@ -280,6 +281,8 @@ class SpeculativeDecoder:
         device."""
         if self.policy.needs_observations or not pending.is_plain or needs_prefix(sequences):
             return False
+        if any(map(brings_drafts, sequences)):
+            return False
         if not {seq.id for seq in sequences} <= pending.next_tokens.keys():
             return False
         with pending.as_if_finished():
@@ -322,7 +325,9 @@ class SpeculativeDecoder:
         # Where rows wait for blocks, fewer rows are left than `can_begin_after` was asked about, which might draft. But what a draft would
         # follow is not known.
         limits = [0] * len(decoding) if next_tokens else self._draft_limits(decoding)
-        trees = self._propose(decoding, limits)
+        trees = proposed = DraftTrees.empty(len(decoding), self.target.device)
+        if not next_tokens:
+            trees, proposed = self._propose(decoding, limits)
         if self.policy.needs_observations and any(limits):
             self.timer.proposed()
         tracer.end("propose")
@@ -348,7 +353,7 @@ class SpeculativeDecoder:
             )
         tracer.end("verify")
         unseen, is_held = rests and not any(limits), self.policy.holds and any(limits)
-        return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict, unseen, is_held)
+        return PendingStep(rows, num_own, decoding, limits, trees, proposed, tensors, verdict, unseen, is_held)
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
         """Begin a step whose forward the model itself has run: choose the token after each prompt, unless the rows have begun before.
@@ -372,7 +377,7 @@ class SpeculativeDecoder:
         starts = {seq.id: int(end) - count for seq, end, count in zip(sequences, ends, prompt.counts, strict=True)}
         tensors = StepTensors(output, scores, sampling, ends - 1, starts)
         rows = [(seq, seq.prompt_length) for seq in sequences]
-        return PendingStep(rows, prompt.counts, decoding, [0] * len(decoding), trees, tensors, verdict)
+        return PendingStep(rows, prompt.counts, decoding, [0] * len(decoding), trees, trees, tensors, verdict)
 
     def finish(self, pending: PendingStep) -> list[StepResult]:
         """Wait for the verdict, keep the KV of accepted tokens, append the tokens, count them, and tell the drafter. Call inside
@@ -391,22 +396,19 @@ class SpeculativeDecoder:
         outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
         tracer.end("verify")
+        seen, proposed = _as_seen_by_drafter(outcome, pending)
         if outcome.chunks and not pending.unseen:
-            self.generator.observe(self.outcome_for_drafter(outcome))
+            self.generator.observe(seen)
         tracer.end("observe")
         tracer.record(outcome)
         if self.policy.needs_observations and outcome.sequences:
             whole = len(outcome.sequences) == len(pending.rows) == sum(pending.num_own)
-            self._inform_policy(outcome, pending, timed=whole)
+            self._inform_policy(seen, proposed, pending, timed=whole)
         if self.learner is not None:
             if outcome.chunks:
                 self.learner.observe(outcome)
             self.learner.between_steps()
         return list(results.values())
-
-    def outcome_for_drafter(self, outcome: StepOutcome) -> StepOutcome:
-        """The outcome to report to the drafter; `ranked` overrides it."""
-        return outcome
 
     def cancel(self, pending: PendingStep) -> None:
         """Wait for a pending step and discard it. The caller removes its sequences."""
@@ -465,7 +467,16 @@ class SpeculativeDecoder:
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if a step of these rows will not draft, whatever their caps."""
         most = self.config.disable_by_batch_size
-        return not self._drafts or (most is not None and len(sequences) > most) or self.policy.is_plain(sequences)
+        return not self._most_nodes or (most is not None and len(sequences) > most) or self.policy.is_plain(sequences)
+
+    def most_nodes(self, seq: Sequence, is_plain: bool = False) -> int:
+        """Maximum number of nodes of a row's draft, in a step in which the drafter drafts or not (`is_plain`)."""
+        return (0 if is_plain else self._most_nodes) + self._most_brought(seq)
+
+    def _most_brought(self, seq: Sequence) -> int:
+        """How many tokens a row may draft itself. Recurrent layers keep states for as many drafted tokens as the method has."""
+        most = LONGEST if seq.prediction is not None else MOST_FORCED if brings_drafts(seq) else 0
+        return most if self.target.recurrent is None else min(most, self.config.longest_draft)
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """Draft depth of each row: the policy's choice, capped by what the row can use. Starts the clock if the policy uses the time."""
@@ -476,42 +487,61 @@ class SpeculativeDecoder:
             return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
-    def _inform_policy(self, outcome: StepOutcome, pending: PendingStep, timed: bool) -> None:
+    def _inform_policy(self, seen: StepOutcome, proposed: DraftTrees, pending: PendingStep, timed: bool) -> None:
         """Tell the policy the results of its draft lengths. Steps that also read prompts are not timed, because their time says nothing
         about decoding. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
         hidden states could not draft yet."""
         if pending.is_held:
-            deepest = 0 if outcome.sequences[0].finished else outcome.trees.row_depths[0]
-            self.policy.observe_held(deepest, len(outcome.accepted[0]))
+            deepest = 0 if seen.sequences[0].finished else proposed.row_depths[0]
+            self.policy.observe_held(deepest, len(seen.accepted[0]))
             return
         seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
         if not any(pending.limits):
-            self.policy.observe_plain(outcome.sequences, seconds if timed else None)
+            self.policy.observe_plain(seen.sequences, seconds if timed and pending.is_plain else None)
             return
-        nodes, accepted = outcome.trees.nodes_by_depth, [len(path) for path in outcome.accepted]
-        num_new = [len(new) for new in outcome.new_tokens]
+        nodes, accepted = proposed.nodes_by_depth, [len(path) for path in seen.accepted]
+        num_new = [len(new) for new in seen.new_tokens]
         chosen = dict(zip([seq.id for seq in pending.decoding], pending.limits, strict=True))
         read = {seq.id for (seq, _), own in zip(pending.rows, pending.num_own, strict=True) if own > 1}
         limits = [
             chosen[seq.id] if count or seq.id not in read else 0
-            for seq, count in zip(outcome.sequences, outcome.trees.lengths, strict=True)
+            for seq, count in zip(seen.sequences, proposed.lengths, strict=True)
         ]
+        more = seen.trees.num_nodes - proposed.num_nodes
         self.policy.observe(
             DraftedStep(
-                outcome.sequences, limits, nodes, accepted, num_new, seconds if timed else None, drafting_seconds
+                seen.sequences, limits, nodes, accepted, num_new, seconds if timed else None, drafting_seconds, more
             )
         )
 
-    def _propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        if not any(limits):
-            return DraftTrees.empty(len(sequences), self.target.device)
-        return self._with_slots(sequences, self._drafted(sequences, limits))
+    def _propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees]:
+        """The drafts to verify, and what the drafter proposed of them."""
+        trees, proposed = self._drafted(sequences, limits)
+        return self._with_slots(sequences, trees), proposed
 
-    def _drafted(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """What the drafter proposes, without nodes at the ends of drafts that the rows' grammars forbid."""
-        trees = self.generator.propose(sequences, limits)
-        lengths = without_impossible_ends(sequences, trees)
-        return trees if lengths == trees.lengths else dataclasses.replace(trees, lengths=lengths)
+    def _drafted(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees]:
+        """What the drafter proposes, with what the rows' predictions and grammars make of it; and the proposal itself."""
+        trees = proposed = DraftTrees.empty(len(sequences), self.target.device)
+        if any(limits):
+            trees = proposed = self.generator.propose(sequences, limits)
+        if any(map(brings_drafts, sequences)):
+            rooms = self._rooms(sequences)
+            predicted = [
+                seq.prediction.continuation(seq, room) if seq.prediction is not None and room else []
+                for seq, room in zip(sequences, rooms, strict=True)
+            ]
+            trees = trees.extended(predicted) if any(predicted) else trees
+            trees = along_grammars(sequences, trees, rooms)
+        return trees, proposed
+
+    def _rooms(self, sequences: list[Sequence]) -> list[int]:
+        """Per row, how many tokens its prediction or grammar may draft: none in a step whose plain time is to be measured, or in which
+        the configuration forbids drafts."""
+        most, policy = self.config.disable_by_batch_size, self.policy
+        if (most is not None and len(sequences) > most) or (policy.needs_observations and policy.wants_plain_time()):
+            return [0] * len(sequences)
+        rooms = [min(self._most_brought(seq), self._draft_room(seq)) for seq in sequences]
+        return rooms if policy.needs_observations else policy.limits(sequences, rooms)
 
     def _with_slots(self, sequences: list[Sequence], trees: DraftTrees) -> DraftTrees:
         """The drafts, as far as the rows have room and blocks are left for their nodes."""
@@ -519,15 +549,21 @@ class SpeculativeDecoder:
         return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
 
     def _draft_limit(self, seq: Sequence) -> int:
-        """The deepest useful draft: at most the method's K and the row's, the tokens left to write, and the model's positions."""
+        """The deepest useful draft of the drafter, at most its K; none where the row's prediction drafts."""
+        if seq.prediction is not None and seq.prediction.continuation(seq, 1):
+            return 0
+        return min(self.config.longest_draft, self._draft_room(seq))
+
+    def _draft_room(self, seq: Sequence) -> int:
+        """How many tokens a path of the row's draft may have: at most the row's K, the tokens left to write, and the model's positions."""
         if calls_in_order(seq):
             return 0
-        limit = min(self.config.longest_draft, seq.max_length - len(seq.tokens) - 1)
+        room = seq.max_length - len(seq.tokens) - 1
         for most in (seq.num_speculative_tokens, seq.draft_room):
-            limit = limit if most is None else min(limit, most)
+            room = room if most is None else min(room, most)
         if self._max_drafted is not None:
-            limit = min(limit, self._max_drafted - len(seq.tokens))
-        return max(limit, 0)
+            room = min(room, self._max_drafted - len(seq.tokens))
+        return max(room, 0)
 
     def _lookahead(self, seq: Sequence, num_nodes: int) -> int:
         """Reserve slots for a draft's nodes. Returns how many nodes fit; a draft never preempts another row."""
@@ -556,11 +592,13 @@ class SpeculativeDecoder:
                 # What follows that token has no scores: the next step asks again, as plain decoding does.
                 if failed is not None:
                     path, drafted, following = path[:failed], drafted[:failed], drafted[failed]
+                drafter = self.drafter_of(seq)
+                if trees.lengths[i] and not pending.proposed.lengths[i]:
+                    drafter = "prediction" if _predicts(seq, int(verdict.tokens[i, 0])) else "grammar"
                 kept.append((seq.id, len(seq.tokens), path))
                 new = seq.accept([*drafted, following])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                drafter = self.drafter_of(seq) if trees.lengths[i] else None
                 self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i], drafter)
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
@@ -578,3 +616,22 @@ class SpeculativeDecoder:
                 self.cache.keep_states(seq.id, end)
         trees = trees if len(present) == len(pending.decoding) else trees.select(present)
         return StepOutcome(sequences, trees, paths, emitted, root_rows=first_logits)
+
+
+def brings_drafts(seq: Sequence) -> bool:
+    """True if a row may have drafts of its own, whatever the method: it has a prediction or a grammar."""
+    return seq.prediction is not None or (seq.processors is not None and seq.processors.grammar is not None)
+
+
+def _predicts(seq: Sequence, token: int) -> bool:
+    return seq.prediction is not None and seq.prediction.continuation(seq, 1) == [token]
+
+
+def _as_seen_by_drafter(outcome: StepOutcome, pending: PendingStep) -> tuple[StepOutcome, DraftTrees]:
+    """The outcome of the drafter's own proposal: its tokens that became text count as accepted, whatever was verified; and its trees."""
+    proposed, rows = pending.proposed, {seq.id: i for i, seq in enumerate(pending.decoding)}
+    if proposed.tokens is pending.trees.tokens:  # it was verified, as far as there were slots
+        return outcome, outcome.trees
+    proposed = proposed.select([rows[seq.id] for seq in outcome.sequences])
+    accepted = [proposed.matching_path(i, new[:-1]) for i, new in enumerate(outcome.new_tokens)]
+    return outcome.for_proposal(accepted), proposed

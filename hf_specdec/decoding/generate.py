@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from ..candidate_generators.prediction import Prediction
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
 from ..model.architectures import check_length, is_multimodal
@@ -54,6 +55,7 @@ def decode(
     cache: Cache | None = None,
     prompt_inputs: dict[str, Any] | None = None,
     sources: list[Source] | None = None,
+    predictions: list[list[int]] | None = None,
 ):
     """Decode a static batch to its end.
 
@@ -67,6 +69,7 @@ def decode(
         prompt_inputs: the arguments of the model's forward, as `generate()` prepared them, with which the model itself reads the
             prompts (see `model.prompt`), because they are more than ids; None: they are read as ids.
         sources: what the encoder of an encoder-decoder model has read, by row; None: the model is decoder-only.
+        predictions: ids that are expected to be written, by row; None: nothing is expected.
 
     Returns: int64 [B, S + n], or one of the classes in `outputs`.
 
@@ -91,6 +94,9 @@ def decode(
         offsets = position_offsets(decoder.target.model, columns, [seq.tokens for seq in sequences])
         for seq, offset in zip(sequences, offsets, strict=True):
             seq.position_offset = offset
+    if predictions is not None:
+        for seq, ids in zip(sequences, predictions, strict=True):
+            seq.prediction = Prediction(ids)
     for seq in sequences:
         check_length(decoder.target.model, seq.prompt_length, seq.max_length)
     num_cached = _num_reused(decoder, cache, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
@@ -106,7 +112,9 @@ def decode(
         seq.is_text = can_recompute
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
     decoder.policy.begin_batch()
-    decoder.tracer = Tracer(decoder.target.device, decoder.drafter_of) if decoder.config.trace else None
+    decoder.tracer = None
+    if decoder.config.trace:
+        decoder.tracer = Tracer(decoder.target.device, lambda seq: decoder.statistics[seq.id].drafters[-1])
     try:
         decoder.allocate(
             sum(seq.max_length + decoder.generator.max_draft_nodes for seq in sequences),

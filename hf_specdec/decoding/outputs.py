@@ -43,7 +43,8 @@ class Speculation(dict):
     Keys: `num_steps` (target forwards a row took part in, summed over rows), `num_draft_tokens`, `num_accepted_tokens`,
     `num_new_tokens`, `mean_accepted_length` (τ: tokens emitted per target forward), `acceptance_rate` (accepted / drafted
     tokens), `acceptance_per_position` (of the rounds that drafted this deep, the share in which the token at this depth was
-    accepted), `drafters` (method "auto": the same figures, by drafter, of the steps it drafted for; those that drafted),
+    accepted), `drafters` (method "auto": the same figures, by drafter, of the steps it drafted for; those that drafted; with any
+    method "prediction" and "grammar", if the rows brought drafts themselves),
     `learning` (where a head learns: the texts, tokens and steps it has learnt from, weights put in place and dropped, seconds, and τ on
     held-out texts), `trace` (if the configuration has it: see `decoding.trace.Trace`), `kv_cache_bytes` (peak memory of the target's KV
     and states) and `rows`: the same figures for each row.

@@ -20,12 +20,11 @@ from ..candidate_generators.auto import AutoGenerator
 from ..candidate_generators.auto.agreed import AgreedChoice
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
-from ..core.outcome import StepOutcome
 from ..core.ranks import Ranks, digest
 from ..core.sequence import Sequence
 from ..policy import DraftLengthPolicy
-from .decoder import SpeculativeDecoder
-from .step import PendingStep, StepResult
+from .decoder import SpeculativeDecoder, brings_drafts
+from .step import StepResult
 from .stopping import LockstepObserver
 
 _READS_PROBS = ("rejection", "block")  # rules that need the distributions that drafts were drawn from
@@ -73,9 +72,7 @@ class RankedDecoder(SpeculativeDecoder):
         super().__init__(generator)
         self.ranks = ranks
         self.agree_on_verdict = ranks.same_tensor
-        self._measures = self._drafts and self.policy.needs_observations
-        # on ranks other than 0: sequence id → this rank's own drafts, and the row in them
-        self._own_drafts: dict[int, tuple[DraftTrees, int]] = {}
+        self._measures = self._most_nodes > 0 and self.policy.needs_observations
         if self._measures and not ranks.leads:
             self.policy = _Followed()
         chooser = generator.chooser if isinstance(generator, AutoGenerator) else None
@@ -96,19 +93,17 @@ class RankedDecoder(SpeculativeDecoder):
             self._choice.agree(sequences)
         return self.ranks.same(limits)
 
-    def _propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Rank 0's drafts. The limits are the same on all ranks, so a row drafts on all ranks or on none."""
+    def _propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees]:
+        """Rank 0's drafts, and what this rank's drafter proposed. The limits are the same on all ranks, so a row drafts on all ranks or on
+        none."""
         in_common = digest(
             limits, [(len(seq.tokens), seq.tokens[-4:], self.cache.tables[seq.id].length) for seq in sequences]
         )
-        if not any(limits):
+        if not any(limits) and not any(map(brings_drafts, sequences)):
             self.ranks.same((), in_common)
             return super()._propose(sequences, limits)
-        own = self._drafted(sequences, limits)
-        trees = self._same_trees(own, in_common)
-        if not self.ranks.leads:
-            self._own_drafts = {seq.id: (own, row) for row, seq in enumerate(sequences) if own.lengths[row]}
-        return self._with_slots(sequences, trees)
+        own, proposed = self._drafted(sequences, limits)
+        return self._with_slots(sequences, self._same_trees(own, in_common)), proposed
 
     def _same_trees(self, own: DraftTrees, in_common: int) -> DraftTrees:
         """Rank 0's trees."""
@@ -150,34 +145,6 @@ class RankedDecoder(SpeculativeDecoder):
             )
             trees.probs = self.ranks.same_tensor(mine)
         return trees
-
-    def finish(self, pending: PendingStep) -> list[StepResult]:
-        """See the base."""
-        results = super().finish(pending)
-        self._own_drafts = {}
-        return results
-
-    def outcome_for_drafter(self, outcome: StepOutcome) -> StepOutcome:
-        """The outcome as this rank's drafter sees it: tokens of its own draft that became text count as accepted."""
-        trees, own = outcome.trees, self._own_drafts
-        differs = any(
-            (seq.id in own and not _is_same(trees, row, *own[seq.id])) or (trees.lengths[row] and seq.id not in own)
-            for row, seq in enumerate(outcome.sequences)
-        )
-        if self.ranks.leads or not differs:
-            return outcome
-        accepted = []
-        for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
-            drafted, row = own.get(seq.id, (None, 0))
-            accepted.append([] if drafted is None else drafted.matching_path(row, new[:-1]))
-        return outcome.for_proposal(accepted)
-
-
-def _is_same(trees: DraftTrees, row: int, own: DraftTrees, own_row: int) -> bool:
-    count = trees.lengths[row]
-    if count != own.lengths[own_row] or not torch.equal(trees.tokens[row, :count], own.tokens[own_row, :count]):
-        return False
-    return bool((trees.parent_index[row, :count] == own.parent_index[own_row, :count]).all())
 
 
 # ---- stopping -------------------------------------------------------------------------------------------------------

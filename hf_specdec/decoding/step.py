@@ -82,6 +82,7 @@ class PendingStep:
         decoding: the rows that have read their whole prompt.
         limits: per decoding row, the draft depth that the policy allowed.
         trees: the drafts of the decoding rows.
+        proposed: what of them the drafter itself proposed; other nodes come from predictions and grammars.
         tensors: results of the forward.
         verdict: which drafts are accepted; None if no row is decoding.
         unseen: the drafter need not be told what became of the step.
@@ -93,6 +94,7 @@ class PendingStep:
     decoding: list[Sequence]
     limits: list[int]
     trees: DraftTrees
+    proposed: DraftTrees
     tensors: StepTensors
     verdict: PendingVerdict | None
     unseen: bool = False

@@ -644,7 +644,8 @@ class Fastest(DraftLengthPolicy):
             return self.observe_plain(step.sequences, None)
         began = self.clock()
         if not (asked.choice.depth.any() or any(asked.seconds)):  # nobody was asked
-            self.observe_plain(step.sequences, step.seconds and step.seconds - step.drafting_seconds)
+            seconds = None if step.seconds is None or step.num_more else step.seconds - step.drafting_seconds
+            self.observe_plain(step.sequences, seconds)
             return self._charge(began)
         self._look_at(step.sequences)
         at = np.array([asked.order[seq.id] for seq in step.sequences])
@@ -669,7 +670,7 @@ class Fastest(DraftLengthPolicy):
         told = np.flatnonzero(drafted & (written > 0))
         self.acceptance.observe_promises(drafter[told], np.asarray(step.accepted)[told], asked.expected[at][told])
         self.steps.update([self.drafters[index].name for index in drafter[drafted].tolist()])
-        packed = num_rows + int(step.nodes.sum())
+        packed = num_rows + int(step.nodes.sum()) + step.num_more
         if step.seconds is not None:
             self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
             self._knows_price |= packed > num_rows

@@ -21,6 +21,7 @@ class DraftedStep:
         num_new: per row, tokens emitted.
         seconds: time of the whole step, drafting included; None if it also read prompts and cannot be compared.
         drafting_seconds: time of the drafting in it, choosing included.
+        num_more: verified nodes that no drafter was asked for.
     """
 
     sequences: list[Sequence]
@@ -30,6 +31,7 @@ class DraftedStep:
     num_new: list[int]
     seconds: float | None = None
     drafting_seconds: float = 0.0
+    num_more: int = 0
 
 
 class DraftLengthPolicy:

@@ -13,6 +13,8 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from ..core.draft_trees import DraftTrees
 
+MOST_FORCED = 16  # tokens that a grammar adds to a draft
+
 
 class Reasoning(NamedTuple):
     """How a model thinks before it answers. The grammar begins after that.
@@ -20,19 +22,22 @@ class Reasoning(NamedTuple):
     Attributes:
         opens: ids that begin the reasoning; a text that begins with other ids has no reasoning. Empty: the prompt has begun it.
         closes: texts that end the reasoning.
+        end: ids of the first of these texts, with which a budget ends the reasoning.
     """
 
     opens: tuple[int, ...]
     closes: tuple[str, ...]
+    end: tuple[int, ...] = ()
 
 
 @dataclass
 class _State:
     """The state of the grammar after one prefix."""
 
-    matcher: Any  # llguidance's; it may be shared, and is copied before it reads a token
+    matcher: Any  # llguidance's; it may be shared, and is copied before it reads a token; None: the answer is free
     num_opened: int = 0  # ids of `Reasoning.opens` that have been read
     thought: str | None = None  # the last characters of the reasoning so far; None: it has not begun, or is over
+    num_thought: int = 0  # tokens of the reasoning
     answering: bool = True  # the reasoning is over, or the text has none
     dead: bool = (
         False  # the prefix has a token that the grammar does not allow, so nothing is known about what may follow
@@ -47,12 +52,13 @@ class GrammarLogitsProcessor(LogitsProcessor):
     which the mask would remove every token, are left unmasked: `accept` reports the error when a token is appended.
 
     Args:
-        matcher: llguidance's `LLMatcher` at the beginning of the grammar.
+        matcher: llguidance's `LLMatcher` at the beginning of the grammar; None: only the reasoning has a limit.
         vocab_size: width of the matcher's masks; at least the width of the logits.
         prompt_length: number of leading tokens that the grammar does not apply to.
         ends: end-of-sequence ids, the only ids allowed after a text that the grammar cannot continue.
         reasoning: the reasoning that comes before the grammar; None: the grammar applies from the first token.
         text_of: the text of one token; needed with `reasoning`.
+        budget: after so many tokens of reasoning its end must follow; None: at any time.
     """
 
     def __init__(
@@ -63,9 +69,10 @@ class GrammarLogitsProcessor(LogitsProcessor):
         ends: frozenset[int] = frozenset(),
         reasoning: Reasoning | None = None,
         text_of: Callable[[int], str] = str,
+        budget: int | None = None,
     ):
         self.prompt_length, self.ends, self.reasoning = prompt_length, sorted(ends), reasoning
-        self._text_of = text_of
+        self._text_of, self._budget = text_of, math.inf if budget is None else budget
         self._vocab_size = -(-vocab_size // 32) * 32  # masks are rows of 32-bit words
         begun = reasoning is not None and not reasoning.opens
         self._first = _State(matcher, thought="" if begun else None, answering=reasoning is None)
@@ -83,13 +90,13 @@ class GrammarLogitsProcessor(LogitsProcessor):
     @property
     def finished(self) -> bool:
         """True if nothing may follow."""
-        return not self._state.dead and self._state.answering and self._state.matcher.is_stopped()
+        return not self._state.dead and self._ends_at(self._state)
 
     @property
     def error(self) -> str:
         """Why the last token was not accepted."""
         matcher = self._state.matcher
-        if matcher.is_error():
+        if matcher is not None and matcher.is_error():
             return f"The grammar is too complex to follow: {shortened(matcher.get_error())}"
         return "The grammar allows none of the tokens that the other options leave (logit_bias, allowed_token_ids, bad_words)."
 
@@ -108,19 +115,29 @@ class GrammarLogitsProcessor(LogitsProcessor):
         if state.answering:
             return self._answer(state, token)
         assert self.reasoning is not None
-        opens, closes = self.reasoning
+        opens, closes, end = self.reasoning
         if state.thought is None:
             if token != opens[state.num_opened]:
-                return self._answer(replace(state, answering=True), token) if not state.num_opened else _dead(state)
+                is_answer = not state.num_opened or state.matcher is None
+                return self._answer(replace(state, answering=True), token) if is_answer else _dead(state)
             count = state.num_opened + 1
             return replace(state, num_opened=count, thought="" if count == len(opens) else None, bits=None)
-        thought = state.thought + self._text_of(token)
-        if any(each in thought for each in closes):
+        thought, over = state.thought + self._text_of(token), state.num_thought - self._budget
+        if over >= 0 and token != end[int(over)]:
+            return _dead(state)
+        if any(each in thought for each in closes) or over == len(end) - 1:
             return replace(state, thought=None, answering=True, bits=None)
-        return replace(state, thought=thought[-max(map(len, closes)) :], bits=None)
+        return replace(state, thought=thought[-max(map(len, closes)) :], num_thought=state.num_thought + 1, bits=None)
+
+    @staticmethod
+    def _ends_at(state: _State) -> bool:
+        """True if nothing of the grammar may follow."""
+        return state.answering and state.matcher is not None and state.matcher.is_stopped()
 
     @staticmethod
     def _answer(state: _State, token: int) -> _State:
+        if state.matcher is None:
+            return replace(state, bits=None)
         if state.matcher.is_stopped() or state.matcher.validate_tokens([token]) != 1:
             return _dead(state)
         matcher = state.matcher.deep_copy()
@@ -135,31 +152,53 @@ class GrammarLogitsProcessor(LogitsProcessor):
     def along(self, tokens: list[int], paths: list[torch.Tensor] | None, scores: torch.Tensor) -> torch.Tensor:
         """Scores [R, V] of R nodes; node r's prefix is the sequence's `tokens` and the drafted ids `paths[r]` (None: no draft)."""
         self._read(tokens)
-        rows = np.full((len(scores), -(-scores.shape[1] // 8)), 255, dtype=np.uint8)
+        rows, is_free = np.full((len(scores), -(-scores.shape[1] // 8)), 255, dtype=np.uint8), True
         for row, path in zip(rows, [()] * len(scores) if paths is None else _on_host(paths), strict=True):
             state = self._state_after(path)
             if not state.dead and state.bits is None:
                 state.bits = self._allowed(state)
             if not state.dead and state.bits is not None:  # otherwise any token may follow
-                row[:] = state.bits[: len(row)]
+                row[:], is_free = state.bits[: len(row)], False
+        if is_free:
+            return scores
         allowed = np.unpackbits(rows, axis=1, count=scores.shape[1], bitorder="little").view(bool)
         masked = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -math.inf)
         return torch.where(masked.amax(1, keepdim=True) > -math.inf, masked, scores)
 
-    def num_possible(self, tokens: list[int], drafted: list[int], parents: list[int]) -> int:
-        """Number of nodes of a draft that are left after forbidden nodes at its end are dropped.
+    def possible(self, tokens: list[int], drafted: list[int], parents: list[int]) -> list[int]:
+        """The nodes of a draft that the grammar allows.
 
         Args:
             drafted, parents: ids and parents of the nodes (-1: the last of `tokens`).
         """
         self._read(tokens)
-        paths: list[tuple[int, ...]] = []
-        count = 0
+        paths: dict[int, tuple[int, ...]] = {-1: ()}  # of the nodes that are allowed
         for i, (token, parent) in enumerate(zip(drafted, parents, strict=True)):
-            paths.append((*(() if parent < 0 else paths[parent]), token))
-            if not self._state_after(paths[i]).dead:
-                count = i + 1
-        return count
+            if parent in paths and not self._state_after((*paths[parent], token)).dead:
+                paths[i] = (*paths[parent], token)
+        return list(paths)[1:]
+
+    def forced(self, tokens: list[int], drafted: list[int], most: int) -> list[int]:
+        """Up to `most` ids that the grammar leaves no choice about after `tokens` and drafted ids: the only one that it allows, or
+        the usual tokens of the only text that it allows.
+        """
+        self._read(tokens)
+        forced: list[int] = []
+        while len(forced) < most:
+            state = self._state_after((*drafted, *forced))
+            if state.dead or self._ends_at(state):
+                break
+            if state.bits is None:
+                state.bits = self._allowed(state)
+            only = () if state.bits is None else np.flatnonzero(state.bits)
+            if len(only) == 1 and state.bits[only[0]].bit_count() == 1:  # type: ignore[index]
+                ids = [8 * int(only[0]) + int(state.bits[only[0]]).bit_length() - 1]  # type: ignore[index]
+            else:
+                ids = state.matcher.compute_ff_tokens() if state.answering and state.matcher is not None else []
+            if not ids:
+                break
+            forced += ids
+        return forced[: max(most, 0)]
 
     def _state_after(self, path: tuple[int, ...]) -> _State:
         known = len(path)
@@ -172,8 +211,13 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
     def _allowed(self, state: _State) -> np.ndarray | None:
         """The tokens that may follow; None: any token, or the state is dead."""
-        if state.thought is not None:  # no end of sequence inside the reasoning: the answer must follow
-            return ~self._only(self.ends)
+        if state.thought is not None:
+            if state.num_thought >= self._budget:
+                return self._only([self.reasoning.end[int(state.num_thought - self._budget)]])  # type: ignore[union-attr]
+            # with a grammar, no end of sequence inside the reasoning: the answer must follow
+            return None if state.matcher is None else ~self._only(self.ends)
+        if state.matcher is None:
+            return None
         if state.num_opened and not state.answering:
             return self._only([self.reasoning.opens[state.num_opened]])  # type: ignore[union-attr]
         matcher = state.matcher
@@ -191,15 +235,30 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return np.packbits(allowed, bitorder="little")
 
 
-def without_impossible_ends(sequences: list[Any], trees: DraftTrees) -> list[int]:
-    """Lengths of drafts without the nodes at their ends that the rows' grammars forbid, because such nodes cannot be accepted."""
-    lengths = list(trees.lengths)
-    for i, seq in enumerate(sequences):
-        grammar = None if seq.processors is None else seq.processors.grammar
-        if grammar is not None and lengths[i]:
-            drafted, parents = trees.tokens[i, : lengths[i]].tolist(), trees.parent_index[i, : lengths[i]].tolist()
-            lengths[i] = grammar.num_possible(seq.shown_tokens, drafted, parents)
-    return lengths
+def along_grammars(sequences: list[Any], trees: DraftTrees, rooms: list[int]) -> DraftTrees:
+    """Drafts without the nodes that the rows' grammars forbid, and with the tokens that these force after each draft's first path.
+
+    A draft that was drawn from a distribution keeps its nodes: which of them to verify must not depend on what was drawn.
+
+    Args:
+        rooms: the most tokens on a path of each row's draft; 0: leave the draft as it is.
+    """
+    rows = {i: seq.processors.grammar for i, seq in enumerate(sequences) if rooms[i] and seq.processors is not None}
+    rows = {i: grammar for i, grammar in rows.items() if grammar is not None}
+    if trees.probs is None and any(trees.lengths[i] for i in rows):
+        kept, drafted = [list(range(count)) for count in trees.lengths], trees.tokens.tolist()
+        for i, grammar in rows.items():
+            nodes, parents = drafted[i][: len(kept[i])], trees.parent_index[i].tolist()
+            kept[i] = grammar.possible(sequences[i].shown_tokens, nodes, parents[: len(nodes)])
+        trees = trees.kept(kept)
+    forced, after = [[] for _ in sequences], [-1] * len(sequences)
+    drafted = trees.tokens.tolist() if rows else []
+    for i, grammar in rows.items():
+        path = trees.first_path(i)
+        after[i] = path[-1] if path else -1
+        ids = [drafted[i][node] for node in path]
+        forced[i] = grammar.forced(sequences[i].shown_tokens, ids, rooms[i] - len(ids))
+    return trees.extended(forced, after) if any(forced) else trees
 
 
 def shortened(text: str) -> str:

@@ -42,6 +42,7 @@ from ..integration import make_decoder, model_lock
 from ..model.encoder_decoder import is_encoder_decoder
 from ..model.options.fingerprints import fingerprints
 from ..model.structure import structure_of
+from ..sampling.grammar import Reasoning
 from .engine.encoder import EncoderFacts, EncoderInput, EncoderSide
 from .engine.engine import Engine
 from .engine.images import (
@@ -55,8 +56,9 @@ from .engine.images import (
 )
 from .engine.params import SamplingParams
 from .engine.request import Request, RequestOutput
+from .engine.structured import reasoning_before, reasoning_marks
 from .hidden_states import NIXL, KVTransferConfig, with_storage
-from .ipc.messages import Load, Order, Submit, Update
+from .ipc.messages import Load, Order, Submit, Update, response_template_of
 from .ipc.worker import EngineWorker, load_of
 from .ranks.rank_processes import RankProcesses
 from .transfer import Transfers
@@ -248,7 +250,7 @@ class LLM:
             try:
                 for it in wanted:
                     requests.append(
-                        self.engine.add(it.id, it.prompt, it.prompt_token_ids, it.params, encoder=it.encoder)
+                        self.engine.add(it.id, it.prompt, it.prompt_token_ids, it.params, it.reasoning, it.encoder)
                     )
                 self.engine.run(lambda touched: bar.update(sum(request.finished for request in touched)))
             finally:
@@ -379,7 +381,10 @@ class LLM:
                 raise ValueError(f"{type(self.model).__name__} has no encoder: encoder_prompt is not for it.")
             if isinstance(prompt, dict) and "multi_modal_data" in prompt:
                 return self._with_images(name, prompt, params)
-            return Submit(name, *self._read(prompt), params)
+            text, ids = self._read(prompt)
+            return Submit(name, text, ids, params, self._reasoning(text, ids, params))
+        if params.thinking_token_budget is not None:
+            raise ValueError("thinking_token_budget is for decoder-only models.")
         read, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
         data = read.get("multi_modal_data") if isinstance(read, dict) else None
         if facts.speech is None:
@@ -413,7 +418,19 @@ class LLM:
             )
         images = list(data["image"]) if isinstance(data["image"], (list, tuple)) else [data["image"]]
         ids, given = processed(self.processor, text, images)
-        return Submit(name, text, ids, params, encoder=given)
+        return Submit(name, text, ids, params, self._reasoning(text, ids, params), encoder=given)
+
+    def _reasoning(self, text: str | None, ids: list[int], params: SamplingParams) -> Reasoning | None:
+        """The reasoning before the answer to a prompt, if it has a budget. Raises ValueError: no response template describes it."""
+        if params.thinking_token_budget is None:
+            return None
+        tokenizer, template = self.tokenizer, response_template_of(self.tokenizer, self.model)
+        if reasoning_marks(template) is None:
+            raise ValueError(
+                "thinking_token_budget: no response template says how this model begins and ends its reasoning."
+            )
+        prefix = tokenizer.decode(ids) if text is None else text
+        return reasoning_before(tokenizer, template, prefix, params.structured_outputs is not None)
 
     def _decoder_prompt(self, given: Any) -> list[int]:
         """Ids with which a decoder begins: the model's own, then a text without special tokens; or the ids that are given."""

@@ -365,8 +365,16 @@ def engine():
         each.outputs[0].token_ids
         for each in llm.generate(PROMPTS, SamplingParams(temperature=1, max_tokens=24), use_tqdm=False)
     ]
+    brought = [
+        each.outputs[0].token_ids
+        for each in llm.generate(PROMPTS, [
+            SamplingParams(temperature=0, max_tokens=24, prediction=[*greedy[0][:8], 5, 6, *greedy[0][9:]]),
+            SamplingParams(temperature=0, max_tokens=24, structured_outputs={"regex": "(Tom|Lily) was very (happy|sad)\\."}),
+            SamplingParams(temperature=0, max_tokens=24),
+        ], use_tqdm=False)
+    ]  # fmt: skip
     llm.close()
-    return {"greedy": greedy, "sampled": sampled}
+    return {"greedy": greedy, "sampled": sampled, "brought": brought}
 
 
 @case

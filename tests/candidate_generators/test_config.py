@@ -135,6 +135,7 @@ SPECIAL = {
     "synthetic_acceptance_rates": [0.9, 0.5], "synthetic_acceptance_length": 1.5, "strategy": "extend",
     "first": {"method": "suffix"}, "second": NGRAM, "methods": {"it": NGRAM}, "total_tokens": 5,
     "quantization": "wint8", "target_quantization": "wint4", "recurrent_states": "replayed",
+    "prediction": [1, 2],
 }  # fmt: skip
 SPECIAL_OF = {
     ("lookahead", "num_speculative_tokens"): 3, ("token_recycling", "num_speculative_tokens"): 3,

@@ -124,3 +124,46 @@ def test_chosen_trees_draw_every_node_from_a_distribution(deterministic, distrib
     assert (chosen.prob_index >= 0).all() and (chosen.prob_index < chosen.probs.shape[1]).all()
     assert torch.equal(chosen.probs[0, chosen.prob_index[0, :nodes]], probs[0, index[0]])
     assert chosen.probs[1, chosen.prob_index[1, :deterministic], 2].tolist() == [1.0] * deterministic
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(), st.data())
+def test_kept_and_extended_trees_have_the_paths_that_they_should(forest, data):
+    """Cutting a subtree and appending a path change no other path; a draft with distributions keeps them, and the rest are one-hot."""
+    tokens, parents = forest
+    trees = DraftTrees.from_lists(tokens, parents)
+    kept, after, more = [], [], []
+    for row in parents:
+        alive = {-1}
+        alive |= {
+            i for i, parent in enumerate(row) if parent in alive and data.draw(st.booleans()) and not alive.add(i)
+        }
+        kept.append(sorted(alive - {-1}))
+        after.append(data.draw(st.integers(-1, len(kept[-1]) - 1)))
+        more.append(data.draw(st.lists(st.integers(0, 4), max_size=3)))
+
+    def paths(trees, row):
+        own, ids = trees.parent_index[row].tolist(), trees.tokens[row].tolist()
+        return [[ids[at] for at in path_to(own, node)] for node in range(trees.lengths[row])]
+
+    cut = trees.kept(kept)
+    distributions = torch.rand(len(tokens), 2, 5)
+    drawn = DraftTrees(cut.tokens, cut.lengths, cut.parents, distributions, np.zeros(cut.tokens.shape, dtype=np.int64))
+    for each in (cut, drawn):
+        out = each.extended(more, after)
+        out.check()
+        for i, row in enumerate(parents):
+            before = [[tokens[i][at] for at in path_to(row, node)] for node in kept[i]]
+            start = before[after[i]] if after[i] >= 0 else []
+            assert paths(cut, i) == before
+            assert paths(out, i) == before + [[*start, *more[i][: k + 1]] for k in range(len(more[i]))]
+            for node in range(out.lengths[i]) if each is drawn else ():
+                q = out.probs[i, out.prob_index[i, node]]
+                own = node < cut.lengths[i]
+                assert torch.equal(q, distributions[i, 0]) if own else q[out.tokens[i, node]] == 1 == q.sum()
+
+
+def test_the_first_path_of_a_tree():
+    trees = DraftTrees.from_lists([[5, 6, 7, 8, 9], [1, 2], []], [[-1, -1, 0, 0, 2], [-1, -1], []])
+    assert [trees.first_path(row) for row in range(3)] == [[0, 2, 4], [0], []]
+    assert DraftTrees.from_lists([[1, 2]]).first_path(0) == [0, 1]

@@ -93,6 +93,9 @@ def test_a_seed_is_refused_where_it_promises_nothing(make, rule):
     """With these rules tokens depend on the drafts, and these on the load. Without drafts, or greedily, a seed is kept."""
     llm = make({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": rule})
     sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=6)
+    plain = make({"method": "none", "rejection_sample_method": rule})  # but the request brings drafts
+    with pytest.raises(ValueError, match="seed: with"):
+        plain.generate(TEXTS[0], sampled.copy(prediction="x"), use_tqdm=False)
     with pytest.raises(ValueError, match=f"seed: with rejection_sample_method '{rule}'"):
         llm.generate(TEXTS[0], sampled, use_tqdm=False)
     assert not llm.engine.has_work
@@ -295,6 +298,9 @@ def test_names_and_older_spellings():
         ([[1, 2, 10**6]], GREEDY, "ids 0 to"),
         ([list(range(3, 300))], GREEDY, "max_model_len 256"),
         ([{"text": "x"}], GREEDY, "A prompt is a text"),
+        (["a"], GREEDY.copy(prediction=[10**6]), "prediction holds the id 1000000"),
+        (["a"], GREEDY.copy(prediction=[5] * 257), "prediction has 257 tokens; max_model_len is 256"),
+        (["a"], GREEDY.copy(thinking_token_budget=5), "thinking_token_budget: no response template"),
         (["a", "b"], [GREEDY], "2 prompts and 1 sampling_params"),
     ],
 )
@@ -312,7 +318,8 @@ def test_bad_prompts_are_one_clear_error(make, prompts, params, message):
         {"n": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 2},
         {"max_tokens": 0}, {"min_tokens": 9, "max_tokens": 3}, {"stop": [""]}, {"logprobs": 21}, {"seed": "x"},
         {"allowed_token_ids": []}, {"logit_bias": {3: 1000}}, {"presence_penalty": 3}, {"repetition_penalty": 0},
-        {"stop": ["x"], "detokenize": False},
+        {"stop": ["x"], "detokenize": False}, {"prediction": 5}, {"prediction": ["x"]}, {"thinking_token_budget": -2},
+        {"prediction": "x", "num_speculative_tokens": 0},
     ],
 )  # fmt: skip
 def test_bad_parameters_name_the_field(wrong):
@@ -344,6 +351,8 @@ def test_arguments_that_do_not_exist():
         LLM(model="tniy")
     with pytest.raises(ValueError, match=r"\['trace'\].* is for generate"):
         LLM(model="tiny", speculative_config={"method": "ngram", "trace": True})
+    with pytest.raises(ValueError, match=r"\['prediction'\].* is for generate"):
+        LLM(model="tiny", speculative_config={"method": "ngram", "prediction": "x"})
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         LLM(model="tiny", tensor_parallel_size=0)
 

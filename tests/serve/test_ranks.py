@@ -142,6 +142,8 @@ def test_what_is_refused(found, name, message):
 def test_the_engine_follows_rank_0(found):
     first, second = (each["engine"] for each in found)
     assert first == second and len(first["greedy"]) == 3
+    predicted, constrained, other = first["brought"]  # rows with drafts of their own, on every rank
+    assert [predicted, other] == [first["greedy"][0], first["greedy"][2]] and constrained != first["greedy"][1]
 
 
 def test_digests_do_not_depend_on_the_process():

@@ -9,6 +9,7 @@ from cache_checks import check_blocks
 from tokenizers import decoders
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
+from hf_specdec.candidate_generators.prediction import Prediction
 from hf_specdec.sampling.grammar import GrammarLogitsProcessor
 from hf_specdec.serve import LLM, SamplingParams, StructuredOutputsParams
 from hf_specdec.serve.engine import engine, request
@@ -20,7 +21,7 @@ from hf_specdec.serve.ipc.worker import EngineWorker
 NUM_OTHERS = 31
 BAD = SamplingParams(
     temperature=0, max_tokens=12, stop=["bad"], logprobs=3, prompt_logprobs=3, bad_words=["xyz"],
-    structured_outputs=StructuredOutputsParams(regex="[a-z ]+"),
+    structured_outputs=StructuredOutputsParams(regex="[a-z ]+"), prediction=[5, 6, 7],
 )  # fmt: skip
 # where, the function, and whether it is called for the bad request; `bad` has its choice once it is added
 SITES = {
@@ -33,7 +34,9 @@ SITES = {
     ),
     "grammar, accept": (GrammarLogitsProcessor, "accept", lambda bad, grammar, *_: grammar is bad.grammar),
     "grammar, masks": (GrammarLogitsProcessor, "along", lambda bad, grammar, *_: grammar is bad.grammar),
-    "grammar, drafts": (GrammarLogitsProcessor, "num_possible", lambda bad, grammar, *_: grammar is bad.grammar),
+    "grammar, drafts": (GrammarLogitsProcessor, "possible", lambda bad, grammar, *_: grammar is bad.grammar),
+    "prediction": (Prediction, "continuation", lambda bad, prediction, seq, *_: seq is bad.sequence),
+    "grammar, forced": (GrammarLogitsProcessor, "forced", lambda bad, grammar, *_: grammar is bad.grammar),
     "a processor": (NoBadWordsLogitsProcessor, "__call__", lambda *_: True),
     "end of what can be sent": (request, "safe_length", lambda bad, text, stops: stops == ["bad"]),
     "statistics": (Request, "figures", lambda bad, request, longest: request.id == "bad"),
@@ -105,6 +108,30 @@ def test_one_request_fails_and_the_others_finish(llm, others, monkeypatch, caplo
     assert not running._requests and not llm.engine._choices
     check_blocks(llm.engine.decoder.cache.pool)
     assert llm.engine.decoder.cache.pool.num_used == 0
+
+
+def test_a_prediction_without_tokens_ends_its_own_request(llm, others, monkeypatch):
+    """The tokenizer raises for its text."""
+    prompt, params, expected = others
+    original = request.Admission._predicted
+
+    def predicted(admission, given):
+        if given == "x":
+            raise RuntimeError("no ids")
+        return original(admission, given)
+
+    monkeypatch.setattr(request.Admission, "_predicted", predicted)
+    updates = []
+    running = EngineWorker(llm.engine, updates.extend, contextlib.nullcontext())
+    running.send(Submit("bad", None, prompt, SamplingParams(prediction="x")))
+    running.send(Submit("good", None, prompt, params[0].copy(prediction="the dog")))
+    running._read(block=False)
+    with llm.engine.decoder.active():
+        while llm.engine.has_work:
+            assert running._step()
+    ended = {update.id: update.error for update in updates if update.request_finished}
+    assert str(ended["bad"]) == "no ids" and ended["good"] is None
+    assert [token for update in updates if update.id == "good" for token in update.token_ids] == expected[0]
 
 
 def test_a_batch_keeps_the_answers_of_the_others(llm, others, monkeypatch):

@@ -24,7 +24,8 @@ USER = {"role": "user", "content": STORY}
 END, SPECIAL = "3", "1"  # ids of "<|end|>", which ends a text, and of "<|user|>", which does not
 # Shows the model all that a request says about a conversation.
 TEMPLATE = (
-    "{{ mood }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"
+    "{{ mood }}{{ reasoning_effort }}"
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"
     "{{ message.content }}{{ message.tool_calls }}{{ message.tool_call_id }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -119,6 +120,9 @@ SAMPLING = {
         {"response_format": {**SCHEMA, "json_schema": {**SCHEMA["json_schema"], "strict": False}}}
     ),
     "structured_outputs": acts({"structured_outputs": {"choice": ["a"]}}),
+    "prediction": acts({"prediction": {"type": "content", "content": STORY}}),
+    "prediction.content": acts({"prediction": {"type": "content", "content": [{"type": "text", "text": STORY}]}}),
+    "prediction.type": refused({"prediction": {"type": "text", "content": STORY}}),
 }
 ON_PROMPTS = {"prompt_logprobs": acts({"prompt_logprobs": 1}), "return_token_ids": acts({"return_token_ids": True})}
 CONVERSATION = {
@@ -130,6 +134,7 @@ CONVERSATION = {
     "add_generation_prompt": acts({"add_generation_prompt": False}),
     "continue_final_message": acts({"continue_final_message": True}, messages=[{**USER, "role": "assistant"}]),
     "chat_template_kwargs": acts({"chat_template_kwargs": {"mood": "sad"}}),
+    "reasoning_effort": acts({"reasoning_effort": "high"}),
     "tools": acts({"tools": [tool()], "tool_choice": "required"}),
     "tools.type": refused({"tools": [{**tool(), "type": "x"}]}),
     "tools.function": acts({"tools": [tool(name="g")]}, tools=[tool()], tool_choice="required"),
@@ -156,6 +161,7 @@ FIELDS = {
         "max_tokens": acts({"max_tokens": 2}),
         "max_completion_tokens": acts({"max_completion_tokens": 2}),
         "logprobs": acts({"logprobs": True}),
+        "thinking_token_budget": refused({"thinking_token_budget": 5}),  # no response template
         "top_logprobs": acts({"top_logprobs": 1}, logprobs=True),
         "parallel_tool_calls": acts({"parallel_tool_calls": False}, tools=[tool()], tool_choice="required", **TWO_CALLS),
     },
@@ -187,6 +193,9 @@ FIELDS = {
         "user": acts({"user": "me"}),
         "truncation": refused({"truncation": "auto"}),
         "chat_template_kwargs": acts({"chat_template_kwargs": {"mood": "sad"}}),
+        "reasoning": acts({"reasoning": {"effort": "high"}}),
+        "reasoning.effort": acts({"reasoning": {"effort": "high"}}),
+        "thinking_token_budget": refused({"thinking_token_budget": 5}),
     },
     "/tokenize": CONVERSATION | {
         "model": refused({"model": "other"}),
@@ -297,3 +306,55 @@ def test_every_field_of_every_endpoint_does_something(server):
                 file, _, function = case.where.partition("::")
                 assert f"def {function}" in next(TESTS.rglob(file)).read_text(), case.where
     assert not wrong, "\n".join(wrong)
+
+
+BAD_PREDICTIONS = [
+    ({"content": "x"}, "type"),
+    ({"type": "content"}, "content"),
+    ({"type": "content", "content": 5}, "content"),
+    ({"type": "content", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "image_url"),
+    ({"type": "content", "content": [{"type": "text", "text": 5}]}, "must be a text"),
+    ({"type": "content", "content": STORY * 200}, "max_model_len"),
+    ({"type": "content", "content": "x" * (2 << 20)}, "characters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prediction", "message"), BAD_PREDICTIONS, ids=[message for _, message in BAD_PREDICTIONS])
+def test_bad_predictions_are_refused(server, prediction, message):
+    status, _, text = asked(server, CHAT, {**BASES[CHAT], "prediction": prediction})
+    assert status == 400 and message in json.loads(text)["error"]["message"], text
+    off = {"prediction": {"type": "content", "content": "x"}, "speculative_config": {"enabled": False}}
+    assert asked(server, CHAT, {**BASES[CHAT], **off})[0] == 400
+
+
+MORE = {
+    "plain": {}, "n": {"n": 2}, "tools": {"tools": [tool()], "tool_choice": "required"},
+    "drafter": {"speculative_config": {"method": "draft_model"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
+def test_predictions_are_counted_and_change_no_text(server, more):
+    """Also with options that OpenAI excludes; whole and streamed."""
+
+    def ask(**fields):
+        body = json.dumps({**BASES[CHAT], "max_tokens": 60, **more, **fields}).encode()
+        request = urllib.request.Request(server.url + CHAT, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read().decode()
+
+    def messages(answer):
+        return [re.sub(r"call_\w+", "", json.dumps(choice["message"])) for choice in answer["choices"]]
+
+    plain = json.loads(ask())
+    message = plain["choices"][0]["message"]
+    written = message["content"] or message["tool_calls"][0]["function"]["arguments"]
+    prediction = {"type": "content", "content": [{"type": "text", "text": "No. "}, {"type": "text", "text": written}]}
+    found = json.loads(ask(prediction=prediction))
+    assert messages(found) == messages(plain) and "completion_tokens_details" not in plain["usage"]
+    counts = found["usage"]["completion_tokens_details"]
+    assert set(counts) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+    if "tools" not in more:  # its grammar cuts what is predicted
+        assert counts["accepted_prediction_tokens"] > 5 and counts["rejected_prediction_tokens"] > 0
+    frames = ask(prediction=prediction, stream=True, stream_options={"include_usage": True}).split("data: ")
+    assert json.loads(frames[-2])["usage"]["completion_tokens_details"] == counts

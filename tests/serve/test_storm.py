@@ -46,6 +46,10 @@ GRAMMARS = [
     {"choice": ["the big dog", "the little cat", "the little bird"]},
     {"grammar": 'root ::= "yes" | "no" ws\nws ::= " because " [a-z ]{3,12} "."'},
 ]
+PREDICTED = [
+    None, None, '{"name": "Tom", "age": 3}', "Tom was happy. yes because the dog was", "the little cat", [13, 13, 13],
+    " there was a little girl named Lily. She loved to play", " to the park. They saw a big dog.",
+]  # fmt: skip
 ALONE = {}  # what `generate()` wrote, by model, prompt and parameters
 
 
@@ -72,7 +76,8 @@ class Grammar(LogitsProcessor):
 
 def alone(model, tokenizer, ids, params):
     """What plain `generate()` writes after one prompt, without the end-of-sequence token."""
-    key = (id(model), tuple(ids), repr(params.copy(num_speculative_tokens=None, drafter=None, priority=0)))
+    changes_nothing = {"num_speculative_tokens": None, "drafter": None, "priority": 0, "prediction": None}
+    key = (id(model), tuple(ids), repr(params.copy(**changes_nothing)))
     if key in ALONE:
         return ALONE[key]
     ends = model.generation_config.eos_token_id
@@ -95,11 +100,12 @@ def without_end(tokens, ends):
 
 
 def random_params(rng, drafters):
-    """Any method, length, priority and seed, with a grammar or without."""
-    wanted = rng.choice([None, None, *GRAMMARS])
+    """Any method, length, priority and seed, with a grammar or a prediction or without."""
+    wanted, length = rng.choice([None, None, *GRAMMARS]), rng.choice([None, None, 0, 2])
     return SamplingParams(
         temperature=rng.choice([0, 0.8]), seed=rng.randint(0, 9), max_tokens=rng.randint(1, 24 if wanted is None else 40),
-        priority=rng.randint(-1, 1), num_speculative_tokens=rng.choice([None, None, 0, 2]),
+        priority=rng.randint(-1, 1), num_speculative_tokens=length,
+        prediction=None if length == 0 else rng.choice(PREDICTED),
         drafter=rng.choice([None, *drafters]), structured_outputs=wanted and StructuredOutputsParams(**wanted),
     )  # fmt: skip
 
@@ -190,6 +196,8 @@ def as_body(ids, params, stream):
     speculation = {"method": params.drafter, "num_speculative_tokens": params.num_speculative_tokens}
     body = {"prompt": ids, "return_token_ids": True, "stream": stream, "speculative_config": speculation}
     constrained = {} if wanted is None else {"structured_outputs": {k: v for k, v in vars(wanted).items() if v}}
+    if isinstance(params.prediction, str):
+        constrained["prediction"] = {"type": "content", "content": params.prediction}
     return json.dumps({**body, **{name: getattr(params, name) for name in names}, **constrained}).encode()
 
 

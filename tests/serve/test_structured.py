@@ -7,8 +7,13 @@ import re
 import pytest
 import torch
 from cache_checks import check_blocks
+from transformers import LogitsProcessorList
 
-from hf_specdec.sampling.grammar import GrammarLogitsProcessor, Reasoning
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
+from hf_specdec.decoding import decoder
+from hf_specdec.sampling.grammar import GrammarLogitsProcessor, Reasoning, along_grammars
+from hf_specdec.sampling.processors import NodeProcessors
 from hf_specdec.serve import LLM, SamplingParams, StructuredOutputsParams
 from hf_specdec.serve.engine.structured import MOST_BYTES, GrammarCompiler
 
@@ -293,6 +298,138 @@ def test_drafts_do_not_change_text_after_reasoning(make, config):
     )
 
 
+@pytest.mark.parametrize("config", [None, METHODS[0], METHODS[3]], ids=["none", "ngram", "eagle3-tree"])
+def test_a_thinking_budget_ends_the_reasoning_at_its_token(make, config):
+    """With and without drafts, in several tokens, beside a grammar, sampled; and where the reasoning ends before."""
+    llm = make(config)
+    end = tuple(llm.tokenizer.encode("</think>", add_special_tokens=False))
+    reasoning, prompts = (
+        Reasoning((), ("</think>", "."), end),
+        [llm.tokenizer(prompt)["input_ids"] for prompt in PROMPTS],
+    )
+    assert len(end) > 2
+
+    def written(prompts, thinks, **given):
+        params = SamplingParams(**{"temperature": 0, "max_tokens": 60, **given})
+        begins = reasoning if thinks else None
+        requests = [llm.engine.add(str(i), None, ids, params, begins) for i, ids in enumerate(prompts)]
+        llm.engine.run()
+        return [request.choices[0].output.token_ids for request in requests]
+
+    free = written(prompts, False)
+    ended = 0
+    for budget in (0, 1, 7, 40):
+        found = written(prompts, True, thinking_token_budget=budget)
+        for prompt, own, ids in zip(prompts, found, free, strict=True):
+            text = itertools.accumulate(llm.tokenizer.decode([token]) for token in ids[:budget])
+            natural = any("." in each for each in text)
+            begins = ids if natural else [*ids[:budget], *end]
+            rest = [] if natural else written([[*prompt, *begins]], False, max_tokens=60 - len(begins))[0]
+            assert own == begins + rest
+            ended += natural
+        for given in ({"temperature": 0.9, "seed": 2}, {"structured_outputs": {"regex": "(yes|no)( [a-z]{1,7}){2}!"}}):
+            given["thinking_token_budget"] = budget
+            assert written(prompts, True, **given) == written(prompts, True, **given, num_speculative_tokens=0)
+    assert 0 < ended < 12
+    assert written(prompts, True, thinking_token_budget=-1) == free == written(prompts, True, thinking_token_budget=60)
+
+
+def test_only_a_text_that_begins_to_reason_has_a_budget(tiny_tokenizer):
+    x, y, z, e, f = ids_of(tiny_tokenizer, "xyzef")
+    thinking = GrammarLogitsProcessor(
+        None,
+        4096,
+        1,
+        frozenset({3}),
+        Reasoning((x, y), ("ef",), (e, f)),
+        lambda id: tiny_tokenizer.decode([id]),
+        budget=2,
+    )
+
+    def after(*ids):
+        (found,) = allowed(thinking.along([7, *ids], None, torch.zeros(1, 4096)))
+        return found
+
+    everything = set(range(4096))
+    assert after() == after(z, x, y, z, z) == after(x) == after(x, z, z, z) == after(x, y, z) == everything
+    assert after(x, y, z, z) == {e} and after(x, y, z, z, e) == {f} and after(x, y, z, z, e, f) == everything
+    assert after(x, y, e, f) == after(x, y, e, f, z, z) == everything
+    assert thinking.forced([7, x, y, z], [z], 9) == [e, f] and not thinking.finished
+    assert thinking.possible([7, x, y, z], [z, z, e, f, z], [-1, 0, 0, 2, 3]) == [0, 2, 3, 4]
+    paths = [torch.tensor(path, dtype=torch.long) for path in ([], [z], [z, e])]
+    assert allowed(thinking.along([7, x, y, z], paths, torch.zeros(3, 4096))) == [everything, {e}, {f}]
+
+
+# ---- tokens that a grammar forces --------------------------------------------------------------------------------------
+
+PARTS = {
+    "name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}, "happy": {"type": "boolean"},
+    "animal": {"enum": ["dog", "cat", "bird"]}, "friends": {"type": "array", "items": {"enum": ["Tom", "Lily"]}, "maxItems": 2},
+    "home": {"type": "object", "properties": {"street": {"enum": ["Long Street"]}, "number": {"type": "integer", "maximum": 9}},
+             "required": ["street", "number"], "additionalProperties": False},
+    "identifier": {"const": "https://example.com/schemas/animal"}, "description": {"type": "string", "maxLength": 12},
+}  # fmt: skip
+
+
+def schemas():
+    """20 schemas of two to five properties."""
+    names = list(PARTS)
+    chosen = [[names[(i + k * step) % len(names)] for k in range(2 + i % 4)] for step in (1, 3) for i in range(10)]
+    return [
+        {"type": "object", "properties": {name: PARTS[name] for name in own}, "required": own, "additionalProperties": False}
+        for own in chosen
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [None, METHODS[0], METHODS[3], {"method": "auto", "memory": False}], ids=["none", "ngram", "eagle3-tree", "auto"]
+)  # fmt: skip
+def test_forced_tokens_are_drafts_of_every_method(make, monkeypatch, config):
+    """20 schemas, greedy and seeded: the same answers in fewer steps than without them."""
+    llm = make(config)
+    params = [
+        SamplingParams(max_tokens=96, structured_outputs={"json": schema}, **sampling)
+        for schema in schemas()
+        for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 1})
+    ]
+    after = llm.generate(["Tom has"] * 40, params, use_tqdm=False)
+    monkeypatch.setattr(decoder, "MOST_FORCED", 0)
+    before = llm.generate(["Tom has"] * 40, params, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in after] == [each.outputs[0].token_ids for each in before]
+    counts = [[each.speculation["num_steps"] for each in outputs] for outputs in (before, after)]
+    means = [sum(steps) / len(steps) for steps in counts]
+    print(f"\nsteps per answer: {means[0]:.1f} before, {means[1]:.1f} after; {list(zip(*counts, strict=True))[::2]}")
+    assert means[1] < 0.9 * means[0] and (config is not None or means[1] < 0.5 * means[0])
+
+
+def test_what_is_forced(compiler, tiny_tokenizer):
+    """The only token that is allowed, or the usual tokens of the only text; nothing of it within a choice, after the end or the wrong."""
+    matcher = compiler.matcher(StructuredOutputsParams(regex="(a|bc)d(e|f)?"))
+    a, b, d, e = ids_of(tiny_tokenizer, "abde")
+    grammar = GrammarLogitsProcessor(matcher, 4096, 0, frozenset({3}))
+    assert grammar.forced([], [], 9) == [] == grammar.forced([], [a, b], 9) == grammar.forced([], [a, d, e], 9)
+    assert (
+        tiny_tokenizer.decode(grammar.forced([], [b], 9)) == "cd"
+        and tiny_tokenizer.decode(grammar.forced([], [a], 9)) == "d"
+    )
+    assert grammar.forced([], [b], 1) == grammar.forced([], [b], 9)[:1] and grammar.forced([], [b], 0) == []
+    thinking = GrammarLogitsProcessor(matcher, 4096, 0, frozenset({3}), Reasoning((7, 8), ("</>",)))
+    assert thinking.forced([], [7], 9) == [8] and thinking.forced([], [7, 8, b], 9) == []
+
+
+def test_drafts_with_distributions_keep_what_is_forbidden(compiler, tiny_tokenizer):
+    """Rejection sampling is exact only if what is verified does not depend on what was drawn."""
+    a, b, d = ids_of(tiny_tokenizer, "abd")
+    grammar = GrammarLogitsProcessor(compiler.matcher(StructuredOutputsParams(regex="abcd")), 4096, 1)
+    seq = Sequence([7], 99, processors=NodeProcessors(LogitsProcessorList([grammar]), torch.tensor([[7]]), None))
+    trees = DraftTrees.from_lists([[a, d, b]], [[-1, 0, 0]])
+    cut = along_grammars([seq], trees, [9])
+    assert cut.tokens[0, :2].tolist() == [a, b] and tiny_tokenizer.decode(cut.tokens[0]) == "abcd"
+    trees.probs = torch.nn.functional.one_hot(trees.tokens, 4096).float()
+    assert along_grammars([seq], trees, [9]).tokens.tolist() == [[a, d, b]]
+    assert along_grammars([seq], trees, [0]) is trees
+
+
 # ---- the state along a tree -----------------------------------------------------------------------------------------
 
 
@@ -316,8 +453,8 @@ def test_every_node_is_masked_with_its_own_state(compiler, tiny_tokenizer):
     assert found[0] == spelled
     assert {b, c} <= found[1] and a not in found[1]
     assert found[2] == {3} and d in found[3] and found[4] == found[5] == found[6] == everything
-    assert grammar.num_possible([7, 8], [a, b, c, d, d], [-1, 0, 0, 1, 2]) == 5
-    assert grammar.num_possible([7, 8], [a, b, d, d], [-1, 0, 0, 1]) == 2
+    assert grammar.possible([7, 8], [a, b, c, d, d], [-1, 0, 0, 1, 2]) == [0, 1, 2, 4]
+    assert grammar.possible([7, 8], [a, b, d, d], [-1, 0, 0, 1]) == [0, 1]
     assert grammar.accept(a) and not grammar.finished and grammar.accept(b) and grammar.finished
     assert allowed(grammar.along([7, 8, a, b], None, torch.zeros(1, 4096))) == [{3}]
     assert not grammar.accept(c) and "none of the tokens" in grammar.error

@@ -8,11 +8,11 @@ import torch
 from helpers_server import in_thread
 from oracle import tiny_llama
 
-from hf_specdec.serve.engine.structured import GrammarCompiler, StructuredOutputsParams
+from hf_specdec.serve import LLM, SamplingParams
+from hf_specdec.serve.engine.structured import GrammarCompiler, StructuredOutputsParams, reasoning_before
 from hf_specdec.serve.http.chat_parser import (
     MessageParser,
     joined_calls,
-    reasoning_before,
     tool_grammar,
     without_tools,
 )
@@ -160,6 +160,8 @@ def test_reasoning_that_the_prompt_began(tiny_tokenizer):
     )
     assert tiny_tokenizer.decode(may.opens) == "<|system|>"
     assert reasoning_before(tiny_tokenizer, None, "") is None
+    free = reasoning_before(tiny_tokenizer, TEMPLATE, "<|assistant|>", is_constrained=False)
+    assert tiny_tokenizer.decode(free.opens) == "<think>" and tiny_tokenizer.decode(free.end) == "</think>"
 
 
 def test_templates_that_transformers_knows(tiny_tokenizer, tiny_model):
@@ -170,6 +172,21 @@ def test_templates_that_transformers_knows(tiny_tokenizer, tiny_model):
     found = response_template_of(tiny_tokenizer, Model)
     assert found is None or "tool_calls" in found["fields"]  # None: this version of transformers keeps none
     assert response_template_of(tiny_tokenizer, tiny_model) is None
+
+
+def test_llm_limits_the_reasoning(tiny_model, tiny_tokenizer):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.response_template = TEMPLATE
+    llm = LLM(tiny_model, tokenizer, {"method": "ngram", "prompt_lookup_min": 1}, max_model_len=128)
+    params, text = SamplingParams(temperature=0, max_tokens=24), "<|assistant|><think>Once upon a time"
+    wanted = [text, text, "<|assistant|>Once upon a time"]
+    own = [params, params.copy(thinking_token_budget=4), params.copy(thinking_token_budget=4)]
+    free, limited, other = (each.outputs[0].token_ids for each in llm.generate(wanted, own, use_tqdm=False))
+    end = tokenizer.encode("</think>", add_special_tokens=False)
+    assert limited[: 4 + len(end)] == free[:4] + end and len(limited) == 24
+    (unlimited,) = llm.generate(wanted[2:], params, use_tqdm=False)
+    assert other == unlimited.outputs[0].token_ids
+    llm.close()
 
 
 # ---- over HTTP ------------------------------------------------------------------------------------------------------
@@ -269,6 +286,20 @@ def test_the_answer_after_the_reasoning_is_constrained(client):
     assert message.reasoning_content and set(json.loads(message.content)) == {"city", "days"} and reason == "stop"
     message, _ = both(client, messages=messages, tools=TOOLS, tool_choice="required", extra_body=more)
     assert message.reasoning_content and message.tool_calls and message.content is None
+
+
+def test_the_reasoning_has_a_budget(client):
+    """After so many tokens "." follows, the first text that ends it; `reasoning_effort` means nothing to this template."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<think>Once upon a time"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
+    free, _ = both(client, messages=messages, extra_body=more)
+    message, _ = both(client, messages=messages, extra_body={**more, "thinking_token_budget": 3})
+    assert len(free.reasoning_content) > len(message.reasoning_content) > 0
+    assert free.reasoning_content.startswith(message.reasoning_content) and message.content
+    answer = client.chat.completions.with_raw_response.create(
+        model="tiny", messages=messages, max_tokens=1, reasoning_effort="low", extra_body=more
+    )
+    assert "reasoning_effort" in answer.headers["x-ignored-fields"]
 
 
 TEXTS = ['{"city": "Os', "null", "5", "[1]", "Oslo", "[" * 2000, r'{"a": "\ud800"}', '{"a": NaN}', "{}", ""]

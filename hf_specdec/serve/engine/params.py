@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...candidate_generators.prediction import are_ids
 from ...config import number_error, with_hints
 from .structured import StructuredOutputsParams
 
@@ -17,9 +18,9 @@ _LEAST_PENALTY = 1e-3
 _INTEGERS: dict[str, tuple[int, int | None]] = {  # the least and the largest value of each field
     "n": (1, MOST_CHOICES), "top_k": (-1, 2**31 - 1), "max_tokens": (1, None), "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, MOST_LOGPROBS), "prompt_logprobs": (0, MOST_LOGPROBS), "num_speculative_tokens": (0, None),
-    "priority": (-(2**31), 2**31), "seed": (-(2**63), 2**64 - 1),
+    "priority": (-(2**31), 2**31), "thinking_token_budget": (-1, None), "seed": (-(2**63), 2**64 - 1),
 }  # fmt: skip
-_OPTIONAL = {"max_tokens", "logprobs", "prompt_logprobs", "num_speculative_tokens", "seed"}
+_OPTIONAL = {"max_tokens", "logprobs", "prompt_logprobs", "num_speculative_tokens", "seed", "thinking_token_budget"}
 _NUMBERS = {
     "temperature": (0, 100), "top_p": (0, 1), "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
     "repetition_penalty": (0, 100),
@@ -55,6 +56,8 @@ class SamplingParams:
             can still spell the same letters.
         detokenize: make text of the new tokens; False: only ids are returned.
         num_speculative_tokens: draft length for this request, at most the engine's own; 0 switches speculation off.
+        prediction: what will be written, mostly, as a text or token ids (OpenAI's `prediction`). Where the text follows it, drafts come
+            from it, whatever the method. The text is the same.
         drafter: name of the drafter for this request, one of those that the engine has; None: the first (method "per_request")
             or the fastest ("auto").
         private: what is learnt from this request does not draft for other requests, and what was learnt from others does not draft for
@@ -65,6 +68,8 @@ class SamplingParams:
         kv_transfer_params: {"do_remote_decode": true} tells a prefill server to keep the prompt's KV; the parameters that it returns tell
             a decode server where to read it. With "in_chunks": true, a stream sends these parameters as soon as the prompt's first chunk
             has been read (`serve.transfer`).
+        thinking_token_budget: after so many tokens of reasoning its end is forced; None or -1: no limit. The tokenizer's response template
+            says where reasoning begins and ends.
         structured_outputs: what the text must match (a JSON schema, a regular expression, ...); a dictionary works too.
 
     Raises:
@@ -94,10 +99,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     num_speculative_tokens: int | None = None
+    prediction: str | list[int] | None = None
     drafter: str | None = None
     private: bool = False
     space: str = ""
     priority: int = 0
+    thinking_token_budget: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -112,6 +119,8 @@ class SamplingParams:
             wrong = number_error(value, name in _INTEGERS, *bounds)
             if wrong and not (value is None and name in _OPTIONAL):
                 raise ValueError(f"{name} {wrong}")
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         if self.top_p == 0:
             raise ValueError("top_p must be above 0.")
         if self.repetition_penalty < _LEAST_PENALTY:
@@ -126,6 +135,12 @@ class SamplingParams:
         if not isinstance(self.private, bool) or not isinstance(self.space, str):
             given = f"{self.private!r} and {self.space!r}"
             raise ValueError(f"private must be True or False and space a text, not {given}.")
+        if self.prediction is not None and not (isinstance(self.prediction, str) or are_ids(self.prediction)):
+            raise ValueError(f"prediction must be a text or token ids, not {type(self.prediction).__name__}.")
+        if self.prediction is not None and self.num_speculative_tokens == 0:
+            raise ValueError(
+                "prediction asks for drafts, and num_speculative_tokens 0 switches them off: leave one of them out."
+            )
         if self.stop and not self.detokenize:
             raise ValueError("stop needs text: leave out detokenize=False, or use stop_token_ids.")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

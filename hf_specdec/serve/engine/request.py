@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from ...candidate_generators.prediction import Prediction
 from ...core.sequence import Sequence, stream_seeds
 from ...decoding.decoder import SpeculativeDecoder
 from ...decoding.generate import check_methods
@@ -258,6 +259,7 @@ class Admission:
         if images is not None:
             self._check_images(params)
         source = None if self.encoder is None else self.encoder.source(encoder)
+        predicted = self._predicted(params.prediction)
         wanted = params.structured_outputs  # in a server the HTTP side has had it compiled already
         matcher = None if wanted is None else self.grammars.matcher(wanted)
         request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params, encoder)
@@ -271,8 +273,24 @@ class Admission:
             if images is not None:
                 choice.sequence.image_prompt = ImagePrompt(self.decoder.target.model, request.prompt_token_ids, images)
                 choice.sequence.is_text = False
+            choice.sequence.prediction = None if predicted is None else Prediction(predicted)
             request.choices.append(choice)
         return request
+
+    def _predicted(self, given: str | list[int] | None) -> list[int] | None:
+        """The ids of a prediction. Raises ValueError: they are not the model's, or too many, or there is no tokenizer."""
+        if given is None:
+            return None
+        if isinstance(given, str) and self.tokenizer is None:
+            raise ValueError("prediction: a text needs a tokenizer; give token ids.")
+        ids = self.tokenizer(given, add_special_tokens=False)["input_ids"] if isinstance(given, str) else list(given)
+        vocab_size = self.decoder.target.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"prediction holds the id {wrong}; the model has ids 0 to {vocab_size - 1}.")
+        if len(ids) > self.max_model_len:
+            raise ValueError(f"prediction has {len(ids)} tokens; max_model_len is {self.max_model_len}.")
+        return ids
 
     def _check_prompt(self, ids: list[int]) -> None:
         length, vocab_size, cache = len(ids), self.decoder.target.vocab_size, self.decoder.cache
@@ -300,6 +318,8 @@ class Admission:
             )
         # Under every rule but "coupled" the tokens depend on where drafts end, and so on what else is running.
         rule, drafts = self.decoder.config.verification_rule, self.decoder.generator.max_draft_nodes
+        bring = params.prediction, params.structured_outputs, params.thinking_token_budget
+        drafts = drafts or any(each is not None for each in bring)
         drafts = drafts if params.num_speculative_tokens is None else params.num_speculative_tokens
         if params.seed is not None and params.do_sample and drafts and rule != "coupled":
             raise ValueError(
@@ -323,10 +343,12 @@ class Admission:
         length, room = len(prompt), self.max_model_len - len(prompt)
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids))
-        grammar = None if matcher is None else GrammarLogitsProcessor(
-            matcher.deep_copy(), self.grammars.vocab_size, length, frozenset(ends), reasoning,
-            lambda token: token_text(self.tokenizer, token) or "",
-        )  # fmt: skip
+        grammar, budget = None, None if reasoning is None else params.thinking_token_budget
+        if matcher is not None or budget is not None:
+            grammar = GrammarLogitsProcessor(
+                matcher and matcher.deep_copy(), self.grammars.vocab_size, length, frozenset(ends), reasoning,
+                lambda token: token_text(self.tokenizer, token) or "", budget,
+            )  # fmt: skip
         rules = [] if self.encoder is None or request.encoder is None else self.encoder.rules(request.encoder, prompt)
         sequence = Sequence(
             list(prompt), length + new_tokens, frozenset(ends), params.do_sample, stream,

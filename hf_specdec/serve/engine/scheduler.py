@@ -101,7 +101,7 @@ class Scheduler:
             counts.append(chunk)
         reading += rows[num_running:]
         for choice in reading:
-            room, most = max(0, left) // len(reading), self.decoder.generator.max_draft_nodes
+            room, most = max(0, left) // len(reading), self.decoder.most_nodes(choice.sequence)
             choice.sequence.draft_room = None if room >= most else room
         return rows, counts
 
@@ -142,7 +142,7 @@ class Scheduler:
 
     def _num_drafts(self, choice: RequestChoice) -> int:
         """Maximum number of draft tokens of a row in a step."""
-        seq, most = choice.sequence, self.decoder.generator.max_draft_nodes
+        seq, most = choice.sequence, self.decoder.most_nodes(choice.sequence)
         depth = seq.num_speculative_tokens  # it bounds the nodes of chains only
         if depth == 0:
             return 0
@@ -153,10 +153,12 @@ class Scheduler:
     def _limit_drafts(
         self, budget: int, decoding: list[Sequence], num_pending: int, waiting: list[RequestChoice]
     ) -> None:
-        """Set the rows' room so that drafts and prompts fit the budget; none in a step in which the policy will not draft."""
-        most, num_decoding = self.decoder.generator.max_draft_nodes, len(decoding)
-        if not most or not num_decoding:
+        """Set the rows' room so that drafts and prompts fit the budget; in a step in which the policy will not draft, only for what rows
+        bring themselves."""
+        num_decoding = len(decoding)
+        if not num_decoding:
             return
+        is_plain = self.decoder.is_plain(decoding)
         left = max(0, budget - num_decoding)
         num_free = self.max_num_seqs - len(self.running)
         if waiting and num_free > 0 and self._fits(waiting[0]):
@@ -165,10 +167,9 @@ class Scheduler:
                     break
                 num_pending += len(choice.sequence.tokens)
         allowed = (left - min(num_pending, left // 2)) // num_decoding
-        if self.decoder.is_plain(decoding):
-            allowed = 0
         for choice in self.running:
-            choice.sequence.draft_room = None if allowed >= most else allowed
+            most = self.decoder.most_nodes(choice.sequence, is_plain)
+            choice.sequence.draft_room = None if allowed >= most and not is_plain else min(allowed, most)
 
     def _fits(self, choice: RequestChoice) -> bool:
         """True if a waiting row may start: the free blocks hold its text, or nothing else is running."""

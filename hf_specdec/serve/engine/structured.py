@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ...sampling.grammar import shortened
+from ...sampling.grammar import Reasoning, shortened
 
 # Largest grammar, in bytes: it compiles in a few seconds at most, and cannot be nested so deeply that the stack overflows.
 MOST_BYTES = 32 << 10
@@ -17,6 +17,7 @@ _STACK_BYTES = 256 << 20  # stack of the compiling thread, which recurses as dee
 _MOST_KEPT = 64  # number of compiled grammars that are kept
 # By default JSON may have one space after "," and ":", and no other white space, on which a model could spend all of its tokens.
 _ONE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning field in response templates
 WHITE_SPACE = frozenset({"disable_any_whitespace", "whitespace_pattern"})  # fields that only say how JSON is spaced
 
 
@@ -185,3 +186,42 @@ def _thread_with_stack(size: int) -> ThreadPoolExecutor:
     finally:
         threading.stack_size(before)
     return executor
+
+
+# ---- what may come before the text
+
+
+def reasoning_marks(template: dict | None) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
+    """The template's name for reasoning, the texts that begin it, and those that end it; None if it does not say."""
+    fields = {} if template is None else template["fields"]
+    name = next((name for name in REASONING if name in fields), None)
+    if name is None or not {"open", "close"} <= fields[name].keys():
+        return None
+    marks = (fields[name][key] for key in ("open", "close"))
+    opens, closes = ((mark,) if isinstance(mark, str) else tuple(mark) for mark in marks)
+    return name, opens, closes
+
+
+def reasoning_before(
+    tokenizer: Any, template: dict | None, prefix: str, is_constrained: bool = True
+) -> Reasoning | None:
+    """The reasoning that may come between a prompt, whose text is `prefix`, and the answer itself. None if none can come, or the template
+    does not say how reasoning begins and ends. `is_constrained`: a grammar describes the answer.
+    """
+    marks = reasoning_marks(template)
+    if marks is None:
+        return None
+    name, opens, closes = marks
+    state = None
+    for event in tokenizer.get_response_parser(template, prefix=prefix).initial_events:
+        if event["field"] == name and event["type"] != "region_chunk":
+            state = event["type"]
+    if state == "region_close":
+        return None
+    end = tuple(tokenizer.encode(closes[0], add_special_tokens=False))
+    if state == "region_open":
+        return Reasoning((), closes, end)
+    ids = tuple(tokenizer.encode(opens[0], add_special_tokens=False))
+    # Before a grammar, only a special token can begin it: an ordinary one, such as "<", may also be the answer's first token.
+    may_begin = bool(ids) and (not is_constrained or ids[0] in tokenizer.added_tokens_decoder)
+    return Reasoning(ids, closes, end) if may_begin else None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...sampling.grammar import Reasoning
+from ..engine.structured import REASONING
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,6 @@ _JSON = json.JSONDecoder()
 # A call in the JSON of "required" (`tool_grammar`), up to its arguments, with what divides it from the call before.
 _FORCED_CALL = re.compile(r'(?:\s*\})?\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*')
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning field in templates
 
 
 @dataclass
@@ -37,29 +36,6 @@ def without_tools(template: dict | None) -> dict | None:
     if template is None or "tool_calls" not in template["fields"]:
         return template
     return {**template, "fields": {name: mark for name, mark in template["fields"].items() if name != "tool_calls"}}
-
-
-def reasoning_before(tokenizer: Any, template: dict | None, prefix: str) -> Reasoning | None:
-    """The reasoning that may come between a prompt, whose text is `prefix`, and the answer itself. None if none can come, or the template
-    does not say how reasoning begins and ends.
-    """
-    fields = {} if template is None else template["fields"]
-    name = next((name for name in _REASONING if name in fields), None)
-    if name is None or not {"open", "close"} <= fields[name].keys():
-        return None
-    marks = (fields[name][key] for key in ("open", "close"))
-    opens, closes = ((mark,) if isinstance(mark, str) else tuple(mark) for mark in marks)
-    state = None
-    for event in tokenizer.get_response_parser(template, prefix=prefix).initial_events:
-        if event["field"] == name and event["type"] != "region_chunk":
-            state = event["type"]
-    if state == "region_close":
-        return None
-    if state == "region_open":
-        return Reasoning((), closes)
-    ids = tuple(tokenizer.encode(opens[0], add_special_tokens=False))
-    # Only a special token can begin it: an ordinary one, such as "<", may also be the answer's first token.
-    return Reasoning(ids, closes) if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
 class MessageParser:
@@ -143,7 +119,7 @@ class MessageParser:
             self._body, self._space = "", None
         elif event.get("dirty") or name == "tool_calls":
             self._body += event["text"]
-        elif name in _REASONING:
+        elif name in REASONING:
             delta.reasoning += self._stripped(event["text"])
         elif name == "content":
             self._content(delta, self._stripped(event["text"]))

@@ -19,10 +19,10 @@ from pydantic_core import to_json
 
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderInput
-from ..engine.structured import StructuredOutputsParams
+from ..engine.structured import StructuredOutputsParams, reasoning_before, reasoning_marks
 from ..engine.text import token_bytes, token_text
 from ..ipc.messages import Update
-from .chat_parser import MessageParser, joined_calls, reasoning_before, without_tools
+from .chat_parser import MessageParser, joined_calls, without_tools
 from .errors import ApiError, bad_request, shown
 from .guard import SPACE
 from .lanes import LONG_BYTES
@@ -95,6 +95,11 @@ class Endpoint(ABC, Generic[AnySampling]):
             message = "prompt_logprobs are not sent in streams: leave out stream, or prompt_logprobs."
             raise bad_request(message, "prompt_logprobs")
         self.grammar = self.body.grammar()
+
+    def predicted(self) -> list[int] | None:
+        """The token ids of the request's prediction; None: it has none."""
+        given = self.body.prediction
+        return None if given is None else self.server.text_ids(given.text, "prediction", add_special_tokens=False)
 
     def submit(self, space: str = "") -> None:
         """Send the prompts to the engine, each as a request of its own, and set `answers`. `space`, and errors: see `Server.submit`."""
@@ -180,7 +185,15 @@ class Endpoint(ABC, Generic[AnySampling]):
         return {
             "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": num_cached},
+            **({} if self.params.prediction is None else {"completion_tokens_details": self.predicted_tokens()}),
         }  # fmt: skip
+
+    def predicted_tokens(self) -> dict[str, int]:
+        """How many drafts from the prediction were accepted and rejected, in the answers that have ended; empty without a prediction."""
+        if self.params.prediction is None:
+            return {}
+        accepted, drafted = (sum(answer.num_predicted[i] for answer in self.answers) for i in range(2))
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield server-sent events. An error ends the stream with an event that holds it, because the status has been sent."""
@@ -257,6 +270,7 @@ class Completions(Endpoint[CompletionRequest]):
         self.params = body.sampling_params(
             self.server.defaults, body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1), logprobs=body.logprobs,
             structured_outputs=self.grammar, prompt_logprobs=max((count for count in counts if count is not None), default=None),
+            prediction=self.predicted(),
         )  # fmt: skip
         self.prompts = body.prompts()
         self.ids = [self.server.prompt_ids(prompt, "prompt") for prompt in self.prompts]
@@ -343,18 +357,22 @@ class Chat(Endpoint[ChatRequest]):
     form: type[Body] = ChatRequest
     object = "chat.completion.chunk"
     prefix = "chatcmpl"
+    effort_field = "reasoning_effort"
     template: dict | None
     parsers: list[MessageParser]
 
     def prepare(self) -> None:
         super().prepare()
         body = self.body
+        if body.reasoning_effort is not None and not self.server.template_reads_effort:
+            self.ignored_fields = [*self.ignored_fields, self.effort_field]
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         self.params = body.sampling_params(
             self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs,
+            structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs, prediction=self.predicted(),
+            thinking_token_budget=body.thinking_token_budget,
         )  # fmt: skip
         if any((image.get("detail") or "auto") != "auto" for image in body.images):
             self.ignored_fields = [*self.ignored_fields, "image_url.detail"]
@@ -387,7 +405,13 @@ class Chat(Endpoint[ChatRequest]):
             )  # fmt: skip
         template = self.template = template if tools and self.grammar is None else without_tools(template)
         self.prefix = "" if template is None else tokenizer.decode(ids)
-        return None if self.grammar is None else reasoning_before(tokenizer, template, self.prefix)
+        is_limited = self.params.thinking_token_budget is not None
+        if is_limited and reasoning_marks(template) is None:
+            message = "The server does not know how this model marks its reasoning (--response-template)."
+            raise bad_request(message, "thinking_token_budget")
+        if self.grammar is None and not is_limited:
+            return None
+        return reasoning_before(tokenizer, template, self.prefix, is_constrained=self.grammar is not None)
 
     def answer(self, results: list[list[Update]]) -> dict[str, Any]:
         shown_ids = self.ids[0] if self.body.return_token_ids else None

@@ -30,7 +30,7 @@ from .chat_parser import tool_grammar
 from .errors import ApiError, bad_request
 
 _MOST_STOPS, _MOST_PROMPTS, _MOST_BIASES, MOST_MESSAGES = 64, 1024, 65536, 32768
-_PROMPT_FIELDS = {"prompt", "messages", "input"}
+_PROMPT_FIELDS = {"prompt", "messages", "input", "prediction"}
 _UNSUPPORTED_FIELDS = (
     "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
@@ -164,6 +164,18 @@ class ResponseFormat(Part):
         return {"json_object": True} if self.type == "json_object" else None
 
 
+class PredictionField(Part):
+    """The field `prediction`: what will be written, mostly."""
+
+    type: Literal["content"]
+    content: str | Items[dict[str, Any]]
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else joined_text(self.content, ("text",), "prediction")
+
+
 class SamplingFields(Body):
     """The fields that chat, completion and response requests share."""
 
@@ -193,6 +205,7 @@ class SamplingFields(Body):
     priority: StrictInt = 0
     max_time: float | None = Field(None, gt=0, allow_inf_nan=False)
     speculative_config: SpeculationField | None = None
+    prediction: PredictionField | None = None
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -383,6 +396,7 @@ class Conversation(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 
@@ -414,6 +428,7 @@ class ChatRequest(Conversation, SamplingFields):
     logprobs: bool = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     parallel_tool_calls: bool = True
+    thinking_token_budget: StrictInt | None = Field(None, ge=-1)
 
     @property
     def forced_tool(self) -> str | None:

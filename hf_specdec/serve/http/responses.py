@@ -33,6 +33,10 @@ class TextOptions(Part):
     format: TextFormat | None = None
 
 
+class ReasoningOptions(Part):
+    effort: str | None = None
+
+
 class FunctionTool(Part):
     """A function that the model may call."""
 
@@ -66,6 +70,8 @@ class ResponsesRequest(SamplingFields):
     user: str | None = None
     truncation: Literal["disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: StrictInt | None = Field(None, ge=-1)
+    reasoning: ReasoningOptions | None = None
 
     @property
     def without_effect(self) -> list[str]:
@@ -83,6 +89,8 @@ class ResponsesRequest(SamplingFields):
         fields = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
         fields |= {"messages": self._messages(), "parallel_tool_calls": self.parallel_tool_calls}
         fields |= {"max_completion_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
+        fields |= {"thinking_token_budget": self.thinking_token_budget}
+        fields |= {"reasoning_effort": None if self.reasoning is None else self.reasoning.effort}
         shown = {"name", "description", "parameters"}
         functions = [tool.model_dump(include=shown, exclude_none=True) for tool in self.tools or []]
         fields["tools"] = [{"type": "function", "function": function} for function in functions] or None
@@ -227,6 +235,7 @@ class Responses(Chat):
     """POST /v1/responses. Submits and parses like `Chat`; only the answer's shape differs."""
 
     form = ResponsesRequest
+    effort_field = "reasoning.effort"
 
     def __init__(self, server: Server, body: ResponsesRequest):
         super().__init__(server, body.to_chat())
@@ -296,7 +305,8 @@ class Responses(Chat):
         if last is not None:
             response["usage"] = {
                 "input_tokens": answer.num_prompt, "input_tokens_details": {"cached_tokens": answer.num_cached, "cache_write_tokens": 0},
-                "output_tokens": answer.num_new, "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+                "output_tokens": answer.num_new,
+                "output_tokens_details": {"reasoning_tokens": self.num_reasoning, **self.predicted_tokens()},
                 "total_tokens": answer.num_prompt + answer.num_new,
             }  # fmt: skip
             response["metrics"] = self.server.timings(answer, last)

@@ -133,6 +133,7 @@ class Answer:
         inbox: receives its updates, and those of the other prompts of the same client's request.
         num_prompt, num_new, num_cached: prompt tokens; new tokens of all choices so far; prompt tokens whose KV was cached.
         num_image_bytes: see `EncoderInput`.
+        num_predicted: tokens drafted from the request's prediction that were accepted, and all of them; once the answer has ended.
         began, first: `time.monotonic()` when the request came, and when its first token did; None before that.
         ended: True after its last update, or once the client has disconnected.
         deadline: timer that ends it when its time limit is reached; None: no limit.
@@ -150,6 +151,7 @@ class Answer:
     num_new: int = 0
     num_cached: int = 0
     num_image_bytes: int = 0
+    num_predicted: tuple[int, int] = (0, 0)
     deadline: asyncio.TimerHandle | None = None
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -365,6 +367,11 @@ class Server:
             raise bad_request(message, param)
         return self.encode(text, add_special_tokens)
 
+    @property
+    def template_reads_effort(self) -> bool:
+        """Whether the chat template reads `reasoning_effort`."""
+        return "reasoning_effort" in str(self.tokenizer.chat_template)
+
     def chat_text(self, body: Conversation) -> str:
         """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none). Raises ApiError: 400,
         the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
@@ -374,6 +381,8 @@ class Server:
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
             raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
+        if body.reasoning_effort is not None and self.template_reads_effort:
+            more = {"reasoning_effort": body.reasoning_effort, **more}
         template = None
         if self.tokenizer.chat_template is None:
             # ChatML begins with the token with which the tokenizer begins every text, if it has one.
@@ -542,6 +551,10 @@ class Server:
         if answer.first is None and update.token_ids:
             answer.first = now
             self.metrics.first_token.observe(now - answer.began)
+        drafters = (update.statistics or {}).get("drafters", {})
+        if "prediction" in drafters:
+            of = drafters["prediction"]
+            answer.num_predicted = of["num_accepted_tokens"], of["num_draft_tokens"]
         if update.request_finished:
             self.metrics.whole.observe(now - answer.began)
             if answer.first is not None and answer.num_new > 1:
