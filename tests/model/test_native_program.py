@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import logging
 import sys
 import threading
 import weakref
@@ -247,7 +248,8 @@ def test_a_write_during_a_call_takes_effect():
     assert is_close(first, wanted[0].logits) and is_close(second, 2 * wanted[1].logits)
 
 
-def test_adapters_run_operator_by_operator():
+def test_adapters_are_called_as_they_are(caplog):
+    """Between parts of the program, at every call; the program stays the same when an adapter is switched off."""
     peft = pytest.importorskip("peft")
     model = make("Llama")
     native = prepare(model)
@@ -255,10 +257,14 @@ def test_adapters_run_operator_by_operator():
     adapted = peft.inject_adapter_in_model(
         peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False), model
     ).eval()
-    found = outputs(native, steps())
-    assert "neither torch's nor transformers'" in native.native.refused
-    wanted = outputs(prepare(adapted, ModelOptions(native=False)), steps())
-    assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
+    with caplog.at_level(logging.INFO, logger="hf_specdec.model.native"):
+        outputs(native, steps(), 1)
+    assert native.native.refused is None and "which calls its 6 layers of Linear (peft)" in caplog.text
+    operators = prepare(adapted, ModelOptions(native=False))
+    for scale in (1.0, 3.0, 0.0):
+        adapted.model.layers[2].mlp.down_proj.scaling["default"] = scale
+        found, wanted = outputs(native, steps()), outputs(operators, steps())
+        assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
 
 
 def test_an_id_outside_the_vocabulary_is_an_error():

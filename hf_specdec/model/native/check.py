@@ -58,11 +58,12 @@ class Traceable:
 
 
 @torch.no_grad()
-def build(subject: Traceable, called: CalledCode) -> Program:
+def build(subject: Traceable, code: CalledCode, called: list[nn.Module]) -> Program:
     """The program of a subject.
 
     Args:
-        called: is told the code that the recorded forward runs.
+        code: is told what the recorded forward runs.
+        called: modules of the subject that the program calls as they are.
 
     Raises:
         NotLowered: the library cannot run it, or computes something else; the message says why.
@@ -70,16 +71,16 @@ def build(subject: Traceable, called: CalledCode) -> Program:
     num_selected, num_tokens = _sizes(subject)
     tape = Tape(num_tokens, num_selected)
     if subject.new_cache is None:
-        return _build_on_rows(subject, called, tape, num_tokens, num_selected)
+        return _build_on_rows(subject, code, called, tape, num_tokens, num_selected)
     if subject.max_positions is not None and subject.max_positions < num_tokens + _MORE:
         raise NotLowered(f"its {subject.max_positions} positions, too few to record a forward")
     rows = _first_rows(num_tokens, num_selected, subject.vocab_size)
     cache, ours = _cache(subject, rows), _cache(subject, rows)
     batch, features = PackedBatch.pack(rows, cache, subject.device, gather=False), _features(subject, num_tokens)
-    recorder = TapeRecorder(subject.modules, tape, batch, features)
+    recorder = TapeRecorder(subject.modules, called, tape, batch, features)
     batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
     try:
-        outputs = _recorded(subject, called, recorder, batch, features)
+        outputs = _recorded(subject, code, recorder, batch, features)
     finally:
         batch._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
     layers: list[Any] = cache.layers
@@ -96,11 +97,13 @@ def build(subject: Traceable, called: CalledCode) -> Program:
     return program
 
 
-def _build_on_rows(subject: Traceable, called: CalledCode, tape: Tape, num_rows: int, num_more: int) -> Program:
+def _build_on_rows(
+    subject: Traceable, code: CalledCode, called: list[nn.Module], tape: Tape, num_rows: int, num_more: int
+) -> Program:
     """The program of a function of features alone."""
     features = _features(subject, num_rows)
-    recorder = TapeRecorder(subject.modules, tape, None, features)
-    outputs = _recorded(subject, called, recorder, None, features)
+    recorder = TapeRecorder(subject.modules, called, tape, None, features)
+    outputs = _recorded(subject, code, recorder, None, features)
     program = assemble(tape, [recorder.value_of(output) for output in outputs], {}, subject.dtype)
     for count in (num_rows, num_more, 1):
         features = _features(subject, count)
@@ -167,21 +170,21 @@ def _cache(subject: Traceable, rows: list[RowInput]) -> PagedStaticCache:
 
 def _recorded(
     subject: Traceable,
-    called: CalledCode,
+    code: CalledCode,
     recorder: TapeRecorder,
     batch: PackedBatch | None,
     features: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """What the subject returns, computed under the recorder."""
     try:
-        with recorder.angles_by_position(), recorder, called:
+        with recorder.whole_modules(), recorder, code:
             outputs = subject.compute(batch, features)
     except (NotLowered, torch.OutOfMemoryError):
         raise
     except Exception as failure:  # an unknown model may do anything with the recorded tensors
         raise NotLowered(f"its recorded forward raised {type(failure).__name__} ({failure})") from failure
-    if called.foreign is not None:
-        raise NotLowered(f"{called.foreign}, which may depend on anything")
+    if code.foreign is not None:
+        raise NotLowered(f"{code.foreign}, which may depend on anything")
     if recorder.problem is not None:
         raise NotLowered(recorder.problem)
     return outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from ...cache import PagedStaticCache
 from ...kernels.native import OP, TYPES, UNARY_FUNCTIONS, Operation, Rows, StepInputs, library
 from ..packed_batch import PackedBatch
-from .trace import NotLowered, Place, Register, Table, Tape, TapeStep, Value
+from .trace import Call, NotLowered, Place, Register, Table, Tape, TapeStep, Value
 
 # The most tokens of a forward that runs as a program. Measured: for more, torch's products and its attention are as fast or faster.
 MOST_TOKENS = 256
@@ -51,6 +51,9 @@ class Program:
     tables: list[tuple[int, Table]]  # slot and table of each table by position
     features: int | None  # slot of the features that the caller passes; None: the program reads none
     outputs: list[ProgramOutput]
+    calls: dict[
+        int, Callable[[dict[Rows, int]], None]
+    ]  # by index of the operation: calls a module, given the numbers of rows
     pools: dict[int, tuple[int, ...]]  # by layer: key heads, width, value heads, value width
     dtype: torch.dtype  # of keys and values
     # that the model was built for; its rotary module may have no angles after them. None: unknown
@@ -132,8 +135,13 @@ class Program:
             features = features.contiguous()
             self.slots[self.features] = features.data_ptr()
         threads, step = min(torch.get_num_threads(), self._most_threads), ctypes.byref(inputs)
-        if loaded.specdec_run(self.ops.ctypes.data, num_ops, self.slots.ctypes.data, step, threads) >= 0:
-            raise IndexError("index out of range: an id or a position that the model has no embedding for")
+        ops, slots, first = self.ops.ctypes.data, self.slots.ctypes.data, 0
+        for last in (*self.calls, num_ops):
+            if loaded.specdec_run(ops + first * OP.itemsize, last - first, slots, step, threads) >= 0:
+                raise IndexError("index out of range: an id or a position that the model has no embedding for")
+            if last < num_ops:
+                self.calls[last](counts)
+            first = last + 1
         return results
 
 
@@ -185,6 +193,11 @@ def assemble(
             ProgramOutput(slot_of[id(each)], each.dtype, each.elements, value.rows)
             for each, value in zip(returned, outputs, strict=True)
         ],
+        {
+            index: _call_of(tape, step.call, memory, [int(slots[slot_of[id(each)]]) for each in _registers(step)])
+            for index, step in enumerate(steps)
+            if step.call is not None
+        },
         pools, dtype, max_positions,
     )  # fmt: skip
 
@@ -201,6 +214,29 @@ def _copy(tape: Tape, value: Value, output: Register) -> TapeStep:
     copy = UNARY_FUNCTIONS.index("copy")
     return TapeStep(
         Operation.ELEMENTWISE, value.rows, (1, 1, size[2]), there, tape.place(value, shape, axis, dims), function=copy
+    )
+
+
+def _call_of(tape: Tape, call: Call, memory: torch.Tensor, addresses: list[int]) -> Callable[[dict[Rows, int]], None]:
+    """Calls a module with the rows at one address, and writes what it returns to another."""
+    x_of, out_of = (_rows_at(tape, value, memory, at) for value, at in zip((call.x, call.out), addresses, strict=True))
+
+    def run(counts: dict[Rows, int]) -> None:
+        module, count = call.module(), counts[call.x.rows]
+        assert module is not None
+        # A copy: the module may keep what it reads, and the memory is used again.
+        out_of(count).copy_(module(x_of(count).clone(memory_format=torch.contiguous_format)).detach())
+
+    return run
+
+
+def _rows_at(tape: Tape, value: Value, memory: torch.Tensor, address: int) -> Callable[[int], torch.Tensor]:
+    """A function of the number of rows: the tensor that a value in the programs' own memory stands for."""
+    shadow, axis, own = value.shadow, tape.row_axis(value), memory[address - memory.data_ptr() :]
+    stored = own[: len(own) // value.dtype.itemsize * value.dtype.itemsize].view(value.dtype)
+    shape, start = list(shadow.shape), stored.storage_offset() + int(shadow.storage_offset())
+    return lambda count: stored.as_strided(
+        [count if i == axis else size for i, size in enumerate(shape)], shadow.stride(), start
     )
 
 

@@ -9,6 +9,7 @@ views is known without a rule for each of them.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,10 +112,20 @@ class TapeStep:
     scalar2: float = 0.0
     # further fields of `OP`: of attention layer, heads, kv_heads, width, value_width, window; of LINEAR bits and group
     fields: dict[str, int] = field(default_factory=dict)
+    call: Call | None = None
 
     @property
     def inputs(self) -> list[Register]:
         return [place.register for place in (self.a, self.b, self.c) if place is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A module that is called as it is, and where its input and its output are."""
+
+    module: Callable[[], nn.Module | None]  # a weak reference
+    x: Value
+    out: Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,6 +324,18 @@ class Tape:
         self.add(Operation.EMBED, Rows.TOKENS, (2**62, 1, width), *places, kind=1)
         return out
 
+    def called(self, module: nn.Module, x: Value, shape, dtype) -> Value:
+        """What a module makes of a tensor of as many rows."""
+        refuse_if(
+            x.rows == Rows.ONE or x.register.ids is not None, f"a {type(module).__name__} of other than hidden states"
+        )
+        if x.register.features:
+            x = self.copied(x)
+        self.row_axis(x)
+        out = self.new(shape, dtype, x.rows)
+        self.add(Operation.CALL, x.rows, (1, 1, 1), out.place(), x.place(), call=Call(weakref.ref(module), x, out))
+        return out
+
     def selected(self, value: Value, dim: int, shape) -> Value:
         """The tokens whose logits are wanted."""
         if value.rows != Rows.TOKENS or self.row_axis(value) != dim % value.shadow.dim():
@@ -497,15 +520,21 @@ class TapeRecorder(ExclusiveMode):
 
     Args:
         modules: whose weights the forward reads.
+        called: modules that the program calls as they are.
         batch: the packed batch that it reads; None: it reads only features.
         features: [T, F], passed to each call; None: the forward reads none.
     """
 
     def __init__(
-        self, modules: list[nn.Module], tape: Tape, batch: PackedBatch | None, features: torch.Tensor | None = None
+        self,
+        modules: list[nn.Module],
+        called: list[nn.Module],
+        tape: Tape,
+        batch: PackedBatch | None,
+        features: torch.Tensor | None = None,
     ):
         super().__init__()
-        self.modules, self.tape, self.batch = modules, tape, batch
+        self.modules, self.called, self.tape, self.batch = modules, called, tape, batch
         self.values: dict[int, Value] = {}  # by id of the tensor
         self.kept: list[torch.Tensor] = []  # keeps the tensors alive, so that their ids are not reused
         self.reasons: dict[int, str] = {}  # why a tensor has no value
@@ -654,17 +683,21 @@ class TapeRecorder(ExclusiveMode):
         layers: list[Any] = self.batch.cache.layers
         return next(i for i, layer in enumerate(layers) if layer.is_initialized and layer.keys is key_pool)
 
-    # ---- rotary modules ---------------------------------------------------------------------------------------------
+    # ---- modules whose operators are not recorded -------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def angles_by_position(self) -> Iterator[None]:
-        """Inside the context, the outputs of rotary modules are recorded as rows of tables that the same module computes by position."""
+    def whole_modules(self) -> Iterator[None]:
+        """Inside the context, the outputs of rotary modules are recorded as rows of tables that the same module computes by position, and
+        the modules in `called` as calls of them."""
         handles = []
-        for module in self.modules:
-            if any(name in type(module).__name__ for name in _ROTARY):
-                enter, leave = (
-                    for_this_thread(hook, lambda *_: None) for hook in (self._enter_rotary, self._leave_rotary)
-                )
+        rotary = [each for each in self.modules if any(name in type(each).__name__ for name in _ROTARY)]
+        hooked = [
+            (self._enter_rotary, self._leave_rotary, rotary),
+            (self._enter_called, self._leave_called, self.called),
+        ]
+        for *hooks, modules in hooked:
+            for module in modules:
+                enter, leave = (for_this_thread(hook, lambda *_: None) for hook in hooks)
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
@@ -672,6 +705,18 @@ class TapeRecorder(ExclusiveMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _enter_called(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._paused += 1
+        self._profile = sys.getprofile()
+        sys.setprofile(None)  # its code is not taken for granted: it runs at every call
+
+    def _leave_called(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        sys.setprofile(self._profile)
+        self._paused -= 1
+        if len(args) != 1 or kwargs or not all(isinstance(each, torch.Tensor) for each in (args[0], output)):
+            raise NotLowered(f"its {type(module).__name__} is called with other than one tensor")
+        self._follow(output, self.tape.called(module, self.value_of(args[0]), output.shape, output.dtype))
 
     def _enter_rotary(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._paused += 1
