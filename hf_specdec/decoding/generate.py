@@ -54,6 +54,7 @@ def decode(
     cache: Cache | None = None,
     prompt_inputs: dict[str, Any] | None = None,
     sources: list[Source] | None = None,
+    offsets: list[int] | None = None,
 ):
     """Decode a static batch to its end.
 
@@ -67,6 +68,7 @@ def decode(
         prompt_inputs: the arguments of the model's forward, as `generate()` prepared them, with which the model itself reads the
             prompts (see `model.prompt`), because they are more than ids; None: they are read as ids.
         sources: what the encoder of an encoder-decoder model has read, by row; None: the model is decoder-only.
+        offsets: by row, position minus index of the tokens after `cache`; None: as the model counts.
 
     Returns: int64 [B, S + n], or one of the classes in `outputs`.
 
@@ -89,10 +91,9 @@ def decode(
     )
     if sources is not None:
         offsets = position_offsets(decoder.target.model, columns, [seq.tokens for seq in sequences])
-        for seq, offset in zip(sequences, offsets, strict=True):
-            seq.position_offset = offset
-    for seq in sequences:
-        check_length(decoder.target.model, seq.prompt_length, seq.max_length)
+    for seq, offset in zip(sequences, offsets or [0] * len(sequences), strict=True):
+        seq.position_offset = offset
+        check_length(decoder.target.model, seq.prompt_length + offset, seq.max_length + offset)
     num_cached = _num_reused(decoder, cache, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
     tensors = [RowTensors() for _ in sequences]
     observer = observer_for(
