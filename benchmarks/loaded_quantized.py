@@ -146,6 +146,42 @@ def fp8_blocks(folder: str, dtype: torch.dtype) -> Any:
     return _from_tensors(model, tensors, quantization, dtype)
 
 
+def int4_checkpoint(method: str) -> Callable[[str, torch.dtype], Any]:
+    """A checkpoint in the format of GPTQ or AWQ: 4 bits, groups of 64 inputs, zero points of 8; rounded to the nearest."""
+    order = [0, 4, 1, 5, 2, 6, 3, 7] if method == "awq" else list(range(8))  # which nibble holds an output
+
+    def packed(values: torch.Tensor, dim: int) -> torch.Tensor:
+        """int32, eight of the values along a dimension in each."""
+        eights = values.to(torch.int64).unflatten(dim, (-1, 8)).movedim(dim + 1, -1)
+        shifts = 4 * torch.tensor(order if dim == 1 else range(8))
+        words = (eights << shifts).sum(-1)
+        return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+    def load(folder: str, dtype: torch.dtype) -> Any:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tensors = {}
+        for name, weight in model.state_dict().items():
+            if not name.endswith("_proj.weight"):
+                tensors[name] = weight
+                continue
+            inputs, stem = weight.shape[1], name.removesuffix("weight")
+            groups = weight.t().reshape(inputs // 64, 64, -1)
+            scales = groups.abs().amax(1).clamp(min=1e-6) / 7.5
+            values = (groups / scales[:, None] + 8).round().clamp(0, 15).reshape(inputs, -1)
+            zeros = torch.full_like(scales, 8 if method == "awq" else 7)  # GPTQ stores one less
+            tensors |= {
+                f"{stem}qweight": packed(values, 1 if method == "awq" else 0),
+                f"{stem}qzeros": packed(zeros, 1),
+                f"{stem}scales": scales.to(torch.float16),
+            }
+            if method == "gptq":
+                tensors[f"{stem}g_idx"] = torch.arange(inputs, dtype=torch.int32) // 64
+        more = {"version": "gemm", "zero_point": True} if method == "awq" else {"sym": True, "desc_act": False}
+        return _from_tensors(model, tensors, {"quant_method": method, "bits": 4, "group_size": 64, **more}, dtype)
+
+    return load
+
+
 def _from_tensors(model: Any, tensors: dict[str, torch.Tensor], quantization: dict, dtype: torch.dtype) -> Any:
     """The model that transformers loads from a checkpoint with these tensors."""
     from safetensors.torch import save_file
@@ -240,8 +276,8 @@ KINDS: dict[str, tuple[str, Callable[[str, torch.dtype], Any]]] = {  # name: lib
     "quanto int8": ("optimum.quanto", by("QuantoConfig", weights="int8")),
     "quanto int4": ("optimum.quanto", by("QuantoConfig", weights="int4")),
     "quanto fp8": ("optimum.quanto", by("QuantoConfig", weights="float8")),
-    "GPTQ int4": ("gptqmodel", None),
-    "AWQ int4": ("gptqmodel", None),
+    "GPTQ int4": ("gptqmodel", int4_checkpoint("gptq")),
+    "AWQ int4": ("gptqmodel", int4_checkpoint("awq")),
     "compressed-tensors W4A16": ("compressed_tensors", compressed("W4A16", "pack-quantized")),
     "compressed-tensors W8A16": ("compressed_tensors", compressed("W8A16", "pack-quantized")),
     "compressed-tensors W8A8": ("compressed_tensors", compressed("W8A8", "int-quantized")),
@@ -293,10 +329,13 @@ def measured(model: Any, tokenizer: Any, turns: int) -> dict[str, Any]:
             equal += int((call(size, config)[0] == plain).all(1).sum())
             rows += size
         ratios: dict[str, list[float]] = {"none": [], "ngram": []}
+        before = call(size, None)[1]
         for _ in range(turns):
+            own = {name: call(size, CONFIGS[name])[1] for name in ratios}
+            after = call(size, None)[1]
             for name, found in ratios.items():
-                before, own, after = (call(size, each)[1] for each in (None, CONFIGS[name], None))
-                found.append(2 * own / (before + after))
+                found.append(2 * own[name] / (before + after))
+            before = after
         result[f"batch {size}"] = {name: round(statistics.median(found), 2) for name, found in ratios.items()}
     return {"equal": f"{equal}/{rows}", "over_plain": result}
 
@@ -306,7 +345,7 @@ def main() -> None:
     parser.add_argument("--size", default="50m", choices=list(SIZES))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -318,7 +357,7 @@ def main() -> None:
         del model
         for kind in arguments.kinds:
             library, load = KINDS[kind]
-            if importlib.util.find_spec(library.split(".")[0]) is None or load is None:
+            if importlib.util.find_spec(library.split(".")[0]) is None:
                 print(f"{kind}: left out, {library} is not installed.", flush=True)
                 continue
             for name in arguments.dtypes:

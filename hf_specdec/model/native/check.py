@@ -217,7 +217,8 @@ def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.T
 
 # ---- what a recorded forward looks up ----
 
-_LIBRARIES = {"torch", "transformers", "hf_specdec", "numpy", "accelerate", *sys.stdlib_module_names}
+# gptqmodel replaces methods of every transformers model when it is imported.
+_LIBRARIES = {"torch", "transformers", "hf_specdec", "numpy", "accelerate", "gptqmodel", *sys.stdlib_module_names}
 _NAMED = ("torch", "transformers")  # whose modules' attributes are looked up, too
 _WATCHED = ("transformers.", "torch.nn.")  # the code that computes a forward; elsewhere globals change all the time
 
