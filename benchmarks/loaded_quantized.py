@@ -253,6 +253,16 @@ def gguf(folder: str, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_pretrained(to, gguf_file="model.gguf", dtype=dtype)
 
 
+def lora(folder: str, dtype: torch.dtype) -> Any:
+    """Unmerged, of rank 8, on all linear layers of the unquantized model."""
+    import peft
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return peft.inject_adapter_in_model(
+        peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian"), model
+    )
+
+
 KINDS: dict[str, tuple[str, Callable[[str, torch.dtype], Any]]] = {  # name: library, how it is loaded
     "unquantized": ("torch", as_it_is),
     "bitsandbytes nf4": (
@@ -286,6 +296,7 @@ KINDS: dict[str, tuple[str, Callable[[str, torch.dtype], Any]]] = {  # name: lib
     "FP8 blocks": ("transformers", fp8_blocks),
     "MXFP4": ("transformers", mxfp4),
     "GGUF Q8_0": ("gguf", gguf),
+    "LoRA": ("peft", lora),
 }
 
 

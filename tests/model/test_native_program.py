@@ -248,21 +248,30 @@ def test_a_write_during_a_call_takes_effect():
     assert is_close(first, wanted[0].logits) and is_close(second, 2 * wanted[1].logits)
 
 
-def test_adapters_are_called_as_they_are(caplog):
-    """Between parts of the program, at every call; the program stays the same when an adapter is switched off."""
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_adapters(dora, caplog):
+    """LoRA is part of the program; DoRA, which is not lowered, is called between its parts. Both as their settings are at the time."""
     peft = pytest.importorskip("peft")
     model = make("Llama")
     native = prepare(model)
     outputs(native, steps(), 1)
-    adapted = peft.inject_adapter_in_model(
-        peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False), model
-    ).eval()
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, use_dora=dora)
+    adapted = peft.inject_adapter_in_model(config, model).eval()
     with caplog.at_level(logging.INFO, logger="hf_specdec.model.native"):
         outputs(native, steps(), 1)
-    assert native.native.refused is None and "which calls its 6 layers of Linear (peft)" in caplog.text
+    assert native.native.refused is None
+    assert ("which calls its 6 layers of Linear (peft)" in caplog.text) == dora
     operators = prepare(adapted, ModelOptions(native=False))
-    for scale in (1.0, 3.0, 0.0):
-        adapted.model.layers[2].mlp.down_proj.scaling["default"] = scale
+    layer = adapted.model.layers[2].mlp.down_proj
+    changes = (
+        None,
+        lambda: layer.scale_layer(3),
+        lambda: layer.enable_adapters(False),
+        lambda: layer.enable_adapters(True),
+    )
+    for change in changes:
+        if change is not None:
+            change()
         found, wanted = outputs(native, steps()), outputs(operators, steps())
         assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
 

@@ -218,9 +218,15 @@ def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.T
 # ---- what a recorded forward looks up ----
 
 # gptqmodel replaces methods of every transformers model when it is imported.
-_LIBRARIES = {"torch", "transformers", "hf_specdec", "numpy", "accelerate", "gptqmodel", *sys.stdlib_module_names}
+_LIBRARIES = {
+    "torch", "transformers", "hf_specdec", "numpy", "accelerate", "peft", "gptqmodel", *sys.stdlib_module_names,
+}  # fmt: skip
 _NAMED = ("torch", "transformers")  # whose modules' attributes are looked up, too
-_WATCHED = ("transformers.", "torch.nn.")  # the code that computes a forward; elsewhere globals change all the time
+_WATCHED = (
+    "transformers.",
+    "torch.nn.",
+    "peft.",
+)  # the code that computes a forward; elsewhere globals change all the time
 
 
 class CalledCode:

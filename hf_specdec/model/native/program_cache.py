@@ -37,27 +37,33 @@ def current_program(subject: Traceable, made: dict[Any, Made]) -> Program | str:
 
 
 def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
-    code, called = CalledCode(), _called_modules(subject)
-    try:
-        problem = obstacle(subject, called)
-        if problem is not None:
-            raise NotLowered(problem)
-        found: Program | str = build(subject, code, called)
-        kinds = ", ".join(dict.fromkeys(_kind(each) for each in called))
-        but = f", which calls its {len(called)} layers of {kinds}" if called else ""
-        logger.info("%s runs in the native library on the CPU%s.", subject.name, but)
-    except NotLowered as error:
-        logger.info("%s runs operator by operator on the CPU: %s.", subject.name, error)
-        found = str(error)
+    tried, own = None, ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
+    for known in ((*own, "peft."), own):  # adapters are recorded, or else called
+        called = _called_modules(subject, known)
+        if called == tried:
+            break
+        code, tried = CalledCode(), called
+        try:
+            problem = obstacle(subject, called, known)
+            if problem is not None:
+                raise NotLowered(problem)
+            found: Program | str = build(subject, code, called)
+            kinds = ", ".join(dict.fromkeys(_kind(each) for each in called))
+            but = f", which calls its {len(called)} layers of {kinds}" if called else ""
+            logger.info("%s runs in the native library on the CPU%s.", subject.name, but)
+            return code.assumptions(subject.modules), found
+        except NotLowered as error:
+            found = str(error)
+    logger.info("%s runs operator by operator on the CPU: %s.", subject.name, found)
     return code.assumptions(subject.modules), found
 
 
-def _called_modules(subject: Traceable) -> list[nn.Module]:
-    """Linear layers that a program cannot stand for, and calls: adapters, and layers that others quantized, hooked or wrapped."""
+def _called_modules(subject: Traceable, known: tuple[str, ...]) -> list[nn.Module]:
+    """Linear layers that a program cannot stand for, and calls: of libraries that are not `known`, quantized, hooked or wrapped."""
     found, inside = [], set[int]()
     for module in subject.modules:  # outer ones come first
         is_linear = isinstance(getattr(module, "in_features", None), int)
-        if is_linear and id(module) not in inside and _peculiarity(module, subject.ours) is not None:
+        if is_linear and id(module) not in inside and _peculiarity(module, known) is not None:
             found.append(module)
             inside.update(map(id, all_modules(module)))
     return found
@@ -69,24 +75,23 @@ def _kind(module: nn.Module) -> str:
     return f"{own.__name__} ({own.__module__.partition('.')[0]})"
 
 
-def obstacle(subject: Traceable, called: list[nn.Module]) -> str | None:
+def obstacle(subject: Traceable, called: list[nn.Module], known: tuple[str, ...]) -> str | None:
     """Why a program recorded from one forward might be wrong for others; None if it is safe.
 
-    Modules that are not `called` must be torch's or transformers' own (in a drafter also ours), without hooks or wrappers: others keep
-    settings in places that `state_of` does not compare.
+    Modules that are not `called` must be of `known` libraries, without hooks or wrappers: others keep settings in places that `state_of`
+    does not compare.
     """
     text = None if subject.config is None else subject.config.get_text_config(decoder=True)
     kinds = {each.get("rope_type") for each in rope_parameters(getattr(text, "rope_parameters", None))}
     if kinds & {"dynamic", "longrope"} and not subject.ours:
         return "its rotary frequencies depend on the length of the text"
     inside = {id(inner) for each in called for inner in all_modules(each)}
-    own = (_peculiarity(each, subject.ours) for each in subject.modules if id(each) not in inside)
+    own = (_peculiarity(each, known) for each in subject.modules if id(each) not in inside)
     return next((each for each in own if each is not None), None)
 
 
-def _peculiarity(module: nn.Module, ours: bool) -> str | None:
+def _peculiarity(module: nn.Module, known: tuple[str, ...]) -> str | None:
     """Why a module cannot be recorded."""
-    known = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if ours else ()))
     name = type(module).__name__
     if not type(module).__module__.startswith(known):
         return f"{name} is neither torch's nor transformers'"

@@ -327,7 +327,8 @@ class Tape:
     def called(self, module: nn.Module, x: Value, shape, dtype) -> Value:
         """What a module makes of a tensor of as many rows."""
         refuse_if(
-            x.rows == Rows.ONE or x.register.ids is not None, f"a {type(module).__name__} of other than hidden states"
+            x.rows == Rows.ONE or x.register.ids is not None,
+            f"its {type(module).__name__}, which reads other than hidden states",
         )
         if x.register.features:
             x = self.copied(x)
