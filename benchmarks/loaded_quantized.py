@@ -379,7 +379,7 @@ def main() -> None:
                 found = {"mebibytes": round(num_bytes(target) / 2**20)}
                 try:
                     found |= measured(target, tokenizer, arguments.turns)
-                    found["path"] = path_of(target)
+                    found |= {"path": path_of(target), "mebibytes after a call": round(num_bytes(target) / 2**20)}
                 except UnsupportedModel as error:
                     found["path"] = f"refused: {error}"
                 results[f"{kind}, {name}"] = {"library": f"{library} {_version(library)}"} | found

@@ -1,4 +1,4 @@
-"""Fills the tables of docs/performance.md and docs/formats.md from the files in benchmarks/results.
+"""Fills the tables of docs/performance.md, docs/formats.md and docs/models.md from the files in benchmarks/results.
 
     python scripts/result_tables.py            # writes the pages
     python scripts/result_tables.py --check    # exit status 1 if a page shows other figures
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, RESULTS = (
-    [ROOT / "docs" / name for name in ("performance.md", "formats.md")],
+    [ROOT / "docs" / name for name in ("performance.md", "formats.md", "models.md")],
     ROOT / "benchmarks" / "results",
 )
 
@@ -93,6 +93,24 @@ def quantized() -> str:
         for name in names
     ]
     return table(["weights", "MiB", "1 token", *(f"{count} tokens" for count in tokens[1:])], rows)
+
+
+def loaded_quantized() -> str:
+    """Targets that other libraries have quantized: path, equal rows and CPU time over `generate()`, in float32 and bfloat16."""
+    results = read("loaded-quantized-cpu")["results"]
+    paths = {"native, layers called": "called", "dequantized, native": "whole", "native": "whole"}
+    rows = []
+    for kind in dict.fromkeys(name.rpartition(", ")[0] for name in results):
+        found = [results.get(f"{kind}, {dtype}", {}) for dtype in ("float32", "bfloat16")]
+        path = next(each["path"] for each in reversed(found) if each)
+        equal = "/".join(each["equal"].partition("/")[0] if "equal" in each else "–" for each in found)
+        times = ["/".join(_time(each, size) for each in found) for size in (1, 5)]
+        rows.append([kind, paths.get(path, "operators"), equal, *times, found[-1]["mebibytes"]])
+    return table(["weights", "path", "equal", "batch 1", "batch 5", "MiB"], rows)
+
+
+def _time(result: dict[str, Any], size: int) -> str:
+    return f"{result['over_plain'][f'batch {size}']['none']:.2f}" if "over_plain" in result else "–"
 
 
 def acceptance() -> str:
@@ -183,6 +201,7 @@ TABLES = {
     "encoder-decoder": encoder_decoder,
     "quantized": quantized,
     "latent": latent,
+    "loaded-quantized": loaded_quantized,
     "formats": formats,
 }
 

@@ -166,8 +166,8 @@ def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: 
     """Raise ValueError if a drafter or an option requires the target to read the whole prompt as ids."""
     if num_cached and decoder.generator.taps.whole_text:
         raise ValueError(
-            f"Method {decoder.config.method!r} reads hidden states of the whole text, and {CACHE} may hold an image, or text "
-            f"that input_ids leave out: pass the whole prompt without {CACHE}, or use a method that reads no hidden "
+            f"Method {decoder.config.method!r} reads hidden states of the whole text, and {CACHE} may hold an image, virtual "
+            f"tokens, or text that input_ids leave out: pass the whole prompt without {CACHE}, or use a method that reads no hidden "
             "states of it, like 'ngram'."
         )
     if num_cached and prompt_inputs is not None and decoder.target.recurrent is not None:

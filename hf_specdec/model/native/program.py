@@ -27,6 +27,11 @@ _POSITIONS_AT_FIRST = 1024
 _BYTES_PER_THREAD = 2 << 20  # of weights: a thread that reads fewer costs more at the barriers than it saves
 
 
+ModuleCall = Callable[
+    [dict[Rows, int], Sequence[torch.Tensor]], None
+]  # reads numbers of rows, and ids and positions [1, T]
+
+
 class ProgramOutput(NamedTuple):
     """A tensor that a program returns: its slot, dtype, elements per row, and what its rows are."""
 
@@ -108,7 +113,7 @@ class Program:
                 room = max(_POSITIONS_AT_FIRST, 2 * (highest + 1))
                 most = room if self.max_positions is None or highest >= self.max_positions else self.max_positions
                 self._fill_tables(min(room, most))
-            return self._call(inputs, features, num_outputs)
+            return self._call(inputs, features, num_outputs, (batch.input_ids, batch.position_ids))
 
     def run_rows(self, features: torch.Tensor) -> list[torch.Tensor]:
         """The outputs for features [n, F] of at most `most_tokens` rows, for programs that read nothing else."""
@@ -118,7 +123,11 @@ class Program:
             return self._call(inputs, features)
 
     def _call(
-        self, inputs: StepInputs, features: torch.Tensor | None, num_outputs: int | None = None
+        self,
+        inputs: StepInputs,
+        features: torch.Tensor | None,
+        num_outputs: int | None = None,
+        ids: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
         loaded = library()
         assert loaded is not None
@@ -140,7 +149,7 @@ class Program:
             if loaded.specdec_run(ops + first * OP.itemsize, last - first, slots, step, threads) >= 0:
                 raise IndexError("index out of range: an id or a position that the model has no embedding for")
             if last < num_ops:
-                self.calls[last](counts)
+                self.calls[last](counts, ids)
             first = last + 1
         return results
 
@@ -194,7 +203,7 @@ def assemble(
             for each, value in zip(returned, outputs, strict=True)
         ],
         {
-            index: _call_of(tape, step.call, memory, [int(slots[slot_of[id(each)]]) for each in _registers(step)])
+            index: _call_of(tape, step.call, memory, lambda value: int(slots[slot_of[id(value.register)]]))
             for index, step in enumerate(steps)
             if step.call is not None
         },
@@ -217,15 +226,17 @@ def _copy(tape: Tape, value: Value, output: Register) -> TapeStep:
     )
 
 
-def _call_of(tape: Tape, call: Call, memory: torch.Tensor, addresses: list[int]) -> Callable[[dict[Rows, int]], None]:
-    """Calls a module with the rows at one address, and writes what it returns to another."""
-    x_of, out_of = (_rows_at(tape, value, memory, at) for value, at in zip((call.x, call.out), addresses, strict=True))
+def _call_of(tape: Tape, call: Call, memory: torch.Tensor, address_of: Callable[[Value], int]) -> ModuleCall:
+    """Calls a module with the rows at one address, or with ids, and writes what it returns to another."""
+    given, out_of = call.x.register.ids, _rows_at(tape, call.out, memory, address_of(call.out))
+    x_of = None if given is not None else _rows_at(tape, call.x, memory, address_of(call.x))
 
-    def run(counts: dict[Rows, int]) -> None:
+    def run(counts: dict[Rows, int], ids: Sequence[torch.Tensor]) -> None:
         module, count = call.module(), counts[call.x.rows]
         assert module is not None
         # A copy: the module may keep what it reads, and the memory is used again.
-        out_of(count).copy_(module(x_of(count).clone(memory_format=torch.contiguous_format)).detach())
+        x = ids[given] if x_of is None else x_of(count).clone(memory_format=torch.contiguous_format)
+        out_of(count).copy_(module(x).detach())
 
     return run
 

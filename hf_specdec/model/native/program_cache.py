@@ -13,7 +13,7 @@ from ..options.native_weights import NativeWeight
 from ..structure import hooks_of, state_of
 from .check import Assumption, CalledCode, Traceable, build, hold
 from .program import Program
-from .trace import NotLowered
+from .trace import NotLowered, is_rotary
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,14 @@ def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
 
 
 def _called_modules(subject: Traceable, known: tuple[str, ...]) -> list[nn.Module]:
-    """Linear layers that a program cannot stand for, and calls: of libraries that are not `known`, quantized, hooked or wrapped."""
+    """Layers that a program cannot stand for, and calls: linear ones and those without modules inside, of libraries that are not `known`,
+    quantized or wrapped."""
     found, inside = [], set[int]()
     for module in subject.modules:  # outer ones come first
-        is_linear = isinstance(getattr(module, "in_features", None), int)
-        if is_linear and id(module) not in inside and _peculiarity(module, known) is not None:
+        is_layer = not module._modules or isinstance(getattr(module, "in_features", None), int)
+        if not is_layer or id(module) in inside or hooks_of(module) or is_rotary(module):
+            continue
+        if _peculiarity(module, known) is not None:
             found.append(module)
             inside.update(map(id, all_modules(module)))
     return found
@@ -95,7 +98,9 @@ def _peculiarity(module: nn.Module, known: tuple[str, ...]) -> str | None:
     name = type(module).__name__
     if not type(module).__module__.startswith(known):
         return f"{name} is neither torch's nor transformers'"
-    if hooks_of(module) or "forward" in vars(module):
+    if hooks_of(module) or (
+        "forward" in vars(module) and not is_rotary(module)
+    ):  # these compute tables whenever they may have changed
         return f"its {name} is hooked or wrapped"
     for each in (*module._parameters.values(), *module._buffers.values()):
         plain = (nn.Parameter, torch.Tensor, nn.Buffer, NativeWeight)

@@ -326,15 +326,15 @@ class Tape:
 
     def called(self, module: nn.Module, x: Value, shape, dtype) -> Value:
         """What a module makes of a tensor of as many rows."""
-        refuse_if(
-            x.rows == Rows.ONE or x.register.ids is not None,
-            f"its {type(module).__name__}, which reads other than hidden states",
-        )
+        is_id = x.register.ids is not None
+        if x.rows == Rows.ONE or bool(x.shift) or (is_id and x.shadow.dim() != 2):
+            raise NotLowered(f"what its {type(module).__name__} reads")
         if x.register.features:
             x = self.copied(x)
         self.row_axis(x)
         out = self.new(shape, dtype, x.rows)
-        self.add(Operation.CALL, x.rows, (1, 1, 1), out.place(), x.place(), call=Call(weakref.ref(module), x, out))
+        place = None if is_id else x.place()
+        self.add(Operation.CALL, x.rows, (1, 1, 1), out.place(), place, call=Call(weakref.ref(module), x, out))
         return out
 
     def selected(self, value: Value, dim: int, shape) -> Value:
@@ -514,6 +514,11 @@ _TELLS_PYTHON = {aten._local_scalar_dense.default, aten.equal.default, aten.nonz
 _ROTARY = ("RotaryEmbedding", "RotaryPositions")  # in the names of modules whose outputs depend on positions alone
 
 
+def is_rotary(module: nn.Module) -> bool:
+    """True for a module whose outputs depend on positions alone."""
+    return any(name in type(module).__name__ for name in _ROTARY)
+
+
 class TapeRecorder(ExclusiveMode):
     """Inside the context, operators of this thread are recorded.
 
@@ -541,7 +546,7 @@ class TapeRecorder(ExclusiveMode):
         self.reasons: dict[int, str] = {}  # why a tensor has no value
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # by layer: key heads, width, value heads, width
         self.problem: str | None = None
-        self._paused = 0
+        self._paused, self._profiles = 0, []
         tensors = [each for inner in modules for each in (*inner._parameters.values(), *inner._buffers.values())]
         self._own = {id(tensor) for tensor in tensors}
         self._panels = {id(tensor.panels) for tensor in tensors if isinstance(tensor, NativeWeight)}
@@ -691,14 +696,10 @@ class TapeRecorder(ExclusiveMode):
         """Inside the context, the outputs of rotary modules are recorded as rows of tables that the same module computes by position, and
         the modules in `called` as calls of them."""
         handles = []
-        rotary = [each for each in self.modules if any(name in type(each).__name__ for name in _ROTARY)]
-        hooked = [
-            (self._enter_rotary, self._leave_rotary, rotary),
-            (self._enter_called, self._leave_called, self.called),
-        ]
-        for *hooks, modules in hooked:
+        rotary = [each for each in self.modules if is_rotary(each)]
+        for then, modules in ((self._leave_rotary, rotary), (self._leave_called, self.called)):
             for module in modules:
-                enter, leave = (for_this_thread(hook, lambda *_: None) for hook in hooks)
+                enter, leave = (for_this_thread(hook, lambda *_: None) for hook in (self._enter, then))
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
@@ -707,23 +708,23 @@ class TapeRecorder(ExclusiveMode):
             for handle in handles:
                 handle.remove()
 
-    def _enter_called(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._paused += 1
-        self._profile = sys.getprofile()
-        sys.setprofile(None)  # its code is not taken for granted: it runs at every call
+        self._profiles.append(sys.getprofile())
+        sys.setprofile(None)  # what its code looks up is not taken for granted: the module itself is called
+
+    def _leave(self) -> None:
+        sys.setprofile(self._profiles.pop())
+        self._paused -= 1
 
     def _leave_called(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        sys.setprofile(self._profile)
-        self._paused -= 1
+        self._leave()
         if len(args) != 1 or kwargs or not all(isinstance(each, torch.Tensor) for each in (args[0], output)):
             raise NotLowered(f"its {type(module).__name__} is called with other than one tensor")
         self._follow(output, self.tape.called(module, self.value_of(args[0]), output.shape, output.dtype))
 
-    def _enter_rotary(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._paused += 1
-
     def _leave_rotary(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        self._paused -= 1
+        self._leave()
         assert self.batch is not None
         own = self.batch.position_ids
         given = [*args, *kwargs.values()]
