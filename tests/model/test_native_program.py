@@ -276,6 +276,27 @@ def test_adapters(dora, caplog):
         assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
 
 
+def test_wrapped_layers_are_called():
+    """With ids or hidden states, one copy of which a wrapper may keep; what they do may change from call to call."""
+    model, factors, seen = make("Llama"), [1.0], []
+    for each in (model.model.embed_tokens, model.model.layers[1].mlp.up_proj, model.model.norm, model.lm_head):
+
+        def wrapped(x, own=each.forward):
+            seen.append((x, x.clone()))
+            return own(x) * factors[-1]
+
+        each.forward = wrapped
+    native, operators = prepare(model), prepare(model, ModelOptions(native=False))
+    for factor in (1.0, 1.5):
+        factors.append(factor)
+        found = outputs(native, steps())
+        assert native.native.refused is None and len(seen) > 4
+        assert all(torch.equal(*pair) for pair in seen)
+        seen.clear()
+        for ours, own in zip(found, outputs(operators, steps()), strict=True):
+            assert is_close(ours.logits, own.logits)
+
+
 def test_an_id_outside_the_vocabulary_is_an_error():
     native = prepare(make("Llama"))
     with pytest.raises(IndexError, match="no embedding"):
