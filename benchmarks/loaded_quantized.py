@@ -9,6 +9,7 @@ The bundled model at the cost of a larger one, one thread, greedy, 32 tokens, ba
 Kinds whose library is missing are left out by name. With `--output`, kinds that are in the file already are replaced, others stay.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -88,11 +89,14 @@ def compressed(scheme: str, form: str) -> Callable[[str, torch.dtype], Any]:
         )  # fmt: skip
 
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
+        groups: Any = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
         apply_quantization_config(
             model,
             QuantizationConfig(
-                config_groups=groups, ignore=["lm_head"], quantization_status="initialized", format=form
+                config_groups=groups,
+                ignore=["lm_head"],
+                quantization_status=QuantizationStatus.INITIALIZED,
+                format=form,
             ),
         )
         for module in model.modules():
@@ -245,7 +249,7 @@ def gguf(folder: str, dtype: torch.dtype) -> Any:
                 gguf.GGMLQuantizationType.Q8_0 if name.endswith("_proj.weight") else gguf.GGMLQuantizationType.F32
             )
             own = gguf.quants.quantize(weight.numpy(), quantized)
-            writer.add_tensor(names.get_name(name, (".weight",)), own, raw_dtype=quantized)
+            writer.add_tensor(str(names.get_name(name, (".weight",))), own, raw_dtype=quantized)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -310,7 +314,8 @@ def path_of(model: Any) -> str:
     """What runs a decoding step of `none`."""
     target = get_decoder(model, parse_config(CONFIGS["none"])).target
     with target.active():
-        program = None if target.native is None else target.native._forward()
+        runner: Any = target.native
+        program = None if runner is None else runner._forward()
     path = "operators" if program is None else "native, layers called" if program.calls else "native"
     layer = next(each for name, each in model.named_modules() if name.endswith("q_proj"))
     weight = getattr(layer, "weight", None)
@@ -376,7 +381,7 @@ def main() -> None:
                     continue
                 dtype = getattr(torch, name)
                 target = load(folder, dtype).eval()
-                found = {"mebibytes": round(num_bytes(target) / 2**20)}
+                found: dict[str, Any] = {"mebibytes": round(num_bytes(target) / 2**20)}
                 try:
                     found |= measured(target, tokenizer, arguments.turns)
                     found |= {"path": path_of(target), "mebibytes after a call": round(num_bytes(target) / 2**20)}

@@ -73,15 +73,14 @@ def servers() -> str:
 
 
 def auto() -> str:
-    """Speed over `none` after the first texts: the best fixed method, and `auto`."""
-    rows = []
+    """Speed over `none` after the first texts: the best fixed method, and `auto`, at temperatures 0 and 1."""
+    rows: dict[str, list[list[str]]] = {}
     for cell in read("auto-cpu-f32-85M")["cells"]:
-        warm = cell["warm"]
-        best, of = warm["best"], warm["speed_up"]
-        rows.append(
-            [cell["task"], f"{cell['temperature']:g}", f"`{best}` {of[best]:.2f}", of["auto"], of["auto, kept"]]
-        )
-    return table(["task", "temperature", "best fixed method", "`auto`", "`auto`, kept"], rows)
+        best, of = cell["warm"]["best"], cell["warm"]["speed_up"]
+        own = [f"`{best}` {of[best]:.2f}", f"{of['auto']:.2f}", f"{of['auto, kept']:.2f}"]
+        rows.setdefault(cell["task"], []).append(own)
+    cells = [[task, *map("/".join, zip(*own, strict=True))] for task, own in rows.items()]
+    return table(["task", "best fixed method", "`auto`", "`auto`, kept"], cells)
 
 
 def quantized() -> str:
@@ -96,21 +95,20 @@ def quantized() -> str:
 
 
 def loaded_quantized() -> str:
-    """Targets that other libraries have quantized: path, equal rows and CPU time over `generate()`, in float32 and bfloat16."""
+    """Targets that other libraries have quantized: path, equal rows and CPU time over `generate()`, in float32/bfloat16."""
     results = read("loaded-quantized-cpu")["results"]
-    paths = {"native, layers called": "called", "dequantized, native": "whole", "native": "whole"}
-    rows = []
-    for kind in dict.fromkeys(name.rpartition(", ")[0] for name in results):
+    paths = {"operators": "operators", "native": "whole", "dequantized, native": "whole"}
+    rows: dict[tuple[str, str], list[list[str]]] = {}
+    for kind in dict.fromkeys(name.rpartition(", ")[0] for name in results if not name.startswith("unquantized")):
         found = [results.get(f"{kind}, {dtype}", {}) for dtype in ("float32", "bfloat16")]
-        path = next(each["path"] for each in reversed(found) if each)
-        equal = "/".join(each["equal"].partition("/")[0] if "equal" in each else "–" for each in found)
-        times = ["/".join(_time(each, size) for each in found) for size in (1, 5)]
-        rows.append([kind, paths.get(path, "operators"), equal, *times, found[-1]["mebibytes"]])
-    return table(["weights", "path", "equal", "batch 1", "batch 5", "MiB"], rows)
-
-
-def _time(result: dict[str, Any], size: int) -> str:
-    return f"{result['over_plain'][f'batch {size}']['none']:.2f}" if "over_plain" in result else "–"
+        library, _, weights = kind.partition(" ")
+        equal = "/".join(each.get("equal", "–").partition("/")[0] for each in found)
+        times = [each.get("over_plain", {}).get("batch 1", {}).get("none") for each in found]
+        speed = "/".join("–" if each is None else f"{each:.2f}" for each in times)
+        own = rows.setdefault((library, paths.get(found[1]["path"], "called")), [])
+        own.append([weights.replace(", ", " "), equal, speed])
+    cells = [[key[0], *map(", ".join, zip(*own, strict=True)), key[1]] for key, own in rows.items()]
+    return table(["", "weights", "equal", "CPU time", "path"], cells)
 
 
 def acceptance() -> str:

@@ -27,9 +27,8 @@ _POSITIONS_AT_FIRST = 1024
 _BYTES_PER_THREAD = 2 << 20  # of weights: a thread that reads fewer costs more at the barriers than it saves
 
 
-ModuleCall = Callable[
-    [dict[Rows, int], Sequence[torch.Tensor]], None
-]  # reads numbers of rows, and ids and positions [1, T]
+# Calls a module, given the numbers of rows, and ids and positions [1, T].
+ModuleCall = Callable[[dict[Rows, int], Sequence[torch.Tensor]], None]
 
 
 class ProgramOutput(NamedTuple):
@@ -56,9 +55,7 @@ class Program:
     tables: list[tuple[int, Table]]  # slot and table of each table by position
     features: int | None  # slot of the features that the caller passes; None: the program reads none
     outputs: list[ProgramOutput]
-    calls: dict[
-        int, Callable[[dict[Rows, int]], None]
-    ]  # by index of the operation: calls a module, given the numbers of rows
+    calls: dict[int, ModuleCall]  # by index of the operation
     pools: dict[int, tuple[int, ...]]  # by layer: key heads, width, value heads, value width
     dtype: torch.dtype  # of keys and values
     # that the model was built for; its rotary module may have no angles after them. None: unknown
@@ -228,14 +225,14 @@ def _copy(tape: Tape, value: Value, output: Register) -> TapeStep:
 
 def _call_of(tape: Tape, call: Call, memory: torch.Tensor, address_of: Callable[[Value], int]) -> ModuleCall:
     """Calls a module with the rows at one address, or with ids, and writes what it returns to another."""
-    given, out_of = call.x.register.ids, _rows_at(tape, call.out, memory, address_of(call.out))
-    x_of = None if given is not None else _rows_at(tape, call.x, memory, address_of(call.x))
+    kind, out_of = call.x.register.ids, _rows_at(tape, call.out, memory, address_of(call.out))
+    x_of = None if kind is not None else _rows_at(tape, call.x, memory, address_of(call.x))
 
     def run(counts: dict[Rows, int], ids: Sequence[torch.Tensor]) -> None:
         module, count = call.module(), counts[call.x.rows]
         assert module is not None
         # A copy: the module may keep what it reads, and the memory is used again.
-        x = ids[given] if x_of is None else x_of(count).clone(memory_format=torch.contiguous_format)
+        x = ids[kind or 0] if x_of is None else x_of(count).clone(memory_format=torch.contiguous_format)
         out_of(count).copy_(module(x).detach())
 
     return run

@@ -17,6 +17,7 @@ from .trace import NotLowered, is_rotary
 
 logger = logging.getLogger(__name__)
 
+_ADAPTERS = ("peft.",)
 # the subject's state, what was assumed, and the program under both or why none can be made
 Made = tuple[tuple, list[Assumption], Program | str]
 
@@ -37,24 +38,28 @@ def current_program(subject: Traceable, made: dict[Any, Made]) -> Program | str:
 
 
 def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
-    tried, own = None, ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
-    for known in ((*own, "peft."), own):  # adapters are recorded, or else called
-        called = _called_modules(subject, known)
-        if called == tried:
-            break
-        code, tried = CalledCode(), called
-        try:
-            problem = obstacle(subject, called, known)
-            if problem is not None:
-                raise NotLowered(problem)
-            found: Program | str = build(subject, code, called)
-            kinds = ", ".join(dict.fromkeys(_kind(each) for each in called))
-            but = f", which calls its {len(called)} layers of {kinds}" if called else ""
-            logger.info("%s runs in the native library on the CPU%s.", subject.name, but)
-            return code.assumptions(subject.modules), found
-        except NotLowered as error:
-            found = str(error)
-    logger.info("%s runs operator by operator on the CPU: %s.", subject.name, found)
+    own = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
+    assumptions, found = _tried(subject, own + _ADAPTERS)
+    if isinstance(found, str) and any(type(each).__module__.startswith(_ADAPTERS) for each in subject.modules):
+        assumptions, found = _tried(subject, own)  # adapters are called
+    if isinstance(found, str):
+        logger.info("%s runs operator by operator on the CPU: %s.", subject.name, found)
+    return assumptions, found
+
+
+def _tried(subject: Traceable, known: tuple[str, ...]) -> tuple[list[Assumption], Program | str]:
+    """The program if modules of `known` libraries are recorded, or why there is none."""
+    code, called = CalledCode(), _called_modules(subject, known)
+    problem = obstacle(subject, called, known)
+    try:
+        if problem is not None:
+            raise NotLowered(problem)
+        found: Program | str = build(subject, code, called)
+        kinds = ", ".join(dict.fromkeys(_kind(each) for each in called))
+        but = f", which calls its {len(called)} layers of {kinds}" if called else ""
+        logger.info("%s runs in the native library on the CPU%s.", subject.name, but)
+    except NotLowered as error:
+        found = str(error)
     return code.assumptions(subject.modules), found
 
 
