@@ -199,8 +199,8 @@ TABLES = {
     "encoder-decoder": encoder_decoder,
     "quantized": quantized,
     "latent": latent,
-    "loaded-quantized": loaded_quantized,
     "formats": formats,
+    "loaded-quantized": loaded_quantized,
 }
 
 

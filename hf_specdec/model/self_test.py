@@ -323,7 +323,7 @@ class _Expected:
             raise UnsupportedModel(f"{what}. Quantize weights only, or call generate() without speculative_config.")
         if others:
             logger.warning("%s: greedy texts may depend on drafts.", what.format(", ".join(others), name))
-        if alone:
+        if alone and self.packed.model.dtype in _MOST_NOISE:
             text = "%s of %s rounds its inputs, so near ties of logits are more frequent: greedy texts may differ from generate()'s."
             logger.warning(text, ", ".join(alone), name)
 

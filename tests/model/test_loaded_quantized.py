@@ -13,6 +13,7 @@ import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.kernels.native import library
 from hf_specdec.model.options.quantized import num_bytes
+from hf_specdec.model.rounded_inputs import rounding_layers
 
 CONFIGS = [
     {"method": "none"},
@@ -71,3 +72,14 @@ def test_text_is_that_of_the_quantized_model(kind, caplog):
         paths = [record.message for record in caplog.records if "in the native library" in record.message]
         assert any("which calls its" in path and f"({name.partition('.')[0]})" in path for path in paths)
     assert num_bytes(model) == size, "memory as loaded"
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "torchao int8, dynamic"])
+def test_rounding_is_told_apart_in_bfloat16(kind):
+    """So that a program of such a model is compared with what its rounding allows."""
+    pytest.importorskip("torchao")
+    _, config, rounds = KINDS[kind]
+    folder = hf_specdec.bundled("tiny")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config()).eval()
+    with torch.no_grad():
+        assert rounding_layers(model, model.device) == ([], ["Linear (torchao)"] if rounds else [])
