@@ -31,6 +31,7 @@ from .model.prepare import ModelOptions, prepare
 from .model.self_test import check, is_intervened
 from .model.structure import hooks_in, structure_of
 from .refusals import check_inputs, check_mode, check_model
+from .virtual_tokens import with_virtual_tokens
 
 _lock = threading.RLock()
 _models_in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -63,7 +64,12 @@ def specdec_decoding(
     """The generation mode of `speculative_config`: `generate()` calls it instead of `_sample`."""
     config: SpeculativeConfig = vars(generation_config)["speculative_config"]  # parsed: see check_call
     input_ids = cast(torch.LongTensor, input_ids.long())
+    model_kwargs, offsets = with_virtual_tokens(model, input_ids, model_kwargs)
     is_more_than_ids = check_inputs(model, input_ids, generation_config, model_kwargs)
+    if is_more_than_ids and offsets is not None:
+        raise UnsupportedModel(
+            "PEFT's virtual tokens work before prompts of text only: call generate() without speculative_config."
+        )
     with_encoder = is_encoder_decoder(model)
     seed = config.seed
     if seed is None:
@@ -88,6 +94,7 @@ def specdec_decoding(
             synced_gpus=synced_gpus,
             cache=None if with_encoder else model_kwargs.get(CACHE),
             prompt_inputs=model_kwargs if is_more_than_ids else None,
+            offsets=offsets,
             sources=sources_of(model, inputs_tensor, model_kwargs, config.block_size) if with_encoder else None,
             predictions=predictions_of(config, input_ids.shape[0], tokenizer, decoder.target.vocab_size),
         )

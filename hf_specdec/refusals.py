@@ -87,14 +87,6 @@ def check_model(
         raise UnsupportedModel(
             f"{own.__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
         )
-    # PEFT replaces this method on the model while it generates with virtual tokens.
-    prepare = vars(model).get(_PREPARE)
-    peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
-    if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
-        raise UnsupportedModel(
-            f"PEFT's {peft_config.peft_type.value} adds virtual tokens outside the prompt, which speculative_config does not support; "
-            "LoRA and other weight adapters work."
-        )
 
 
 def _check_adapters(model: PreTrainedModel) -> None:

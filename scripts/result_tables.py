@@ -1,4 +1,4 @@
-"""Fills the tables of docs/performance.md and docs/formats.md from the files in benchmarks/results.
+"""Fills the tables of docs/performance.md, docs/formats.md and docs/models.md from the files in benchmarks/results.
 
     python scripts/result_tables.py            # writes the pages
     python scripts/result_tables.py --check    # exit status 1 if a page shows other figures
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, RESULTS = (
-    [ROOT / "docs" / name for name in ("performance.md", "formats.md")],
+    [ROOT / "docs" / name for name in ("performance.md", "formats.md", "models.md")],
     ROOT / "benchmarks" / "results",
 )
 
@@ -73,15 +73,14 @@ def servers() -> str:
 
 
 def auto() -> str:
-    """Speed over `none` after the first texts: the best fixed method, and `auto`."""
-    rows = []
+    """Speed over `none` after the first texts: the best fixed method, and `auto`, at temperatures 0 and 1."""
+    rows: dict[str, list[list[str]]] = {}
     for cell in read("auto-cpu-f32-85M")["cells"]:
-        warm = cell["warm"]
-        best, of = warm["best"], warm["speed_up"]
-        rows.append(
-            [cell["task"], f"{cell['temperature']:g}", f"`{best}` {of[best]:.2f}", of["auto"], of["auto, kept"]]
-        )
-    return table(["task", "temperature", "best fixed method", "`auto`", "`auto`, kept"], rows)
+        best, of = cell["warm"]["best"], cell["warm"]["speed_up"]
+        own = [f"`{best}` {of[best]:.2f}", f"{of['auto']:.2f}", f"{of['auto, kept']:.2f}"]
+        rows.setdefault(cell["task"], []).append(own)
+    cells = [[task, *map("/".join, zip(*own, strict=True))] for task, own in rows.items()]
+    return table(["task", "best fixed method", "`auto`", "`auto`, kept"], cells)
 
 
 def quantized() -> str:
@@ -93,6 +92,23 @@ def quantized() -> str:
         for name in names
     ]
     return table(["weights", "MiB", "1 token", *(f"{count} tokens" for count in tokens[1:])], rows)
+
+
+def loaded_quantized() -> str:
+    """Targets that other libraries have quantized: path, equal rows and CPU time over `generate()`, in float32/bfloat16."""
+    results = read("loaded-quantized-cpu")["results"]
+    paths = {"operators": "operators", "native": "whole", "dequantized, native": "whole"}
+    rows: dict[tuple[str, str], list[list[str]]] = {}
+    for kind in dict.fromkeys(name.rpartition(", ")[0] for name in results if not name.startswith("unquantized")):
+        found = [results.get(f"{kind}, {dtype}", {}) for dtype in ("float32", "bfloat16")]
+        library, _, weights = kind.partition(" ")
+        equal = "/".join(each.get("equal", "–").partition("/")[0] for each in found)
+        times = [each.get("over_plain", {}).get("batch 1", {}).get("none") for each in found]
+        speed = "/".join("–" if each is None else f"{each:.2f}" for each in times)
+        own = rows.setdefault((library, paths.get(found[1]["path"], "called")), [])
+        own.append([weights.replace(", ", " "), equal, speed])
+    cells = [[key[0], *map(", ".join, zip(*own, strict=True)), key[1]] for key, own in rows.items()]
+    return table(["", "weights", "equal", "CPU time", "path"], cells)
 
 
 def acceptance() -> str:
@@ -184,6 +200,7 @@ TABLES = {
     "quantized": quantized,
     "latent": latent,
     "formats": formats,
+    "loaded-quantized": loaded_quantized,
 }
 
 

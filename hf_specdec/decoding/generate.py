@@ -56,6 +56,7 @@ def decode(
     prompt_inputs: dict[str, Any] | None = None,
     sources: list[Source] | None = None,
     predictions: list[list[int]] | None = None,
+    offsets: list[int] | None = None,
 ):
     """Decode a static batch to its end.
 
@@ -70,6 +71,7 @@ def decode(
             prompts (see `model.prompt`), because they are more than ids; None: they are read as ids.
         sources: what the encoder of an encoder-decoder model has read, by row; None: the model is decoder-only.
         predictions: ids that are expected to be written, by row; None: nothing is expected.
+        offsets: by row, position minus index of the tokens after `cache`; None: as the model counts.
 
     Returns: int64 [B, S + n], or one of the classes in `outputs`.
 
@@ -92,13 +94,12 @@ def decode(
     )
     if sources is not None:
         offsets = position_offsets(decoder.target.model, columns, [seq.tokens for seq in sequences])
-        for seq, offset in zip(sequences, offsets, strict=True):
-            seq.position_offset = offset
     if predictions is not None:
         for seq, ids in zip(sequences, predictions, strict=True):
             seq.prediction = Prediction(ids)
-    for seq in sequences:
-        check_length(decoder.target.model, seq.prompt_length, seq.max_length)
+    for seq, offset in zip(sequences, offsets or [0] * len(sequences), strict=True):
+        seq.position_offset = offset
+        check_length(decoder.target.model, seq.prompt_length + offset, seq.max_length + offset)
     num_cached = _num_reused(decoder, cache, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
     tensors = [RowTensors() for _ in sequences]
     observer = observer_for(
@@ -173,8 +174,8 @@ def check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: d
     """Raise ValueError if a drafter or an option requires the target to read the whole prompt as ids."""
     if num_cached and decoder.generator.taps.whole_text:
         raise ValueError(
-            f"Method {decoder.config.method!r} reads hidden states of the whole text, and {CACHE} may hold an image, or text "
-            f"that input_ids leave out: pass the whole prompt without {CACHE}, or use a method that reads no hidden "
+            f"Method {decoder.config.method!r} reads hidden states of the whole text, and {CACHE} may hold an image, virtual "
+            f"tokens, or text that input_ids leave out: pass the whole prompt without {CACHE}, or use a method that reads no hidden "
             "states of it, like 'ngram'."
         )
     if num_cached and prompt_inputs is not None and decoder.target.recurrent is not None:

@@ -76,6 +76,7 @@ class PackedModel:
 
     Attributes:
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
+        rounds: its linear layers round what they read, so that rounding errors grow. Set there, too.
         recurrent: its layers with a recurrent or convolutional state; None: it has none.
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
         chooses_states: `choose_states` may change `replays_drafts`.
@@ -103,6 +104,7 @@ class PackedModel:
         self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
         self.is_latent = is_latent(model)
+        self.rounds = False
         self.replays_drafts, self.chooses_states = False, False
         self.window: int | Window | None = None
         self.cache_bytes: int | None = None

@@ -11,16 +11,17 @@ from transformers import PreTrainedModel
 from .architectures import all_modules
 
 # Relative errors of products of random rows. Measured on CPUs: a layer that rounds with other rows (bitsandbytes int8) differs by 8e-3; one
-# that rounds by itself is nonlinear by 3e-3 (bf16) to 4e-2 (fp8); weight-only formats by 4e-7 in float32 and 4e-3 in bfloat16.
-_WITH_OTHERS, _NONLINEAR = 5e-3, 1e-3
+# that rounds by itself is nonlinear by 3e-3 (bf16) to 4e-2 (fp8), in bfloat16 by 2e-2 to 7e-2; weight-only formats by 4e-7 in float32 and
+# 5e-3 to 8e-3 in bfloat16.
+_WITH_OTHERS, _NONLINEAR, _NONLINEAR_LOW_PRECISION = 5e-3, 1e-3, 1.2e-2
 # Layers of these round nothing, or are no products.
 _PLAIN = ("torch.nn.", "torch.distributed.", "transformers.models.", "peft.")
 
 
 def rounding_layers(model: PreTrainedModel, device: torch.device) -> tuple[list[str], list[str]]:
-    """The kinds of linear layers that round their inputs by the other rows of a product; and, in float32, those that round each row
-    alone. One layer of a kind is run, in models that were loaded quantized, or whose weights or layers are of a library that quantizes.
-    The model has run before: some layers quantize at their first call.
+    """The kinds of linear layers that round their inputs by the other rows of a product; and those that round each row alone. One layer of
+    a kind is run, in models that were loaded quantized, or whose weights or layers are of a library that quantizes. The model has run
+    before: some layers quantize at their first call.
     """
     kinds, is_quantized = {}, getattr(model, "hf_quantizer", None) is not None
     for module in all_modules(model):
@@ -35,10 +36,11 @@ def rounding_layers(model: PreTrainedModel, device: torch.device) -> tuple[list[
         by_itself = layer(first)
         if _difference(layer(torch.cat([first, 100 * second], dim=1))[:, :1], by_itself) > _WITH_OTHERS:
             others.append(name)
-        elif model.dtype == torch.float32:
-            added = layer(first + second) - by_itself
-            if _difference(layer(third + second) - layer(third), added) > _NONLINEAR:
-                alone.append(name)
+            continue
+        added = layer(first + second) - by_itself
+        most = _NONLINEAR if model.dtype == torch.float32 else _NONLINEAR_LOW_PRECISION
+        if _difference(layer(third + second) - layer(third), added) > most:
+            alone.append(name)
     return others, alone
 
 

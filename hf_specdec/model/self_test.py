@@ -36,10 +36,11 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, tor
 # limit is high only for low precision, where one rounding can choose other experts. A wrong mask costs about the whole spread.
 _NOISE_FACTOR = 10
 _MOST_NOISE = {torch.float64: 1e-4, torch.float32: 1e-2}
-_MOST_NOISE_LOW_PRECISION = 0.25
+MOST_NOISE_LOW_PRECISION = 0.25
 _NUDGE = 1e-4  # relative change of embeddings that makes layers which round their inputs round some of them otherwise
 
-_verdicts: dict[tuple, str] = {}  # "paged" or "gather"; refusals are not kept, because what was in the way may go
+# How it attends, "paged" or "gather", and whether its layers round; refusals are not kept, because what was in the way may go.
+_verdicts: dict[tuple, tuple[str, bool]] = {}
 _MOST_VERDICTS = 256  # the oldest goes first
 
 
@@ -128,7 +129,8 @@ def check(packed: PackedModel) -> None:
     """Compare a short packed forward with the model's own, once per configuration and all that the forward calls. Where others
     intervene, a verdict holds for one call: a vector or a flag that a hook reads is nowhere to be seen.
 
-    Sets `packed.gather` if attention through pages is wrong but attention to gathered keys is right, and logs one warning.
+    Sets `packed.gather` if attention through pages is wrong but attention to gathered keys is right, and logs one warning. Sets
+    `packed.rounds`.
     Costs three forwards over about ten tokens each. Does nothing inside another PackedModel's `active()` of the same model,
     because the model's own attention is replaced there.
 
@@ -138,7 +140,7 @@ def check(packed: PackedModel) -> None:
     if packed.config._attn_implementation == ATTENTION_NAME:
         return
     # If pages are wrong for the whole model, its first layers are not tried with pages, and there is no second warning.
-    if packed.num_layers is not None and _verdicts.get(signature(packed, whole=True)) == "gather":
+    if packed.num_layers is not None and _verdicts.get(signature(packed, whole=True), [""])[0] == "gather":
         packed.gather = True
     key = signature(packed)
     known = int(key in _verdicts and not interventions(packed.model))
@@ -149,7 +151,8 @@ def check(packed: PackedModel) -> None:
             _verdicts[key] = _judge(packed)
         if len(_verdicts) > _MOST_VERDICTS:
             del _verdicts[next(iter(_verdicts))]
-    packed.gather = _verdicts[key] == "gather"
+    way, packed.rounds = _verdicts[key]
+    packed.gather = way == "gather"
 
 
 def is_intervened(packed: PackedModel) -> bool:
@@ -173,8 +176,9 @@ def signature(packed: PackedModel, whole: bool = False) -> tuple:
     return kind, size, packed.config._attn_implementation, model.dtype, layers, packed.gather, config
 
 
-def _judge(packed: PackedModel) -> str:
-    """The first way to attend, "paged" or "gather", that gives the model's own logits. Raises UnsupportedModel if neither does."""
+def _judge(packed: PackedModel) -> tuple[str, bool]:
+    """The first way to attend, "paged" or "gather", that gives the model's own logits, and whether its layers round what they read.
+    Raises UnsupportedModel if neither does."""
     name = type(packed.model).__name__
     what = name if packed.num_layers is None else f"{name} with its first {packed.num_layers} layers"
     expected = _Expected(packed)
@@ -188,7 +192,7 @@ def _judge(packed: PackedModel) -> str:
             if problems:
                 message = "%s: with attention through the paged cache, %s. It runs with gathered keys instead, which is slower."
                 logger.warning(message, what, problems[0])
-            return way
+            return way, expected.rounds
         problems.append(problem)
     others = ", ".join(interventions(packed.model))
     because = f" Rows are packed into one line of tokens, which these must not notice: {others}." if others else ""
@@ -211,9 +215,9 @@ def problem_of(packed: PackedModel, expected: _Expected | None = None) -> str | 
     if error > tolerance:
         # Low precision and sparse experts can be noisier: measure how much the model itself varies from batch to batch.
         limit = (
-            _MOST_NOISE_LOW_PRECISION
+            MOST_NOISE_LOW_PRECISION
             if expected.rounds
-            else _MOST_NOISE.get(packed.model.dtype, _MOST_NOISE_LOW_PRECISION)
+            else _MOST_NOISE.get(packed.model.dtype, MOST_NOISE_LOW_PRECISION)
         )
         tolerance = max(tolerance, min(_NOISE_FACTOR * expected.noise(), limit))
     if error <= tolerance:
@@ -319,7 +323,7 @@ class _Expected:
             raise UnsupportedModel(f"{what}. Quantize weights only, or call generate() without speculative_config.")
         if others:
             logger.warning("%s: greedy texts may depend on drafts.", what.format(", ".join(others), name))
-        if alone:
+        if alone and self.packed.model.dtype in _MOST_NOISE:
             text = "%s of %s rounds its inputs, so near ties of logits are more frequent: greedy texts may differ from generate()'s."
             logger.warning(text, ", ".join(alone), name)
 

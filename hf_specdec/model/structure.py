@@ -26,6 +26,7 @@ from . import architectures
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _NO_MATTER = ("transformers.utils.output_capturing", "hf_specdec.model.architectures", "hf_specdec.model.native.trace")
 _next_number = itertools.count().__next__
+_NO_SETTINGS = {"forward", *(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))}
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
 _LIBRARIES = ("torch.nn.", "transformers.", "transformers_modules.", "peft.", "hf_specdec.")
 _WRAPPERS = (
@@ -115,7 +116,7 @@ def state_of(modules: Iterable[nn.Module]) -> tuple:
         kind, own = type(module), vars(module)
         if own.get("config") is not None:
             configs[id(own["config"])] = own["config"]
-        settings = [_setting(value) for name, value in own.items() if name != "forward"]
+        settings = [_setting(value) for name, value in own.items() if name not in _NO_SETTINGS]
         known = tuple(setting for setting in settings if setting is not _NONE)
         found.append((kind, kind.forward, kind.__call__, known, hooks_of(module), "forward" in own))
         for tensors in (module._parameters, module._buffers):
@@ -138,6 +139,8 @@ def _setting(value: Any) -> Any:
         return value
     if type(value) in (tuple, list) and all(type(each) in _SCALARS for each in value):
         return tuple(value)
+    if type(value) is dict:  # PEFT's settings by adapter
+        return tuple((key, _setting(each)) for key, each in value.items() if type(key) in _SCALARS)
     return number_of(value) if type(value) in _FUNCTIONS else _NONE
 
 

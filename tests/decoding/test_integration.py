@@ -21,12 +21,13 @@ import torch
 import transformers.generation.utils as generation_utils
 from oracle import assert_clean, drafter_of, ragged, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.generation import GenerationMixin
 
 import hf_specdec
 from hf_specdec import integration
 from hf_specdec.candidate_generators.draft_model import generator as drafter_loading
+from hf_specdec.core.errors import UnsupportedModel
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -266,9 +267,9 @@ def test_pipeline(model, tokenizer, monkeypatch):
 # ---- models that are not plain --------------------------------------------------------------------------------------
 
 
-def assert_like_plain(model, configs, **kwargs):
-    inputs = ragged([6, 9, 4])
-    plain = model.generate(**inputs, max_new_tokens=10, **kwargs)
+def assert_like_plain(model, configs, lengths=(6, 9, 4), plain=None, **kwargs):
+    inputs = ragged(lengths)
+    plain = model.generate(**inputs, max_new_tokens=10, **kwargs) if plain is None else plain(**inputs)
     for name, config in {**configs, "early exit": {"method": "draft_model", "early_exit": 2}}.items():
         assert torch.equal(model.generate(**inputs, max_new_tokens=10, speculative_config=config, **kwargs), plain), (
             name
@@ -276,13 +277,30 @@ def assert_like_plain(model, configs, **kwargs):
     return plain
 
 
+def lora(**options):
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **options)
+
+
 @pytest.mark.parametrize(
-    "options", [{"target_modules": ["q_proj", "v_proj", "down_proj"]}, {"target_modules": ["q_proj"], "use_dora": True}]
+    "adapters",
+    [
+        [lora(target_modules=["q_proj", "v_proj", "down_proj"])],
+        [lora(target_modules=["q_proj"], use_dora=True)],
+        [lora(target_modules=["q_proj", "down_proj"]), lora(target_modules=["q_proj", "o_proj"])],
+        [peft.IA3Config(task_type="CAUSAL_LM", init_ia3_weights=False)],
+    ],
+    ids=["LoRA", "DoRA", "two at once", "IA3"],
 )
-def test_peft_lora(model, configs, options):
+def test_peft_adapters(model, configs, adapters):
     plain = model.generate(**ragged([6, 9, 4]), max_new_tokens=10)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **options)
-    adapted = peft.get_peft_model(copy.deepcopy(model), config).eval()
+    adapted = peft.get_peft_model(copy.deepcopy(model), adapters[0], "0").eval()
+    for number, config in enumerate(adapters[1:], start=1):
+        adapted.add_adapter(str(number), config)
+    adapted.base_model.set_adapter([str(number) for number in range(len(adapters))])
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.ndim == 2 and 1 in parameter.shape:  # of IA3, which begins close to 1
+            torch.nn.init.uniform_(parameter, 0.2, 2)
+    assert_like_plain(adapted, configs, [7])
     output = assert_like_plain(adapted, configs)
     assert not torch.equal(output, plain), "the adapter must matter"
     with adapted.disable_adapter():
@@ -300,11 +318,40 @@ def test_peft_lora(model, configs, options):
     ],
     ids=lambda config: config.peft_type.value,
 )
-def test_peft_virtual_tokens_are_refused(model, config):
+def test_peft_virtual_tokens(model, configs, config):
+    """As PEFT's forward has them, also in padded rows, where positions after embeddings count the padding, and after keys do not.
+
+    PEFT 0.21's `generate()` has them too on transformers 5.17; on 5.24 it repeats embeddings at every step, and forgets keys.
+    """
+    plain = model.generate(**ragged([6, 9, 4]), max_new_tokens=10)
     adapted = peft.get_peft_model(copy.deepcopy(model), config).eval()
-    with pytest.raises(ValueError, match="virtual tokens"):
-        adapted.generate(**ragged([5]), max_new_tokens=2, speculative_config=NGRAM)
-    assert adapted.generate(**ragged([5]), max_new_tokens=2).shape[1] == 7
+    for parameter in adapted.prompt_encoder.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def by_forwards(input_ids, attention_mask):
+        ids, mask = input_ids, attention_mask
+        for _ in range(10):
+            more = {"position_ids": mask.cumsum(1) - 1} if config.peft_type == "PREFIX_TUNING" else {}
+            logits = adapted(input_ids=ids, attention_mask=mask, **more).logits
+            ids, mask = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1), torch.cat([mask, mask[:, -1:]], dim=1)
+        return ids
+
+    for lengths in ([6, 9, 4, 7, 2], [6]):
+        assert_like_plain(adapted, configs, lengths, by_forwards, eos_token_id=None)
+    found = assert_like_plain(adapted, configs, plain=by_forwards, eos_token_id=None)
+    assert not torch.equal(found, plain), "the virtual tokens must matter"
+    call = {**ragged([6, 3]), "max_new_tokens": 6, "do_sample": True}
+    found = [
+        adapted.generate(**call, speculative_config={**each, "seed": 3}, return_dict_in_generate=True)
+        for each in (NGRAM, {"method": "none"})
+    ]
+    assert torch.equal(*(each.sequences for each in found))
+    assert found[0].past_key_values.get_seq_length() == 3 + 11
+    for wrong in ({"past_key_values": DynamicCache()}, {"attention_mask": torch.tensor([[1] * 6, [1, 0, 0, 1, 1, 1]])}):
+        with pytest.raises(UnsupportedModel, match="virtual tokens"):
+            adapted.generate(**{**call, **wrong}, speculative_config=NGRAM)
+    assert_like_plain(model, configs)
 
 
 @pytest.mark.parametrize("how", ["device_map", "dispatch", "cpu_offload", "disk_offload"])

@@ -96,7 +96,7 @@ def test_the_comparison_would_see_a_difference(model, prompts, errors, monkeypat
     errors["forward"].clear()
     call = program.Program._call
     monkeypatch.setattr(
-        program.Program, "_call", lambda self, inputs, x, n=None: call(self, inputs, x if x is None else x * 1.01, n)
+        program.Program, "_call", lambda self, inputs, x, *more: call(self, inputs, x if x is None else x * 1.01, *more)
     )
     drafted(model, prompts, HEADS["eagle3"])
     assert max(errors["forward"]) > 1e-4

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import logging
 import sys
 import threading
 import weakref
@@ -247,18 +248,53 @@ def test_a_write_during_a_call_takes_effect():
     assert is_close(first, wanted[0].logits) and is_close(second, 2 * wanted[1].logits)
 
 
-def test_adapters_run_operator_by_operator():
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_adapters(dora, caplog):
+    """LoRA is part of the program; DoRA, which is not lowered, is called between its parts. Both as their settings are at the time."""
     peft = pytest.importorskip("peft")
     model = make("Llama")
     native = prepare(model)
     outputs(native, steps(), 1)
-    adapted = peft.inject_adapter_in_model(
-        peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False), model
-    ).eval()
-    found = outputs(native, steps())
-    assert "neither torch's nor transformers'" in native.native.refused
-    wanted = outputs(prepare(adapted, ModelOptions(native=False)), steps())
-    assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, use_dora=dora)
+    adapted = peft.inject_adapter_in_model(config, model).eval()
+    with caplog.at_level(logging.INFO, logger="hf_specdec.model.native"):
+        outputs(native, steps(), 1)
+    assert native.native.refused is None
+    assert ("which calls its 6 layers of Linear (peft)" in caplog.text) == dora
+    operators = prepare(adapted, ModelOptions(native=False))
+    layer = adapted.model.layers[2].mlp.down_proj
+    changes = (
+        None,
+        lambda: layer.scale_layer(3),
+        lambda: layer.enable_adapters(False),
+        lambda: layer.enable_adapters(True),
+    )
+    for change in changes:
+        if change is not None:
+            change()
+        found, wanted = outputs(native, steps()), outputs(operators, steps())
+        assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
+
+
+def test_wrapped_layers_are_called():
+    """With ids or hidden states, one copy of which a wrapper may keep; what they do may change from call to call."""
+    model, factors, seen = make("Llama"), [1.0], []
+    for each in (model.model.embed_tokens, model.model.layers[1].mlp.up_proj, model.model.norm, model.lm_head):
+
+        def wrapped(x, own=each.forward):
+            seen.append((x, x.clone()))
+            return own(x) * factors[-1]
+
+        each.forward = wrapped
+    native, operators = prepare(model), prepare(model, ModelOptions(native=False))
+    for factor in (1.0, 1.5):
+        factors.append(factor)
+        found = outputs(native, steps())
+        assert native.native.refused is None and len(seen) > 4
+        assert all(torch.equal(*pair) for pair in seen)
+        seen.clear()
+        for ours, own in zip(found, outputs(operators, steps()), strict=True):
+            assert is_close(ours.logits, own.logits)
 
 
 def test_an_id_outside_the_vocabulary_is_an_error():

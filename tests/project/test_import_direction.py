@@ -17,7 +17,7 @@ FLOORS = [
     {"verification"},
     {"candidate_generators"},
     {"decoding"},
-    {"refusals", "training"},  # from here on the top floor of the picture
+    {"refusals", "virtual_tokens", "training"},  # from here on the top floor of the picture
     {"learning"},
     {"integration"},
     {"plugin", "assisted", "hf_specdec"},  # the package itself imports the plugin

@@ -73,6 +73,7 @@ class Operation(IntEnum):
     SELECT = 3
     WRITE = 4
     ATTEND = 5
+    CALL = 6  # a module, called from Python between two parts of a program: the library does not know it
 
 
 class Rows(IntEnum):

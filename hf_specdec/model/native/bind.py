@@ -50,7 +50,7 @@ def _forward_of_model(packed: PackedModel) -> Traceable:
     return Traceable(
         (taps, packed.num_layers, packed.window), type(model).__name__, list(architectures.all_modules(model)), packed.device, model.dtype,
         compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), model.config,
-        vocab_size=packed.vocab_size, max_positions=packed.max_positions, ours=False,
+        vocab_size=packed.vocab_size, max_positions=packed.max_positions, ours=False, rounds=packed.rounds,
     )  # fmt: skip
 
 

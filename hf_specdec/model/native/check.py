@@ -20,7 +20,7 @@ from ...cache import PagedStaticCache
 from ...core.rows import RowInput
 from .. import architectures
 from ..packed_batch import PackedBatch, _OnDevice
-from ..self_test import TOLERANCES, relative_error
+from ..self_test import MOST_NOISE_LOW_PRECISION, TOLERANCES, relative_error
 from .program import Program, addresses, assemble
 from .trace import NotLowered, Tape, TapeRecorder
 
@@ -41,6 +41,7 @@ class Traceable:
         vocab_size: ids that it has embeddings for.
         max_positions: positions it was built for; None: any number.
         ours: its modules may be of this package; otherwise all must be torch's or transformers'.
+        rounds: its layers round what they read.
     """
 
     key: Any
@@ -55,14 +56,16 @@ class Traceable:
     vocab_size: int = 1
     max_positions: int | None = None
     ours: bool = True
+    rounds: bool = False
 
 
 @torch.no_grad()
-def build(subject: Traceable, called: CalledCode) -> Program:
+def build(subject: Traceable, code: CalledCode, called: list[nn.Module]) -> Program:
     """The program of a subject.
 
     Args:
-        called: is told the code that the recorded forward runs.
+        code: is told what the recorded forward runs.
+        called: modules of the subject that the program calls as they are.
 
     Raises:
         NotLowered: the library cannot run it, or computes something else; the message says why.
@@ -70,16 +73,16 @@ def build(subject: Traceable, called: CalledCode) -> Program:
     num_selected, num_tokens = _sizes(subject)
     tape = Tape(num_tokens, num_selected)
     if subject.new_cache is None:
-        return _build_on_rows(subject, called, tape, num_tokens, num_selected)
+        return _build_on_rows(subject, code, called, tape, num_tokens, num_selected)
     if subject.max_positions is not None and subject.max_positions < num_tokens + _MORE:
         raise NotLowered(f"its {subject.max_positions} positions, too few to record a forward")
     rows = _first_rows(num_tokens, num_selected, subject.vocab_size)
     cache, ours = _cache(subject, rows), _cache(subject, rows)
     batch, features = PackedBatch.pack(rows, cache, subject.device, gather=False), _features(subject, num_tokens)
-    recorder = TapeRecorder(subject.modules, tape, batch, features)
+    recorder = TapeRecorder(subject.modules, called, tape, batch, features)
     batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
     try:
-        outputs = _recorded(subject, called, recorder, batch, features)
+        outputs = _recorded(subject, code, recorder, batch, features)
     finally:
         batch._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
     layers: list[Any] = cache.layers
@@ -96,11 +99,13 @@ def build(subject: Traceable, called: CalledCode) -> Program:
     return program
 
 
-def _build_on_rows(subject: Traceable, called: CalledCode, tape: Tape, num_rows: int, num_more: int) -> Program:
+def _build_on_rows(
+    subject: Traceable, code: CalledCode, called: list[nn.Module], tape: Tape, num_rows: int, num_more: int
+) -> Program:
     """The program of a function of features alone."""
     features = _features(subject, num_rows)
-    recorder = TapeRecorder(subject.modules, tape, None, features)
-    outputs = _recorded(subject, called, recorder, None, features)
+    recorder = TapeRecorder(subject.modules, called, tape, None, features)
+    outputs = _recorded(subject, code, recorder, None, features)
     program = assemble(tape, [recorder.value_of(output) for output in outputs], {}, subject.dtype)
     for count in (num_rows, num_more, 1):
         features = _features(subject, count)
@@ -167,21 +172,21 @@ def _cache(subject: Traceable, rows: list[RowInput]) -> PagedStaticCache:
 
 def _recorded(
     subject: Traceable,
-    called: CalledCode,
+    code: CalledCode,
     recorder: TapeRecorder,
     batch: PackedBatch | None,
     features: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """What the subject returns, computed under the recorder."""
     try:
-        with recorder.angles_by_position(), recorder, called:
+        with recorder.whole_modules(), recorder, code:
             outputs = subject.compute(batch, features)
     except (NotLowered, torch.OutOfMemoryError):
         raise
     except Exception as failure:  # an unknown model may do anything with the recorded tensors
         raise NotLowered(f"its recorded forward raised {type(failure).__name__} ({failure})") from failure
-    if called.foreign is not None:
-        raise NotLowered(f"{called.foreign}, which may depend on anything")
+    if code.foreign is not None:
+        raise NotLowered(f"{code.foreign}, which may depend on anything")
     if recorder.problem is not None:
         raise NotLowered(recorder.problem)
     return outputs
@@ -204,7 +209,7 @@ def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.T
     """Raise NotLowered if outputs differ by more than rounding explains."""
     for ours, own in zip(found, wanted, strict=True):
         error = relative_error(ours, own.reshape(ours.shape))
-        if not error <= TOLERANCES.get(subject.dtype, 5e-2):
+        if not error <= (MOST_NOISE_LOW_PRECISION if subject.rounds else TOLERANCES.get(subject.dtype, 5e-2)):
             raise NotLowered(
                 f"its program computes other values: they differ by {error:.2g} of their spread. Please report it"
             )
@@ -212,9 +217,16 @@ def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.T
 
 # ---- what a recorded forward looks up ----
 
-_LIBRARIES = {"torch", "transformers", "hf_specdec", "numpy", "accelerate", *sys.stdlib_module_names}
+# gptqmodel replaces methods of every transformers model when it is imported.
+_LIBRARIES = {
+    "torch", "transformers", "hf_specdec", "numpy", "accelerate", "peft", "gptqmodel", *sys.stdlib_module_names,
+}  # fmt: skip
 _NAMED = ("torch", "transformers")  # whose modules' attributes are looked up, too
-_WATCHED = ("transformers.", "torch.nn.")  # the code that computes a forward; elsewhere globals change all the time
+_WATCHED = (
+    "transformers.",
+    "torch.nn.",
+    "peft.",
+)  # the code that computes a forward; elsewhere globals change all the time
 
 
 class CalledCode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from ...cache import PagedStaticCache
 from ...kernels.native import OP, TYPES, UNARY_FUNCTIONS, Operation, Rows, StepInputs, library
 from ..packed_batch import PackedBatch
-from .trace import NotLowered, Place, Register, Table, Tape, TapeStep, Value
+from .trace import Call, NotLowered, Place, Register, Table, Tape, TapeStep, Value
 
 # The most tokens of a forward that runs as a program. Measured: for more, torch's products and its attention are as fast or faster.
 MOST_TOKENS = 256
@@ -25,6 +25,10 @@ _ALIGNMENT = 64
 _CACHED_BYTES = 32 << 20  # of weights: fewer stay in a processor's last cache from call to call
 _POSITIONS_AT_FIRST = 1024
 _BYTES_PER_THREAD = 2 << 20  # of weights: a thread that reads fewer costs more at the barriers than it saves
+
+
+# Calls a module, given the numbers of rows, and ids and positions [1, T].
+ModuleCall = Callable[[dict[Rows, int], Sequence[torch.Tensor]], None]
 
 
 class ProgramOutput(NamedTuple):
@@ -51,6 +55,7 @@ class Program:
     tables: list[tuple[int, Table]]  # slot and table of each table by position
     features: int | None  # slot of the features that the caller passes; None: the program reads none
     outputs: list[ProgramOutput]
+    calls: dict[int, ModuleCall]  # by index of the operation
     pools: dict[int, tuple[int, ...]]  # by layer: key heads, width, value heads, value width
     dtype: torch.dtype  # of keys and values
     # that the model was built for; its rotary module may have no angles after them. None: unknown
@@ -105,7 +110,7 @@ class Program:
                 room = max(_POSITIONS_AT_FIRST, 2 * (highest + 1))
                 most = room if self.max_positions is None or highest >= self.max_positions else self.max_positions
                 self._fill_tables(min(room, most))
-            return self._call(inputs, features, num_outputs)
+            return self._call(inputs, features, num_outputs, (batch.input_ids, batch.position_ids))
 
     def run_rows(self, features: torch.Tensor) -> list[torch.Tensor]:
         """The outputs for features [n, F] of at most `most_tokens` rows, for programs that read nothing else."""
@@ -115,7 +120,11 @@ class Program:
             return self._call(inputs, features)
 
     def _call(
-        self, inputs: StepInputs, features: torch.Tensor | None, num_outputs: int | None = None
+        self,
+        inputs: StepInputs,
+        features: torch.Tensor | None,
+        num_outputs: int | None = None,
+        ids: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
         loaded = library()
         assert loaded is not None
@@ -132,8 +141,13 @@ class Program:
             features = features.contiguous()
             self.slots[self.features] = features.data_ptr()
         threads, step = min(torch.get_num_threads(), self._most_threads), ctypes.byref(inputs)
-        if loaded.specdec_run(self.ops.ctypes.data, num_ops, self.slots.ctypes.data, step, threads) >= 0:
-            raise IndexError("index out of range: an id or a position that the model has no embedding for")
+        ops, slots, first = self.ops.ctypes.data, self.slots.ctypes.data, 0
+        for last in (*self.calls, num_ops):
+            if loaded.specdec_run(ops + first * OP.itemsize, last - first, slots, step, threads) >= 0:
+                raise IndexError("index out of range: an id or a position that the model has no embedding for")
+            if last < num_ops:
+                self.calls[last](counts, ids)
+            first = last + 1
         return results
 
 
@@ -185,6 +199,11 @@ def assemble(
             ProgramOutput(slot_of[id(each)], each.dtype, each.elements, value.rows)
             for each, value in zip(returned, outputs, strict=True)
         ],
+        {
+            index: _call_of(tape, step.call, memory, lambda value: int(slots[slot_of[id(value.register)]]))
+            for index, step in enumerate(steps)
+            if step.call is not None
+        },
         pools, dtype, max_positions,
     )  # fmt: skip
 
@@ -201,6 +220,31 @@ def _copy(tape: Tape, value: Value, output: Register) -> TapeStep:
     copy = UNARY_FUNCTIONS.index("copy")
     return TapeStep(
         Operation.ELEMENTWISE, value.rows, (1, 1, size[2]), there, tape.place(value, shape, axis, dims), function=copy
+    )
+
+
+def _call_of(tape: Tape, call: Call, memory: torch.Tensor, address_of: Callable[[Value], int]) -> ModuleCall:
+    """Calls a module with the rows at one address, or with ids, and writes what it returns to another."""
+    kind, out_of = call.x.register.ids, _rows_at(tape, call.out, memory, address_of(call.out))
+    x_of = None if kind is not None else _rows_at(tape, call.x, memory, address_of(call.x))
+
+    def run(counts: dict[Rows, int], ids: Sequence[torch.Tensor]) -> None:
+        module, count = call.module(), counts[call.x.rows]
+        assert module is not None
+        # A copy: the module may keep what it reads, and the memory is used again.
+        x = ids[kind or 0] if x_of is None else x_of(count).clone(memory_format=torch.contiguous_format)
+        out_of(count).copy_(module(x).detach())
+
+    return run
+
+
+def _rows_at(tape: Tape, value: Value, memory: torch.Tensor, address: int) -> Callable[[int], torch.Tensor]:
+    """A function of the number of rows: the tensor that a value in the programs' own memory stands for."""
+    shadow, axis, own = value.shadow, tape.row_axis(value), memory[address - memory.data_ptr() :]
+    stored = own[: len(own) // value.dtype.itemsize * value.dtype.itemsize].view(value.dtype)
+    shape, start = list(shadow.shape), stored.storage_offset() + int(shadow.storage_offset())
+    return lambda count: stored.as_strided(
+        [count if i == axis else size for i, size in enumerate(shape)], shadow.stride(), start
     )
 
 

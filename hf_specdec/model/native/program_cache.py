@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..architectures import rope_parameters
+from ..architectures import all_modules, rope_parameters
 from ..options.native_weights import NativeWeight
 from ..structure import hooks_of, state_of
 from .check import Assumption, CalledCode, Traceable, build, hold
 from .program import Program
-from .trace import NotLowered
+from .trace import NotLowered, is_rotary
 
 logger = logging.getLogger(__name__)
 
+_ADAPTERS = ("peft.",)
 # the subject's state, what was assumed, and the program under both or why none can be made
 Made = tuple[tuple, list[Assumption], Program | str]
 
@@ -37,37 +38,77 @@ def current_program(subject: Traceable, made: dict[Any, Made]) -> Program | str:
 
 
 def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
-    called = CalledCode()
+    own = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
+    assumptions, found = _tried(subject, own + _ADAPTERS)
+    if isinstance(found, str) and any(type(each).__module__.startswith(_ADAPTERS) for each in subject.modules):
+        assumptions, found = _tried(subject, own)  # adapters are called
+    if isinstance(found, str):
+        logger.info("%s runs operator by operator on the CPU: %s.", subject.name, found)
+    return assumptions, found
+
+
+def _tried(subject: Traceable, known: tuple[str, ...]) -> tuple[list[Assumption], Program | str]:
+    """The program if modules of `known` libraries are recorded, or why there is none."""
+    code, called = CalledCode(), _called_modules(subject, known)
+    problem = obstacle(subject, called, known)
     try:
-        problem = obstacle(subject)
         if problem is not None:
             raise NotLowered(problem)
-        found: Program | str = build(subject, called)
+        found: Program | str = build(subject, code, called)
+        kinds = ", ".join(dict.fromkeys(_kind(each) for each in called))
+        but = f", which calls its {len(called)} layers of {kinds}" if called else ""
+        logger.info("%s runs in the native library on the CPU%s.", subject.name, but)
     except NotLowered as error:
-        logger.info("%s runs operator by operator on the CPU: %s.", subject.name, error)
         found = str(error)
-    return called.assumptions(subject.modules), found
+    return code.assumptions(subject.modules), found
 
 
-def obstacle(subject: Traceable) -> str | None:
+def _called_modules(subject: Traceable, known: tuple[str, ...]) -> list[nn.Module]:
+    """Layers that a program cannot stand for, and calls: linear ones and those without modules inside, of libraries that are not `known`,
+    quantized or wrapped."""
+    found, inside = [], set[int]()
+    for module in subject.modules:  # outer ones come first
+        is_layer = not module._modules or isinstance(getattr(module, "in_features", None), int)
+        if not is_layer or id(module) in inside or hooks_of(module) or is_rotary(module):
+            continue
+        if _peculiarity(module, known) is not None:
+            found.append(module)
+            inside.update(map(id, all_modules(module)))
+    return found
+
+
+def _kind(module: nn.Module) -> str:
+    weight = getattr(module, "weight", None)
+    own = type(weight) if type(module) is nn.Linear and type(weight) is not nn.Parameter else type(module)
+    return f"{own.__name__} ({own.__module__.partition('.')[0]})"
+
+
+def obstacle(subject: Traceable, called: list[nn.Module], known: tuple[str, ...]) -> str | None:
     """Why a program recorded from one forward might be wrong for others; None if it is safe.
 
-    Modules must be torch's or transformers' own (in a drafter also ours), without hooks or wrappers: adapters and layers that others
-    quantized keep settings in places that `state_of` does not compare.
+    Modules that are not `called` must be of `known` libraries, without hooks or wrappers: others keep settings in places that `state_of`
+    does not compare.
     """
     text = None if subject.config is None else subject.config.get_text_config(decoder=True)
     kinds = {each.get("rope_type") for each in rope_parameters(getattr(text, "rope_parameters", None))}
     if kinds & {"dynamic", "longrope"} and not subject.ours:
         return "its rotary frequencies depend on the length of the text"
-    known = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
-    for module in subject.modules:
-        name = type(module).__name__
-        if not type(module).__module__.startswith(known):
-            return f"{name} is neither torch's nor transformers'"
-        if hooks_of(module) or "forward" in vars(module):
-            return f"its {name} is hooked or wrapped"
-        for each in (*module._parameters.values(), *module._buffers.values()):
-            plain = (nn.Parameter, torch.Tensor, nn.Buffer, NativeWeight)
-            if each is not None and (each.device.type != "cpu" or type(each) not in plain):
-                return f"weights of its {name} are not plain tensors on the CPU"
+    inside = {id(inner) for each in called for inner in all_modules(each)}
+    own = (_peculiarity(each, known) for each in subject.modules if id(each) not in inside)
+    return next((each for each in own if each is not None), None)
+
+
+def _peculiarity(module: nn.Module, known: tuple[str, ...]) -> str | None:
+    """Why a module cannot be recorded."""
+    name = type(module).__name__
+    if not type(module).__module__.startswith(known):
+        return f"{name} is neither torch's nor transformers'"
+    if hooks_of(module) or (
+        "forward" in vars(module) and not is_rotary(module)
+    ):  # these compute tables whenever they may have changed
+        return f"its {name} is hooked or wrapped"
+    for each in (*module._parameters.values(), *module._buffers.values()):
+        plain = (nn.Parameter, torch.Tensor, nn.Buffer, NativeWeight)
+        if each is not None and (each.device.type != "cpu" or type(each) not in plain):
+            return f"weights of its {name} are not plain tensors on the CPU"
     return None

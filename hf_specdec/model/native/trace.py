@@ -9,6 +9,7 @@ views is known without a rule for each of them.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,10 +112,20 @@ class TapeStep:
     scalar2: float = 0.0
     # further fields of `OP`: of attention layer, heads, kv_heads, width, value_width, window; of LINEAR bits and group
     fields: dict[str, int] = field(default_factory=dict)
+    call: Call | None = None
 
     @property
     def inputs(self) -> list[Register]:
         return [place.register for place in (self.a, self.b, self.c) if place is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A module that is called as it is, and where its input and its output are."""
+
+    module: Callable[[], nn.Module | None]  # a weak reference
+    x: Value
+    out: Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,6 +324,19 @@ class Tape:
         self.add(Operation.EMBED, Rows.TOKENS, (2**62, 1, width), *places, kind=1)
         return out
 
+    def called(self, module: nn.Module, x: Value, shape, dtype) -> Value:
+        """What a module makes of a tensor of as many rows."""
+        is_id = x.register.ids is not None
+        if x.rows == Rows.ONE or bool(x.shift) or (is_id and x.shadow.dim() != 2):
+            raise NotLowered(f"what its {type(module).__name__} reads")
+        if x.register.features:
+            x = self.copied(x)
+        self.row_axis(x)
+        out = self.new(shape, dtype, x.rows)
+        place = None if is_id else x.place()
+        self.add(Operation.CALL, x.rows, (1, 1, 1), out.place(), place, call=Call(weakref.ref(module), x, out))
+        return out
+
     def selected(self, value: Value, dim: int, shape) -> Value:
         """The tokens whose logits are wanted."""
         if value.rows != Rows.TOKENS or self.row_axis(value) != dim % value.shadow.dim():
@@ -490,6 +514,11 @@ _TELLS_PYTHON = {aten._local_scalar_dense.default, aten.equal.default, aten.nonz
 _ROTARY = ("RotaryEmbedding", "RotaryPositions")  # in the names of modules whose outputs depend on positions alone
 
 
+def is_rotary(module: nn.Module) -> bool:
+    """True for a module whose outputs depend on positions alone."""
+    return any(name in type(module).__name__ for name in _ROTARY)
+
+
 class TapeRecorder(ExclusiveMode):
     """Inside the context, operators of this thread are recorded.
 
@@ -497,21 +526,27 @@ class TapeRecorder(ExclusiveMode):
 
     Args:
         modules: whose weights the forward reads.
+        called: modules that the program calls as they are.
         batch: the packed batch that it reads; None: it reads only features.
         features: [T, F], passed to each call; None: the forward reads none.
     """
 
     def __init__(
-        self, modules: list[nn.Module], tape: Tape, batch: PackedBatch | None, features: torch.Tensor | None = None
+        self,
+        modules: list[nn.Module],
+        called: list[nn.Module],
+        tape: Tape,
+        batch: PackedBatch | None,
+        features: torch.Tensor | None = None,
     ):
         super().__init__()
-        self.modules, self.tape, self.batch = modules, tape, batch
+        self.modules, self.called, self.tape, self.batch = modules, called, tape, batch
         self.values: dict[int, Value] = {}  # by id of the tensor
         self.kept: list[torch.Tensor] = []  # keeps the tensors alive, so that their ids are not reused
         self.reasons: dict[int, str] = {}  # why a tensor has no value
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # by layer: key heads, width, value heads, width
         self.problem: str | None = None
-        self._paused = 0
+        self._paused, self._profiles = 0, []
         tensors = [each for inner in modules for each in (*inner._parameters.values(), *inner._buffers.values())]
         self._own = {id(tensor) for tensor in tensors}
         self._panels = {id(tensor.panels) for tensor in tensors if isinstance(tensor, NativeWeight)}
@@ -654,17 +689,17 @@ class TapeRecorder(ExclusiveMode):
         layers: list[Any] = self.batch.cache.layers
         return next(i for i, layer in enumerate(layers) if layer.is_initialized and layer.keys is key_pool)
 
-    # ---- rotary modules ---------------------------------------------------------------------------------------------
+    # ---- modules whose operators are not recorded -------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def angles_by_position(self) -> Iterator[None]:
-        """Inside the context, the outputs of rotary modules are recorded as rows of tables that the same module computes by position."""
+    def whole_modules(self) -> Iterator[None]:
+        """Inside the context, the outputs of rotary modules are recorded as rows of tables that the same module computes by position, and
+        the modules in `called` as calls of them."""
         handles = []
-        for module in self.modules:
-            if any(name in type(module).__name__ for name in _ROTARY):
-                enter, leave = (
-                    for_this_thread(hook, lambda *_: None) for hook in (self._enter_rotary, self._leave_rotary)
-                )
+        rotary = [each for each in self.modules if is_rotary(each)]
+        for then, modules in ((self._leave_rotary, rotary), (self._leave_called, self.called)):
+            for module in modules:
+                enter, leave = (for_this_thread(hook, lambda *_: None) for hook in (self._enter, then))
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
@@ -673,11 +708,23 @@ class TapeRecorder(ExclusiveMode):
             for handle in handles:
                 handle.remove()
 
-    def _enter_rotary(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._paused += 1
+        self._profiles.append(sys.getprofile())
+        sys.setprofile(None)  # what its code looks up is not taken for granted: the module itself is called
+
+    def _leave(self) -> None:
+        sys.setprofile(self._profiles.pop())
+        self._paused -= 1
+
+    def _leave_called(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        self._leave()
+        if len(args) != 1 or kwargs or not all(isinstance(each, torch.Tensor) for each in (args[0], output)):
+            raise NotLowered(f"its {type(module).__name__} is called with other than one tensor")
+        self._follow(output, self.tape.called(module, self.value_of(args[0]), output.shape, output.dtype))
 
     def _leave_rotary(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        self._paused -= 1
+        self._leave()
         assert self.batch is not None
         own = self.batch.position_ids
         given = [*args, *kwargs.values()]
