@@ -93,7 +93,7 @@ class LLM:
             print(output.outputs[0].text)
 
     Args:
-        model: a name, a folder, a bundled model's name, or a loaded model.
+        model: a name, a folder, a bundled model's name, or a loaded model, with PEFT's adapters or without.
         tokenizer: a name, a folder, a tokenizer, or transformers' processor of images and text; None: the model's own. With a loaded
             model and None, prompts must be token ids.
         speculative_config: as for `generate()`; None: plain decoding.
@@ -463,6 +463,10 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
     the feature extractor of a Whisper model from a folder."""
     model, tokenizer, dtype, size = (given[key] for key in ("model", "tokenizer", "dtype", "tensor_parallel_size"))
     origin = {key: given[key] for key in ("revision", "trust_remote_code")}
+    if hasattr(model, "get_base_model"):  # PEFT's wrapper; its adapters are layers of the model
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("LLM adds no virtual tokens to prompts: use generate(), or an adapter of weights.")
+        model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         name, sharding = resolve_model(os.fspath(model)), {}
         tokenizer = name if tokenizer is None else tokenizer

@@ -2,6 +2,7 @@
 
 import random
 
+import peft
 import pytest
 import torch
 from cache_checks import check_blocks
@@ -473,3 +474,22 @@ def test_memory_is_flat_over_ten_thousand_requests(make):
         after, *found = answered(2000)
         assert all(now <= then for now, then in zip(found, held, strict=True))  # an earlier test's engine may end now
     assert after - before < 16 << 20, f"{(after - before) / 2**20:.1f} MiB more"
+
+
+def test_adapters_of_peft():
+    """A wrapped model answers with its adapter; virtual tokens are refused."""
+    model = tiny_llama()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    ids = list(range(20, 32))
+    expected = generated(adapted, ids, GREEDY)
+    llm = LLM(adapted, None, METHODS[1])
+    assert llm.generate([ids], GREEDY)[0].outputs[0].token_ids == expected
+    with adapted.disable_adapter():
+        assert generated(adapted, ids, GREEDY) != expected
+    virtual = peft.get_peft_model(tiny_llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="virtual tokens"):
+        LLM(virtual)
