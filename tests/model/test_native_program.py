@@ -387,6 +387,30 @@ def test_a_collection_while_a_forward_is_recorded_is_no_part_of_it():
     assert native.native.refused is None and gc.isenabled()
 
 
+class ListHandler(logging.Handler):
+    """A handler of no known library."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def test_a_log_line_while_a_forward_is_recorded_is_no_part_of_it():
+    logger, handler = logging.getLogger("hf_specdec"), ListHandler()
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        outputs(prepare(make("Llama")), steps())
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert any("runs in the native library" in line for line in handler.lines), handler.lines
+
+
 def test_a_forward_elsewhere_while_one_is_recorded(monkeypatch):
     """Another thread is inside the model's rotary module, where its operators are not recorded; those of this thread are."""
     model = make("Llama")

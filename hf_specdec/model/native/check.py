@@ -256,7 +256,8 @@ class CalledCode:
             return
         self._codes[frame.f_code] = frame.f_globals
         name, code = str(frame.f_globals.get("__name__")), frame.f_code
-        if self.foreign is None and name.partition(".")[0] not in _LIBRARIES and not name.startswith("namedtuple_"):
+        known = name.partition(".")[0] in _LIBRARIES or name.startswith("namedtuple_")
+        if self.foreign is None and not known and not _is_logged(frame):
             self.foreign = f"{code.co_qualname if sys.version_info >= (3, 11) else code.co_name} of {name}"
 
     def assumptions(self, modules: Iterable[nn.Module]) -> list[Assumption]:
@@ -281,6 +282,13 @@ class CalledCode:
         kinds = {torch.Tensor, *(type(module) for module in modules)}
         of_classes = [(kind, name, _looked_up(kind, name)) for kind in kinds for name in used]
         return [*found.values(), *(of_class for of_class in of_classes if of_class[2] is not _MISSING)]
+
+
+def _is_logged(frame: FrameType | None) -> bool:
+    """True for what a handler of log lines calls: it computes nothing of a forward."""
+    while frame is not None and frame.f_globals.get("__name__") != "logging":
+        frame = frame.f_back
+    return frame is not None
 
 
 _MISSING = object()
