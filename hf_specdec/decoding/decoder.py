@@ -593,8 +593,10 @@ class SpeculativeDecoder:
                 if failed is not None:
                     path, drafted, following = path[:failed], drafted[:failed], drafted[failed]
                 drafter = self.drafter_of(seq)
-                if trees.lengths[i] and not pending.proposed.lengths[i]:
-                    drafter = "prediction" if _predicts(seq, int(verdict.tokens[i, 0])) else "grammar"
+                if trees.lengths[i] and brings_drafts(seq):
+                    begins = int(verdict.tokens[i, 0])
+                    if not pending.proposed.matching_path(i, [begins]):
+                        drafter = "prediction" if _predicts(seq, begins) else "grammar"
                 kept.append((seq.id, len(seq.tokens), path))
                 new = seq.accept([*drafted, following])
                 path = path[: len(new)]
