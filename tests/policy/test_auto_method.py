@@ -229,6 +229,18 @@ def test_a_small_model_has_read_the_text_that_it_drafted_for_from_the_table():
     assert held > 30
 
 
+def test_a_head_that_has_let_go_is_not_chosen_from_the_table():
+    world = World(TEXTS["a head"], cpu)
+    policy = world.policy(clock=SlowChoices(0.004))
+    while not (policy.holds and policy._table.chosen[0] == 2):
+        world.step(policy)
+    empty = [DraftTrees.empty(1, "cpu")] * 2
+    choice = policy.choose(
+        world.sequences, [LONGEST], empty, [0.0] * 2, [None] * 2, np.array([[True], [True], [False]])
+    )
+    assert choice.depth[0] == 0
+
+
 def test_a_drafter_that_looked_slow_at_first_is_tried_again():
     """Its first draft took long, because it had to catch up; meanwhile another drafter, which is worse, drafts."""
     world = World(TEXTS["eight rows"], gpu)
