@@ -418,6 +418,18 @@ def test_forced_tokens_are_not_credited_to_a_drafter(make, monkeypatch, tiny_tok
     assert generator.policy.steps["ngram"] > 1 and generator.policy.acceptance.share_of_rows[0] < 0.5
 
 
+def test_a_drafter_is_judged_by_what_the_grammar_forbids(make, monkeypatch, tiny_tokenizer):
+    """Nothing is forced, so its drafts are only cut: they count as rejected, not as drafts that it did not make."""
+    llm = make({"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": "auto"})
+    decoder, wrong = llm.engine.decoder, ids_of(tiny_tokenizer, "zz")
+    monkeypatch.setattr(
+        decoder.generator, "propose", lambda rows, limits: DraftTrees.from_lists([wrong[:limit] for limit in limits])
+    )
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "[a-m ]{99}"})
+    llm.generate("Tom", params, use_tqdm=False)
+    assert decoder.policy.acceptance.of_first_token(0) == 0.0
+
+
 def test_what_is_forced(compiler, tiny_tokenizer):
     """The only token that is allowed, or the usual tokens of the only text; nothing of it within a choice, after the end or the wrong."""
     matcher = compiler.matcher(StructuredOutputsParams(regex="(a|bc)d(e|f)?"))
