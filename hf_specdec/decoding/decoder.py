@@ -593,8 +593,10 @@ class SpeculativeDecoder:
                 if failed is not None:
                     path, drafted, following = path[:failed], drafted[:failed], drafted[failed]
                 drafter = self.drafter_of(seq)
-                if trees.lengths[i] and not pending.proposed.lengths[i]:
-                    drafter = "prediction" if _predicts(seq, int(verdict.tokens[i, 0])) else "grammar"
+                if trees.lengths[i] and brings_drafts(seq):
+                    begins = int(verdict.tokens[i, 0])
+                    if not pending.proposed.matching_path(i, [begins]):
+                        drafter = "prediction" if _predicts(seq, begins) else "grammar"
                 kept.append((seq.id, len(seq.tokens), path))
                 new = seq.accept([*drafted, following])
                 path = path[: len(new)]
@@ -630,8 +632,8 @@ def _predicts(seq: Sequence, token: int) -> bool:
 def _as_seen_by_drafter(outcome: StepOutcome, pending: PendingStep) -> tuple[StepOutcome, DraftTrees]:
     """The outcome of the drafter's own proposal: its tokens that became text count as accepted, whatever was verified; and its trees."""
     proposed, rows = pending.proposed, {seq.id: i for i, seq in enumerate(pending.decoding)}
-    if proposed.tokens is pending.trees.tokens:  # it was verified, as far as there were slots
-        return outcome, outcome.trees
+    if proposed.tokens is pending.trees.tokens and not any(map(brings_drafts, outcome.sequences)):
+        return outcome, outcome.trees  # it was verified, as far as there were slots
     proposed = proposed.select([rows[seq.id] for seq in outcome.sequences])
     accepted = [proposed.matching_path(i, new[:-1]) for i, new in enumerate(outcome.new_tokens)]
     return outcome.for_proposal(accepted), proposed

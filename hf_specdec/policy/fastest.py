@@ -242,7 +242,7 @@ class Fastest(DraftLengthPolicy):
             able: bool [D, B], which drafters follow which rows; None: all follow all.
         """
         if self.holds and self._table is not None:
-            return self._from_table(self._table, limits[0], offers, scores)
+            return self._from_table(self._table, sequences[0], limits[0], offers, scores, able)
         began, begins = self.clock(), [seq not in self.acceptance for seq in sequences]
         room, slots = np.asarray(limits), self.acceptance.slots(sequences, self.num_steps)
         kinds = np.repeat(self.acceptance.usual_kinds[:, None], len(room), 1)
@@ -324,15 +324,15 @@ class Fastest(DraftLengthPolicy):
         return Table(row, length, until, speed.tolist(), depth.tolist(), expected.tolist(), usual, awake, added)
 
     def _from_table(
-        self, table: Table, room: int, offers: list[DraftTrees], scores: list[list[float] | None]
-    ) -> Choice:
+        self, table: Table, seq: Sequence, room: int, offers: list[DraftTrees], scores: list[list[float] | None], able: np.ndarray | None
+    ) -> Choice:  # fmt: skip
         """The choice for a single row, from what is known already."""
         first = second = 1.0
         chosen = depth = 0
         for index, drafter in enumerate(self.drafters):
             is_lookup = index < self.num_lookups
             length = min(room, drafter.longest, offers[index].lengths[0] if is_lookup else room)
-            if length:
+            if length and (able is None or able[index, 0]):
                 kind, score = table.kinds[index], scores[index] if is_lookup else None
                 if score is not None:
                     kind = int(self.acceptance.promised_kinds(np.array(score), np.array(offers[index].lengths))[0])
@@ -345,6 +345,7 @@ class Fastest(DraftLengthPolicy):
         table.asks += 1
         if depth:
             self.steps[self.drafters[chosen].name] += 1
+            self.acceptance.read_up_to[self.acceptance.slot(seq.id), chosen] = len(seq.tokens)
             if chosen < self.num_lookups:
                 table.added[chosen] += first - second
         return Choice(np.array([chosen]), np.array([depth]))
@@ -676,7 +677,9 @@ class Fastest(DraftLengthPolicy):
             self._knows_price |= packed > num_rows
             if packed == num_rows:
                 self._schedule_plain()
-        self._settle(asked.seconds, slots, drafter, drafted, np.asarray(step.num_new) - 1, packed, drafting)
+        self._settle(
+            asked.seconds, slots, drafter, drafted, np.asarray(step.accepted), packed - step.num_more, drafting
+        )
         self._drafted_at[drafter[drafted]] = self.num_steps
         self.num_steps += 1
         return self._charge(began)

@@ -152,6 +152,24 @@ def test_texts_that_nobody_follows(tiny_model):
     hf_specdec.release(tiny_model)
 
 
+def test_heads_let_go_in_steps_from_the_table_too(tiny_model, monkeypatch):
+    """Else one rank, which chooses, would go on with them, and the others would not."""
+    config = {"method": "auto", "methods": PARTS[1:3], "memory": False}
+    generator, blind = get_decoder(tiny_model, parse_config(config), DrafterContext()).generator, []
+    tell = generator._tell_heads
+
+    def tell_in_held_step(outcome):
+        monkeypatch.setattr(generator.policy, "_followed", 1.0)  # a head would take as long as the target
+        monkeypatch.setattr(generator.policy, "holds", True)
+        tell(outcome)
+        blind.append(len(generator._blind))
+
+    monkeypatch.setattr(generator, "_tell_heads", tell_in_held_step)
+    tiny_model.generate(**ragged([9]), max_new_tokens=12, do_sample=False, eos_token_id=[], speculative_config=config)
+    assert any(blind)
+    hf_specdec.release(tiny_model)
+
+
 def test_requests_name_a_drafter_of_auto(tiny_model, tiny_tokenizer):
     llm = LLM(tiny_model, tiny_tokenizer, {"method": "auto", "methods": PARTS[:3]}, max_model_len=96)
     params = [SamplingParams(temperature=0, max_tokens=12, drafter=name) for name in ("ngram", "eagle3", None)]

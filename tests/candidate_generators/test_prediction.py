@@ -1,6 +1,8 @@
 """Predicted outputs: drafts follow edits, and whatever is predicted, every method writes what it writes without."""
 
+import gc
 import importlib.util
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import hf_specdec
 from hf_specdec import SpeculativeConfigError
 from hf_specdec.candidate_generators.prediction import BAND, LONGEST, SHORTEST, Prediction
 from hf_specdec.core.sequence import Sequence
+from hf_specdec.decoding import decoder as decoder_module
+from hf_specdec.serve import LLM, SamplingParams
 
 METHODS = [
     {"method": "none"},
@@ -216,6 +220,28 @@ def test_text_and_repeated_rows(tiny_model, tiny_tokenizer, batch):
 def test_bad_predictions(tiny_model, batch, prediction, message):
     with pytest.raises(SpeculativeConfigError, match=message):
         written(tiny_model, batch, {"method": "none", "prediction": prediction}, False)
+
+
+@pytest.mark.parametrize("config", METHODS[2::5], ids=lambda config: config["method"])
+def test_nothing_is_kept_of_a_request_that_has_ended(tiny_model, tiny_tokenizer, config, monkeypatch):
+    """A row may hold images, or a long prediction."""
+    rows = []
+    monkeypatch.setattr(decoder_module.SpeculativeDecoder, "add", kept_weakly(rows))
+    llm = LLM(tiny_model, tiny_tokenizer, config, max_model_len=64)
+    llm.generate("One day", SamplingParams(temperature=0, max_tokens=12, prediction=[5, 6]), use_tqdm=False)
+    gc.collect()
+    assert [row() for row in rows] == [None]
+    llm.close()
+
+
+def kept_weakly(rows):
+    add = decoder_module.SpeculativeDecoder.add
+
+    def add_row(decoder, seq):
+        rows.append(weakref.ref(seq))
+        add(decoder, seq)
+
+    return add_row
 
 
 def test_other_loops_refuse_predictions(tiny_model):

@@ -402,6 +402,34 @@ def test_forced_tokens_are_drafts_of_every_method(make, monkeypatch, config):
     assert means[1] < 0.9 * means[0] and (config is not None or means[1] < 0.5 * means[0])
 
 
+def test_forced_tokens_are_not_credited_to_a_drafter(make, monkeypatch, tiny_tokenizer):
+    """All that it drafts is forbidden: neither statistics nor the policy count what the grammar brought instead."""
+    llm = make({"method": "auto", "methods": ["ngram"], "memory": False})
+    generator, wrong = llm.engine.decoder.generator, ids_of(tiny_tokenizer, "zz")
+    monkeypatch.setattr(
+        generator.parts[0], "propose", lambda rows, limits: DraftTrees.from_lists([wrong[:limit] for limit in limits])
+    )
+    params = SamplingParams(
+        temperature=0, max_tokens=99, drafter="ngram", structured_outputs={"regex": "(Tom has a big dog\\. ){9}"}
+    )
+    (output,) = llm.generate("Tom", params, use_tqdm=False)
+    (drafter, counts), *others = output.speculation["drafters"].items()
+    assert drafter == "grammar" and not others and counts["num_accepted_tokens"] > 30
+    assert generator.policy.steps["ngram"] > 1 and generator.policy.acceptance.share_of_rows[0] < 0.5
+
+
+def test_a_drafter_is_judged_by_what_the_grammar_forbids(make, monkeypatch, tiny_tokenizer):
+    """Nothing is forced, so its drafts are only cut: they count as rejected, not as drafts that it did not make."""
+    llm = make({"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": "auto"})
+    decoder, wrong = llm.engine.decoder, ids_of(tiny_tokenizer, "zz")
+    monkeypatch.setattr(
+        decoder.generator, "propose", lambda rows, limits: DraftTrees.from_lists([wrong[:limit] for limit in limits])
+    )
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "[a-m ]{99}"})
+    llm.generate("Tom", params, use_tqdm=False)
+    assert decoder.policy.acceptance.of_first_token(0) == 0.0
+
+
 def test_what_is_forced(compiler, tiny_tokenizer):
     """The only token that is allowed, or the usual tokens of the only text; nothing of it within a choice, after the end or the wrong."""
     matcher = compiler.matcher(StructuredOutputsParams(regex="(a|bc)d(e|f)?"))

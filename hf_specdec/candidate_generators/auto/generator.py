@@ -243,8 +243,9 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         seen = outcome.of(lambda seq: seq.id not in self._blind) if self._blind else outcome
         seconds = sum([self._seconds_of(index, seen, 0.0) for index in self._learning_heads])
         fed = outcome.num_own or []
-        if sum(fed) == len(fed) and not self.policy.holds:  # a step that reads prompts takes longer
-            self.chooser.followed(seconds, len(fed))
+        if sum(fed) == len(fed):  # a step that reads prompts takes longer
+            if not self.policy.holds:
+                self.chooser.followed(seconds, len(fed))
             self._let_heads_rest([seq for seq, _ in outcome.chunks or [] if not seq.finished])
 
     def drafter_of(self, seq: Sequence) -> str | None:

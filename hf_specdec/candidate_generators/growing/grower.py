@@ -77,6 +77,7 @@ class GrowsDrafts(ABC):
             else:
                 draft = growth.draft(*growth.levels(self.root_logits(*texts)))
         self.drafted(sequences, draft)
+        self.sequences = []  # a text that ends is not kept here: it may have images
         return draft.trees
 
     def begin_round(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
