@@ -447,7 +447,7 @@ def test_what_is_forced(compiler, tiny_tokenizer):
 
 def test_drafts_with_distributions_keep_what_is_forbidden(compiler, tiny_tokenizer):
     """Rejection sampling is exact only if what is verified does not depend on what was drawn."""
-    a, b, d = ids_of(tiny_tokenizer, "abd")
+    a, b, _, d = ids_of(tiny_tokenizer, "abcd")
     grammar = GrammarLogitsProcessor(compiler.matcher(StructuredOutputsParams(regex="abcd")), 4096, 1)
     seq = Sequence([7], 99, processors=NodeProcessors(LogitsProcessorList([grammar]), torch.tensor([[7]]), None))
     trees = DraftTrees.from_lists([[a, d, b]], [[-1, 0, 0]])
