@@ -77,26 +77,24 @@ class Menu:
 
 @dataclass
 class Table:
-    """What is fastest for a single row, whatever its look-ups offer, as it is known for some steps.
+    """The fastest drafter and depth of a single row, for every draft that its look-ups may offer. It is used for some steps.
 
     Attributes:
         row: id of the sequence.
-        length: steps from one choice to the next.
-        until: the step in which this ends.
-        speed: by drafter, kind of draft and its length less one: tokens in the time of a plain step.
-        depth: the same: how deep to draft for that.
-        won: the same: how many tokens of that are expected to be accepted.
-        kinds: by drafter, the kind of drafts of which nothing is said.
-        awake: which look-ups are asked.
-        added: per look-up, what it added to the best of the other drafters in these steps.
-        asks: how many of these steps have been.
-        chosen: drafter, kind of draft and expected tokens in the last of them.
-        drafts: by drafter, what was drafted in these steps: kind, depth and accepted tokens.
-        expected: by drafter, tokens that were expected to be accepted.
+        until: number of the first step that does not use the table.
+        speed: indexed by drafter, by kind of draft, and by the draft's length less one: tokens in the time of a plain step.
+        depth: indexed alike: the depth with that speed.
+        won: indexed alike: tokens that are expected to be accepted at that depth.
+        kinds: per drafter, the kind of a draft for which it makes no estimate.
+        awake: per look-up, whether it is asked in these steps.
+        added: per look-up, the tokens that it added to the best of the other drafters in these steps.
+        asks: number of these steps so far.
+        chosen: drafter, kind of draft and expected tokens of the last of these steps.
+        drafts: drafter → kind, depth and accepted tokens of its drafts in these steps.
+        expected: drafter → tokens of these drafts that were expected to be accepted.
     """
 
     row: int
-    length: int
     until: int
     speed: list[list[list[float]]]
     depth: list[list[list[int]]]
@@ -251,20 +249,20 @@ class Fastest(DraftLengthPolicy):
                 kinds[index] = self.acceptance.promised_kinds(np.asarray(expected), np.asarray(offers[index].lengths))
         self._quiet_until = 0
         self._learn_from_table()
-        choice, quiet = self._best(sequences, slots, kinds, offers, room, able)
+        choice, won, quiet = self._best(sequences, slots, kinds, offers, room, able)
         if quiet and not any(seq.drafter for seq in sequences):
             self._be_quiet(sequences, quiet, begins)
-        chosen = self._won[choice.drafter, np.arange(len(room))] * (self._depth <= choice.depth[:, None])
+        expected = (won[choice.drafter, np.arange(len(room))] * (self._depth <= choice.depth[:, None])).sum(1)
         order = {seq.id: i for i, seq in enumerate(sequences)}
-        self._asked = Asked(order, offers, seconds, kinds, choice, chosen.sum(1))
+        self._asked = Asked(order, offers, seconds, kinds, choice, expected)
         self._spent = self.clock() - began
         return choice
 
-    def _best(self, sequences, slots, kinds, offers, room, able) -> tuple[Choice, float]:
-        """The fastest division of the rows among the drafters, plus the trials that are worth their price; and the steps for which
-        nothing need be chosen."""
+    def _best(self, sequences, slots, kinds, offers, room, able) -> tuple[Choice, np.ndarray, float]:
+        """The fastest division of the rows among the drafters, plus the trials that are worth their price; [D, B, K], the chance that each
+        token of their drafts is accepted; and the steps for which nothing need be chosen."""
         found, nodes, reach = self._nodes(offers, room, able)
-        won = self._won = self.acceptance.survival(slots, kinds, self.num_steps) * found
+        won = self.acceptance.survival(slots, kinds, self.num_steps) * found
         backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
         backlogs = backlogs * self._catches_up
         rates = self._rates(won, nodes, reach, backlogs / self.HORIZON, len(room))
@@ -288,7 +286,7 @@ class Fastest(DraftLengthPolicy):
         choice, due = self._with_trials(choice, sequences, slots, worth, won[:, :, 0], backlogs, room, left, able)
         lasts = choice is usual and len(room) == 1 and sequences[0].drafter is None and self._may_last(choice, offers)
         self._table = self._tabled(sequences[0].id, slots, reach, backlogs) if lasts else None
-        return choice, 0.0 if choice.depth.any() else due
+        return choice, won, 0.0 if choice.depth.any() else due
 
     def _may_last(self, choice: Choice, offers: list[DraftTrees]) -> bool:
         """True if the choice for a single row may be relied on for some steps."""
@@ -298,7 +296,7 @@ class Fastest(DraftLengthPolicy):
         return self._knows_price and is_timed and is_sure and all(offer.is_chain for offer in offers)
 
     def _tabled(self, row: int, slots: np.ndarray, reach: np.ndarray, backlogs: np.ndarray) -> Table | None:
-        """What is fastest for a single row in the next steps; None if choosing takes little. A text that begins is soon looked at again."""
+        """The table for a single row; None if choosing takes little. The first table of a text lasts for a quarter of the usual steps."""
         most = math.ceil(self._overhead / (self.CHOOSING * self.cost.of_plain(1)))
         known = self._table is not None and self._table.row == row
         length = most if known else most // 4
@@ -321,7 +319,7 @@ class Fastest(DraftLengthPolicy):
         ]
         added, until = np.zeros(self.num_lookups), self.num_steps + length
         expected = np.take_along_axis(won.cumsum(2), np.maximum(depth - 1, 0), 2)
-        return Table(row, length, until, speed.tolist(), depth.tolist(), expected.tolist(), usual, awake, added)
+        return Table(row, until, speed.tolist(), depth.tolist(), expected.tolist(), usual, awake, added)
 
     def _from_table(
         self, table: Table, seq: Sequence, room: int, offers: list[DraftTrees], scores: list[list[float] | None], able: np.ndarray | None
