@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MA
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
 from ..candidate_generators.base import DrafterContext
-from ..config import nearest_hint
+from ..config import SpeculativeConfig, nearest_hint
 from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
 from ..decoding.decoder import SpeculativeDecoder
@@ -62,7 +62,6 @@ from .ipc.messages import Load, Order, Submit, Update, response_template_of
 from .ipc.worker import EngineWorker, load_of
 from .ranks.rank_processes import RankProcesses
 from .transfer import Transfers
-from .transfer.nixl_link import NixlLink
 
 if TYPE_CHECKING:
     from .metrics import Metric, Metrics
@@ -139,8 +138,6 @@ class LLM:
         enable_expert_parallel: bool = False,
         **others: Any,
     ):
-        if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size must be an integer of at least 1, not {tensor_parallel_size!r}.")
         given = {key: value for key, value in locals().items() if key not in ("self", "others")} | others
         transfer = KVTransferConfig.of(kv_transfer_config)
         speculative_config = with_storage(_from_older_arguments(speculative_config, others), transfer)
@@ -155,10 +152,7 @@ class LLM:
             self._metrics = Metrics(name, lambda: load_of(self.engine))
         try:
             self.model, self.tokenizer, self.processor = _loaded(given)
-            self._make_engine(
-                config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
-                None if transfer is None or transfer.kv_connector != NIXL else partial(_transfers, transfer),
-            )  # fmt: skip
+            self._make_engine(config, transfer, given)
         except BaseException:
             if self.processes is not None:
                 self.processes.end()
@@ -167,35 +161,33 @@ class LLM:
         self._contents: list[bytes] = []
         self._structure = structure_of(self.model)
 
-    def _make_engine(
-        self, config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed, make_transfers
-    ) -> None:
-        """Set `engine`, `ranks` and `max_model_len`. Arguments: see the class."""
-        decoder = make_decoder(self.model, config, DrafterContext(tokenizer=self.tokenizer))
-        positions, num_drafts = decoder.target.max_positions, decoder.generator.max_draft_nodes
-        self.max_model_len = max_model_len or positions or 4096
+    def _make_engine(self, config: SpeculativeConfig, transfer: KVTransferConfig | None, given: dict[str, Any]) -> None:
+        """Set `engine`, `encoder`, `ranks` and `max_model_len`. `given`: the arguments of the class."""
+        decoder, name = (
+            make_decoder(self.model, config, DrafterContext(tokenizer=self.tokenizer)),
+            type(self.model).__name__,
+        )
+        positions, seed = decoder.target.max_positions, given["seed"]
+        self.max_model_len = given["max_model_len"] or positions or 4096
         if positions is not None and self.max_model_len > positions:
-            name = type(self.model).__name__
-            raise ValueError(f"max_model_len is {max_model_len}; {name} has {positions} positions.")
-        self.encoder = EncoderFacts.of(self.model, self.processor, self.max_model_len)
-        longest = self.max_model_len + num_drafts, 0 if self.encoder is None else self.encoder.max_length
+            raise ValueError(f"max_model_len is {self.max_model_len}; {name} has {positions} positions.")
+        self.encoder, make_transfers, side = EncoderFacts.of(self.model, self.processor, self.max_model_len), None, None
+        if transfer is not None and transfer.kv_connector == NIXL:
+            if self.encoder is not None:
+                raise ValueError(f"kv_transfer_config is for decoder-only models; {name} has an encoder.")
+            make_transfers = partial(Transfers.of, transfer.kv_connector_extra_config)
+        num_states = 0 if self.encoder is None else self.encoder.max_length
         num_blocks, num_source_blocks = _num_blocks(
-            decoder.target, longest, max_num_seqs, config.block_size, config.num_blocks, kv_cache_memory_bytes, num_drafts
-        )  # fmt: skip
-        side = None
+            decoder, self.max_model_len, num_states, given["max_num_seqs"], given["kv_cache_memory_bytes"]
+        )
         if self.encoder is not None:
-            if make_transfers is not None:
-                raise ValueError(
-                    f"kv_transfer_config is for decoder-only models; {type(self.model).__name__} has an encoder."
-                )
-            side = EncoderSide(self.model, self.encoder.max_length, num_source_blocks)
+            side = EncoderSide(self.model, num_states, num_source_blocks)
         self.ranks = decoder.target.ranks
         if self.ranks is not None:
             agreed = digest(-1 if seed is None else seed, num_blocks)
             (seed,) = self.ranks.same([random.getrandbits(62) if seed is None else seed], agreed)
-        self.engine = Engine(
-            decoder, self.tokenizer, num_blocks, self.max_model_len, max_num_seqs, max_num_batched_tokens, seed, make_transfers, side
-        )  # fmt: skip
+        limits = self.max_model_len, given["max_num_seqs"], given["max_num_batched_tokens"]
+        self.engine = Engine(decoder, self.tokenizer, num_blocks, *limits, seed, make_transfers, side)
 
     def generate(
         self,
@@ -248,10 +240,8 @@ class LLM:
         ):
             self._check_weights()
             try:
-                for it in wanted:
-                    requests.append(
-                        self.engine.add(it.id, it.prompt, it.prompt_token_ids, it.params, it.reasoning, it.encoder)
-                    )
+                for submit in wanted:
+                    requests.append(self.engine.add(*submit))
                 self.engine.run(lambda touched: bar.update(sum(request.finished for request in touched)))
             finally:
                 for request in requests:
@@ -379,10 +369,9 @@ class LLM:
         if facts is None:
             if has_both:
                 raise ValueError(f"{type(self.model).__name__} has no encoder: encoder_prompt is not for it.")
-            if isinstance(prompt, dict) and "multi_modal_data" in prompt:
-                return self._with_images(name, prompt, params)
-            text, ids = self._read(prompt)
-            return Submit(name, text, ids, params, self._reasoning(text, ids, params))
+            has_images = isinstance(prompt, dict) and "multi_modal_data" in prompt
+            text, ids, images = self._with_images(prompt) if has_images else (*self._read(prompt), None)
+            return Submit(name, text, ids, params, self._reasoning(text, ids, params), images)
         if params.thinking_token_budget is not None:
             raise ValueError("thinking_token_budget is for decoder-only models.")
         read, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
@@ -407,8 +396,8 @@ class LLM:
         ids, beginning = facts.speech.prompt([], facts.speech.beginning("transcribe", None, has_timestamps=False))
         return Submit(name, None, ids, params, encoder=EncoderInput(features=features, beginning=beginning))
 
-    def _with_images(self, name: str, prompt: dict[str, Any], params: SamplingParams) -> Submit:
-        """The request for a prompt with images."""
+    def _with_images(self, prompt: dict[str, Any]) -> tuple[str, list[int], EncoderInput]:
+        """A prompt's text and token ids, and its images as the model reads them."""
         if self.processor is None:
             raise ValueError(f"{type(self.model).__name__} {NO_IMAGES}. LLM also takes a processor as its tokenizer.")
         data, text = prompt["multi_modal_data"], prompt.get("prompt")
@@ -417,8 +406,7 @@ class LLM:
                 'A prompt with images is {"prompt": text with their placeholders, "multi_modal_data": {"image": image or list}}.'
             )
         images = list(data["image"]) if isinstance(data["image"], (list, tuple)) else [data["image"]]
-        ids, given = processed(self.processor, text, images)
-        return Submit(name, text, ids, params, self._reasoning(text, ids, params), encoder=given)
+        return text, *processed(self.processor, text, images)
 
     def _reasoning(self, text: str | None, ids: list[int], params: SamplingParams) -> Reasoning | None:
         """The reasoning before the answer to a prompt, if it has a budget. Raises ValueError: no response template describes it."""
@@ -434,11 +422,11 @@ class LLM:
 
     def _decoder_prompt(self, given: Any) -> list[int]:
         """Ids with which a decoder begins: the model's own, then a text without special tokens; or the ids that are given."""
-        own = [] if self.encoder is None else self.encoder.decoder_prompt
+        begins = [] if self.encoder is None else self.encoder.decoder_prompt
         if given is None:
-            return own
+            return begins
         text, ids = self._read(given, adds=False)
-        return ids if text is None else own + ids
+        return ids if text is None else begins + ids
 
     def _read(self, prompt: Any, adds: bool = True) -> tuple[str | None, list[int]]:
         """A prompt's text, if it was given as text, and its token ids. `adds`: with the tokenizer's special tokens. Raises ValueError: no
@@ -477,18 +465,13 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
             experts = size if given["enable_expert_parallel"] else 1
             sharding = {"distributed_config": DistributedConfig(tp_size=size, ep_size=experts)}
         config = AutoConfig.from_pretrained(name, **origin)
-        kind: Any = AutoModelForCausalLM
+        kind: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
         if is_encoder_decoder(config):
-            kind = (
-                AutoModelForSpeechSeq2Seq
-                if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-                else AutoModelForSeq2SeqLM
-            )
-        elif reads_images(config):
-            kind = AutoModelForImageTextToText
+            reads_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+            kind = AutoModelForSpeechSeq2Seq if reads_speech else AutoModelForSeq2SeqLM
         loaded: Any = kind.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
-        on_one = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = loaded.to(on_one) if size == 1 else loaded
+        device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = loaded.to(device) if size == 1 else loaded
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(os.fspath(tokenizer)), **origin)
     if hasattr(tokenizer, "image_processor"):
@@ -522,14 +505,11 @@ def _without_images(messages: list[dict]) -> tuple[list[dict], list[Any]]:
     return changed, images
 
 
-def _transfers(config: KVTransferConfig, decoder: SpeculativeDecoder) -> Transfers:
-    seconds = {key: value for key, value in config.kv_connector_extra_config.items() if key.endswith("_seconds")}
-    return Transfers(decoder, NixlLink(), **seconds)
-
-
 def _rank_processes(given: dict[str, Any]) -> RankProcesses | None:
     """Start the other ranks' processes; None for one rank, or under torchrun. Raises ValueError: the arguments do not fit together."""
     size = given["tensor_parallel_size"]
+    if type(size) is not int or size < 1:
+        raise ValueError(f"tensor_parallel_size must be an integer of at least 1, not {size!r}.")
     if size == 1:
         return None
     if isinstance(given["model"], PreTrainedModel):
@@ -565,24 +545,22 @@ def _check_others(others: dict[str, Any]) -> None:
 
 
 def _num_blocks(
-    target, longest: tuple[int, int], max_num_seqs: int, block_size: int, num_blocks: int | None, memory_bytes: int | None, num_drafts: int
-) -> tuple[int, int]:  # fmt: skip
+    decoder: SpeculativeDecoder, max_model_len: int, num_states: int, max_num_seqs: int, memory_bytes: int | None
+) -> tuple[int, int]:
     """Numbers of KV blocks for `max_num_seqs` texts and for what an encoder has read for them, or as many as the memory holds.
 
     Args:
-        longest: maximum number of tokens of a text, and of states of an encoder; 0: there is none.
-        num_blocks: of texts, if they are given.
+        num_states: maximum number of states of an encoder's input; 0: there is no encoder.
         memory_bytes: for KV and recurrent states; None: a share of the free memory.
-        num_drafts: maximum number of nodes of a row's draft. Layers with a recurrent state need memory for each of them.
 
     Raises:
         ValueError: not one block, or not one encoder's input, fits, or the amount of free memory is unknown.
     """
-    most_tokens, most_states = longest
-    per_source = -(-most_states // block_size)
-    if num_blocks is not None:
-        return num_blocks, max_num_seqs * per_source
-    wanted = max_num_seqs * (-(-most_tokens // block_size) + 1)
+    target, block_size, num_drafts = decoder.target, decoder.config.block_size, decoder.generator.max_draft_nodes
+    per_source = -(-num_states // block_size)
+    if decoder.config.num_blocks is not None:
+        return decoder.config.num_blocks, max_num_seqs * per_source
+    per_text = -(-(max_model_len + num_drafts) // block_size) + 1
     per_block = max(target.bytes_per_token(), 1) * block_size  # 0: no layer has keys
     if memory_bytes is None:
         free = target.free_bytes()
@@ -592,20 +570,21 @@ def _num_blocks(
     target.cache_bytes = memory_bytes
     target.choose_states(max_num_seqs, num_drafts)
     states = target.bytes_of_states(num_drafts) * max_num_seqs + target.bytes_of_prefix_states()
-    bytes_per_source = per_source * block_size * target.bytes_per_source_token() if per_source else 0
-    num_sources = max_num_seqs
+    bytes_per_source, num_texts = (
+        per_source * block_size * target.bytes_per_source_token() if per_source else 0,
+        max_num_seqs,
+    )
     if bytes_per_source:  # as many rows as can have both
-        num_sources = min(max_num_seqs, memory_bytes // (bytes_per_source + wanted // max_num_seqs * per_block))
-        if not num_sources:
+        num_texts = min(max_num_seqs, memory_bytes // (bytes_per_source + per_text * per_block))
+        if not num_texts:
             raise ValueError(
-                f"kv_cache_memory_bytes of {memory_bytes} does not hold the keys of one input of {most_states} states "
+                f"kv_cache_memory_bytes of {memory_bytes} does not hold the keys of one input of {num_states} states "
                 f"({bytes_per_source} bytes) and of its text."
             )
-        wanted = min(wanted, num_sources * wanted // max_num_seqs)
-    fitting = (memory_bytes - states - num_sources * bytes_per_source) // per_block
+    fitting = (memory_bytes - states - num_texts * bytes_per_source) // per_block
     if fitting < 1:
         beside = f" in addition to {states} bytes of recurrent states of {max_num_seqs} texts" if states else ""
         raise ValueError(
             f"kv_cache_memory_bytes of {memory_bytes} holds no block of {block_size} tokens ({per_block} bytes){beside}."
         )
-    return min(wanted, fitting), num_sources * per_source
+    return min(num_texts * per_text, fitting), num_texts * per_source

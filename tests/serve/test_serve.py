@@ -424,7 +424,7 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         server.release(answers)
         server.release(answers)
         assert [type(each) for each in sent] == [Submit, Submit, Cancel] and sent[2].id == answers[0].id
-        assert not server.answers and all(answer.inbox._timer.cancelled() for answer in answers)
+        assert not server.answers
         assert server.metrics.text().count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1
 
     asyncio.run(read())

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 import hf_specdec
 
 from .audio import AudioRequest, Transcription
-from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, unless_disconnected
+from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, served
 from .errors import ApiError, bad_request, failed
 from .guard import Guard
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read_body
@@ -86,13 +86,12 @@ def make_app(
         )  # fmt: skip
     _add_error_handlers(app)
     _add_status_routes(app, server)
-    for path, work in (("/tokenize", _tokenized), ("/detokenize", _detokenized)):
-        app.add_route(path, partial(_in_a_lane, server, work), methods=["POST"])
-    endpoints = (("/v1/completions", Completions), ("/v1/chat/completions", Chat), ("/v1/responses", Responses))
-    for path, kind in endpoints:
-        app.add_route(path, partial(kind.respond, server), methods=["POST"])
-    for path, task in (("/v1/audio/transcriptions", "transcribe"), ("/v1/audio/translations", "translate")):
-        app.add_route(path, partial(Transcription.respond, server, task), methods=["POST"])
+    works = (
+        Completions.respond, Chat.respond, Responses.respond, partial(Transcription.respond, "transcribe"),
+        partial(Transcription.respond, "translate"), partial(_in_a_lane, _tokenized), partial(_in_a_lane, _detokenized),
+    )  # fmt: skip
+    for path, work in zip(_POSTS, works, strict=True):
+        app.add_route(path, partial(served, work, server), methods=["POST"])
     app.openapi = lambda: describe(bool(api_keys))
     return app
 
@@ -148,11 +147,9 @@ def _add_status_routes(app: FastAPI, server: Server) -> None:
         return server.model(name)
 
 
-async def _in_a_lane(server: Server, work: Callable[..., tuple[bytes, dict[str, str]]], request: Request) -> Response:
+async def _in_a_lane(work: Callable[..., tuple[bytes, dict]], server: Server, request: Request, raw: bytes) -> Response:
     """Answer a request with JSON and headers that `work` makes of a server, a body and its headers."""
-    raw = await request.body()
-    done = server.lanes.run(len(raw), work, raw, dict(request.headers))
-    answer, headers = await unless_disconnected(request.receive, done)
+    answer, headers = await server.lanes.run(len(raw), work, raw, dict(request.headers))
     return Response(answer, headers=headers, media_type="application/json")
 
 

@@ -23,7 +23,7 @@ from ..engine.encoder import EncoderInput
 from ..engine.params import SamplingParams
 from ..engine.speech import Segment
 from ..ipc.messages import Update
-from .endpoints import EventStream, ignored_header, sse, unless_disconnected
+from .endpoints import EventStream, ignored_header, sse
 from .errors import bad_request, shown
 from .guard import SPACE
 from .lanes import LONG_BYTES
@@ -185,13 +185,8 @@ class Transcription:
         return {**vars(self), "server": None}
 
     @classmethod
-    async def respond(cls, server: Server, task: str, request: Request) -> Response:
-        """Serve a request: return the whole transcript, or a stream. Raises ApiError: it cannot be served, or the client has left."""
-        raw = await request.body()
-        return await unless_disconnected(request.receive, cls._respond(server, task, request, raw))
-
-    @classmethod
-    async def _respond(cls, server: Server, task: str, request: Request, raw: bytes) -> Response:
+    async def respond(cls, task: str, server: Server, request: Request, raw: bytes) -> Response:
+        """Serve a request, whose body is `raw`: return the whole transcript, or a stream. Raises ApiError: it cannot be served."""
         _ = server.running_worker
         # Few bytes may be an hour: no recording is read where short bodies are.
         self = await server.lanes.run(max(len(raw), LONG_BYTES + 1), cls, task, raw, dict(request.headers))

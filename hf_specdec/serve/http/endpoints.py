@@ -22,7 +22,7 @@ from ..engine.encoder import EncoderInput
 from ..engine.structured import StructuredOutputsParams, reasoning_before, reasoning_marks
 from ..engine.text import token_bytes, token_text
 from ..ipc.messages import Update
-from .chat_parser import MessageParser, joined_calls, without_tools
+from .chat_parser import Delta, MessageParser, joined_calls, without_tools
 from .errors import ApiError, bad_request, shown
 from .guard import SPACE
 from .lanes import LONG_BYTES
@@ -33,14 +33,6 @@ from .server import Answer, Server
 IGNORED_HEADER = "x-ignored-fields"
 AnySampling = TypeVar("AnySampling", bound=SamplingFields)
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
-def joined(updates: list[Update]) -> Update:
-    """All updates of a choice as one."""
-    return replace(
-        updates[-1], text="".join(update.text for update in updates), token_ids=[id for update in updates for id in update.token_ids],
-        logprobs=[entry for update in updates for entry in update.logprobs or []],
-    )  # fmt: skip
 
 
 class Endpoint(ABC, Generic[AnySampling]):
@@ -119,20 +111,15 @@ class Endpoint(ABC, Generic[AnySampling]):
         """The `choices` entry of a frame, without its index: what `update` adds to a choice of prompt `number`."""
 
     @abstractmethod
-    def whole(self, number: int, updates: list[Update]) -> dict[str, Any]:
-        """The `choices` entry of the whole answer, without its index, from all updates of a choice of prompt `number`."""
+    def whole(self, number: int, update: Update) -> dict[str, Any]:
+        """The same for the whole answer, from all updates of a choice as one."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "server": None}
 
     @classmethod
-    async def respond(cls, server: Server, request: Request) -> Response:
-        """Serve a request: return the whole answer, or a stream. Raises ApiError: it cannot be served, or the client has disconnected."""
-        raw = await request.body()
-        return await unless_disconnected(request.receive, cls._respond(server, request, raw))
-
-    @classmethod
-    async def _respond(cls, server: Server, request: Request, raw: bytes) -> Response:
+    async def respond(cls, server: Server, request: Request, raw: bytes) -> Response:
+        """Serve a request, whose body is `raw`: return the whole answer, or a stream. Raises ApiError: it cannot be served."""
         _ = server.running_worker  # before the model is loaded, the length of prompts is not known
         headers = dict(request.headers)
         self = await server.lanes.run(len(raw), _prepared, cls, raw, headers)
@@ -168,7 +155,11 @@ class Endpoint(ABC, Generic[AnySampling]):
         choices = []
         for number, updates in enumerate(results):
             for index in range(self.body.n):
-                written = [update for update in updates if update.index == index]
+                parts = [update for update in updates if update.index == index]
+                written = replace(
+                    parts[-1], text="".join(part.text for part in parts), token_ids=[id for part in parts for id in part.token_ids],
+                    logprobs=[entry for part in parts for entry in part.logprobs or []],
+                )  # fmt: skip
                 choices.append({"index": number * self.body.n + index, **self.whole(number, written)})
         body = {**self.base, "object": self.object.removesuffix(".chunk"), "choices": choices, "usage": self.usage()}
         if len(self.answers) == 1 and self.body.n == 1:
@@ -342,9 +333,9 @@ class Completions(Endpoint[CompletionRequest]):
             choice |= {"token_ids": update.token_ids, **({"prompt_token_ids": self.ids[number]} if is_first else {})}
         return choice
 
-    def whole(self, number: int, updates: list[Update]) -> dict[str, Any]:
+    def whole(self, number: int, update: Update) -> dict[str, Any]:
         absent = {"token_ids": None, "prompt_token_ids": None}
-        return {**absent, **self.choice(number, joined(updates)), "prompt_logprobs": self.prompt_logprobs(number)}
+        return {**absent, **self.choice(number, update), "prompt_logprobs": self.prompt_logprobs(number)}
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.prompts[number]
@@ -425,21 +416,27 @@ class Chat(Endpoint[ChatRequest]):
     def choice(self, number: int, update: Update) -> dict[str, Any]:
         parser = self.parsers[update.index]
         added = parser.feed(update.text, last=update.finish_reason is not None)
-        delta: dict[str, Any] = {**_reasoning(added.reasoning), **({"content": added.content} if added.content else {})}
+        delta: dict[str, Any] = self._shown(added)
         if added.tool_calls:
             delta["tool_calls"] = added.tool_calls
         if not delta and update.finish_reason is None:
             delta["content"] = ""
         return {"delta": delta, **self._ending(parser, update)}
 
-    def whole(self, number: int, updates: list[Update]) -> dict[str, Any]:
-        parser = self.parsers[updates[-1].index]
-        deltas = [parser.feed(update.text, last=update is updates[-1]) for update in updates]
-        content, calls = "".join(delta.content for delta in deltas), joined_calls(deltas)
-        message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-        message |= _reasoning("".join(delta.reasoning for delta in deltas))
+    def whole(self, number: int, update: Update) -> dict[str, Any]:
+        parser = self.parsers[update.index]
+        written = parser.feed(update.text, last=True)
+        calls = joined_calls([written])
+        message = {"role": "assistant", "content": None if calls else "", "refusal": None}
+        message |= self._shown(written)
         message = {**message, "tool_calls": calls} if calls else message
-        return {"message": message, "token_ids": None, **self._ending(parser, joined(updates))}
+        return {"message": message, "token_ids": None, **self._ending(parser, update)}
+
+    @staticmethod
+    def _shown(delta: Delta) -> dict[str, str]:
+        """Content; and reasoning under the two names that clients look for: DeepSeek's and transformers', vLLM's."""
+        reasoning = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
+        return {**reasoning, **({"content": delta.content} if delta.content else {})}
 
     def _ending(self, parser: MessageParser, update: Update) -> dict[str, Any]:
         # As in vLLM: "tool_calls" if the model chose the function to call, but "stop" if the request named the function.
@@ -450,11 +447,6 @@ class Chat(Endpoint[ChatRequest]):
             "stop_reason": update.stop_reason,
         }  # fmt: skip
         return {**ending, "token_ids": update.token_ids} if self.body.return_token_ids else ending
-
-
-def _reasoning(text: str) -> dict[str, str]:
-    """Reasoning under the two names that clients look for: DeepSeek's and transformers' `reasoning_content`, vLLM's `reasoning`."""
-    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 class EventStream(StreamingResponse):
@@ -481,6 +473,14 @@ def ignored_header(names: list[str]) -> dict[str, str]:
 def sse(body: dict[str, Any]) -> bytes:
     """Encode one server-sent event. The JSON is ASCII, because some clients end a line at U+2028."""
     return b"data: " + _to_json(body).encode() + b"\n\n"
+
+
+async def served(
+    work: Callable[[Server, Request, bytes], Awaitable[Response]], server: Server, request: Request
+) -> Response:
+    """Answer a request by `work`, which gets its body, too. Raises ApiError: see `unless_disconnected`."""
+    raw = await request.body()
+    return await unless_disconnected(request.receive, work(server, request, raw))
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Awaitable[Any]) -> Any:

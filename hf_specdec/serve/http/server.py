@@ -98,32 +98,6 @@ class Privacy:
             )
 
 
-class Inbox(asyncio.Queue["tuple[Answer, Update] | None"]):
-    """Queue of the updates for one client's request. It also delivers None after `seconds` without an update: one timer serves all
-    items, because each step brings an update for each stream. Used in the event loop's thread only.
-    """
-
-    def __init__(self, seconds: float):
-        super().__init__()
-        self.seconds, self.loop = seconds, asyncio.get_running_loop()
-        self._last_put = self.loop.time()
-        self._timer = self.loop.call_later(seconds, self._on_timer)
-
-    def put_nowait(self, item: tuple[Answer, Update] | None) -> None:
-        self._last_put = self.loop.time()
-        super().put_nowait(item)
-
-    def close(self) -> None:
-        """Stop the timer. Call once nobody reads any more."""
-        self._timer.cancel()
-
-    def _on_timer(self) -> None:
-        """Put None if nothing came for `seconds`; then set the timer for `seconds` after the last item."""
-        if self.loop.time() >= self._last_put + self.seconds:
-            self.put_nowait(None)
-        self._timer = self.loop.call_at(self._last_put + self.seconds, self._on_timer)
-
-
 @dataclass
 class Answer:
     """The state of the answer to one prompt, while it is generated.
@@ -142,7 +116,7 @@ class Answer:
 
     id: str
     number: int
-    inbox: Inbox
+    inbox: asyncio.Queue[tuple[Answer, Update] | None]
     num_prompt: int
     params: SamplingParams
     began: float = field(default_factory=time.monotonic)
@@ -210,11 +184,11 @@ class Server:
 
     def start(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
         """Start the engine of a loaded model in a thread of this process; for `loop` and errors see `connect`."""
-        self.know(Facts.of(llm, self.tokenizer))
-        self.worker, self.loop = llm.make_worker(self.deliver), loop
-        self.worker.start()
+        worker = llm.make_worker(self.deliver)
+        self.connect(worker, Facts.of(llm, self.tokenizer), loop)
+        worker.start()
 
-    def connect(self, worker: EngineProcess, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
+    def connect(self, worker: EngineWorker | EngineProcess, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
         """Send requests to this engine, whose `deliver` is ours. Raises Exception: transformers', for a malformed response template."""
         self.know(facts)
         self.worker, self.loop = worker, loop
@@ -222,13 +196,10 @@ class Server:
     def know(self, facts: Facts) -> None:
         """Take over what must be known about the model. Raises: see `connect`; ImportError: it reads audio, and a package is missing."""
         if facts.encoder is not None and facts.encoder.speech is not None:
-            missing = [
-                name for name in ("python_multipart", "soundfile", "soxr") if importlib.util.find_spec(name) is None
-            ]
+            packages = ("python_multipart", "soundfile", "soxr")
+            missing = ", ".join(name for name in packages if importlib.util.find_spec(name) is None)
             if missing:
-                raise ImportError(
-                    f"Serving {self.names[0]} needs {', '.join(missing)}: pip install 'hf-specdec[audio]'"
-                )
+                raise ImportError(f"Serving {self.names[0]} needs {missing}: pip install 'hf-specdec[audio]'")
         if facts.encoder is None and self.tokenizer.chat_template is None:
             logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
         self.facts, self.defaults, self.max_model_len = facts, facts.defaults, facts.max_model_len
@@ -476,8 +447,7 @@ class Server:
         held = sum(answer.num_image_bytes for answer in self.answers.values())
         if num_image_bytes and held and held + num_image_bytes > _MOST_BYTES_OF_IMAGES:
             raise overloaded(f"The images of running requests take {held} bytes. Try again later.")
-        silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
-        number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
+        number, inbox = (len(among), among[0].inbox) if among else (0, asyncio.Queue())
         # Only stop texts need text in the engine. Otherwise it is made in this thread, while the engine computes its next step.
         private = params.private or self.privacy.private
         space = "" if self.privacy.shares_across_keys else space
@@ -503,9 +473,13 @@ class Server:
         Raises:
             ApiError: 400 or 500, one of the answers ended with an error; 503, the engine has stopped, or the server is shutting down.
         """
-        left, inbox = len(answers), answers[0].inbox
+        left, inbox, loop = len(answers), answers[0].inbox, asyncio.get_running_loop()
         while left:
-            item = await inbox.get()
+            silence = loop.call_later(self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS, inbox.put_nowait, None)
+            try:
+                item = await inbox.get()
+            finally:
+                silence.cancel()
             if item is None:
                 _ = self._live_worker  # raises if it has stopped
                 if self.limits.keep_alive_seconds:
@@ -533,7 +507,6 @@ class Server:
     def release(self, answers: list[Answer]) -> None:
         """Forget a client's answers, because nobody reads them any more; cancel those that have not ended. May be called twice."""
         for answer in answers:
-            answer.inbox.close()
             self.answers.pop(answer.id, None)
             if answer.deadline is not None:
                 answer.deadline.cancel()

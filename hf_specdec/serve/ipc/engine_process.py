@@ -108,10 +108,9 @@ class EngineProcess(threading.Thread):
     def run(self) -> None:
         try:
             while True:
-                messages = self._channel.get()
+                message = self._channel.get()
                 self.heard = time.monotonic()
-                for message in messages:
-                    self._handle(message)
+                self._handle(message)
         except EOFError:
             pass
         except BaseException as error:
@@ -174,14 +173,13 @@ def _start(descriptor: int) -> subprocess.Popen:
 # ---- what crosses, in both directions ------------------------------------------------------------------------------------
 
 _END = object()  # put after the last message
-_BUFFER_BYTES = 1 << 16
 
 
 class Channel:
-    """One end of a connection between two processes. Messages are put one by one; those that wait are sent together. `close` closes it."""
+    """One end of a connection between two processes. `close` closes it."""
 
     def __init__(self, end: socket.socket):
-        self._socket, self._file = end, end.makefile("rb", buffering=_BUFFER_BYTES)
+        self._socket, self._file = end, end.makefile("rb")
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="hf-specdec-sender", daemon=True)
         self._sender.start()
@@ -190,9 +188,9 @@ class Channel:
         """Send a message, which must be picklable and must not change any more. Does not block; any thread may call it."""
         self._outbox.put(message)
 
-    def get(self) -> list[Any]:
-        """Wait for messages from the other process and return them in the order sent. Call it in one thread only, until it raises
-        EOFError: one of the ends is closed, or the other process has ended.
+    def get(self) -> Any:
+        """Wait for the next message from the other process. Call it in one thread only, until it raises EOFError: one of the ends is
+        closed, or the other process has ended.
         """
         try:
             return pickle.load(self._file)
@@ -206,19 +204,9 @@ class Channel:
         self._sender.join()
 
     def _send(self) -> None:
-        """The sending thread: send what has come, all of it in one piece, until `close`."""
-        is_open = True
         try:
-            while is_open:
-                batch = [self._outbox.get()]
-                with contextlib.suppress(queue.Empty):
-                    while batch[-1] is not _END:
-                        batch.append(self._outbox.get_nowait())
-                if batch[-1] is _END:
-                    batch.pop()
-                    is_open = False
-                if batch:
-                    self._socket.sendall(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))
+            while (message := self._outbox.get()) is not _END:
+                self._socket.sendall(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except (BrokenPipeError, ConnectionResetError):
             return  # the other process has ended, which `get` reports
         finally:  # whatever failed: both sides' `get` must end
@@ -227,30 +215,19 @@ class Channel:
             self._socket.close()
 
 
-class RemoteError(Exception):
-    """An error of the other process whose class is not built into Python. Instances belong to a subclass with that class's name."""
-
-    def __reduce__(self) -> tuple:
-        return _remote, (type(self).__name__, _expected(self), str(self))
-
-
 def portable(error: BaseException) -> BaseException:
-    """An error in a form that any process can read: the error itself if its class is built into Python, else a `RemoteError`. If the
-    error is a ValueError, OSError or ImportError, so is the `RemoteError`, because readers treat these differently.
+    """An error in a form that any process can read: the error itself if its class is built into Python, else one whose class has the same
+    name. If the error is a ValueError, OSError or ImportError, so is that one, because readers treat these differently.
     """
     if type(error).__module__ == "builtins":
         with contextlib.suppress(Exception):  # one of its arguments cannot be sent
             return pickle.loads(pickle.dumps(error))
-    return _remote(type(error).__name__, _expected(error), str(error))
+    kinds = (kind for kind in (ValueError, OSError, ImportError) if isinstance(error, kind))
+    return _remote(type(error).__name__, next(kinds, Exception), str(error))
 
 
-def _expected(error: BaseException) -> type[BaseException] | None:
-    """The class, among those that readers treat differently, that an error belongs to; None if it belongs to none of them."""
-    return next((kind for kind in (ValueError, OSError, ImportError) if isinstance(error, kind)), None)
-
-
-def _remote(name: str, base: type[BaseException] | None, text: str) -> BaseException:
-    return type(name, (RemoteError,) if base is None else (RemoteError, base), {})(text)
+def _remote(name: str, base: type[Exception], text: str) -> BaseException:
+    return type(name, (base,), {"__reduce__": lambda self: (_remote, (name, base, text))})(text)
 
 
 # ---- in the process ----------------------------------------------------------------------------------------------------
@@ -265,7 +242,7 @@ def main(descriptor: int) -> None:
     end.set_inheritable(False)
     channel = Channel(end)
     try:
-        (arguments,) = channel.get()
+        arguments = channel.get()
     except EOFError:
         return
     reader = _Reader(channel)
@@ -315,14 +292,14 @@ class _Reader(threading.Thread):
     def run(self) -> None:
         try:
             while True:
-                for message in self.channel.get():
-                    if message is None:
-                        self._end()
-                    elif self.worker is not None and isinstance(message, Compile):
-                        compiled = self.worker.compile(message.grammar)
-                        compiled.add_done_callback(partial(self._tell, message.number))
-                    elif self.worker is not None:
-                        self.worker.send(message)
+                message = self.channel.get()
+                if message is None:
+                    self._end()
+                elif self.worker is not None and isinstance(message, Compile):
+                    compiled = self.worker.compile(message.grammar)
+                    compiled.add_done_callback(partial(self._tell, message.number))
+                elif self.worker is not None:
+                    self.worker.send(message)
         except EOFError:
             if not self.is_over:
                 self._end().join(SECONDS_TO_END)

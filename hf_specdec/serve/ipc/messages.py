@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderFacts, EncoderInput
@@ -14,8 +14,7 @@ from ..engine.structured import StructuredOutputsParams
 # ---- to the engine: first the pickled arguments of `LLM`, last None -------------------------------------------------------
 
 
-@dataclass
-class Submit:
+class Submit(NamedTuple):
     """Add a request. See `Admission.request`."""
 
     id: str

@@ -135,8 +135,7 @@ class EngineWorker(threading.Thread):
     def _submit(self, message: Submit) -> None:
         self._num_read += message.params.n
         try:
-            prompt = message.prompt, message.prompt_token_ids
-            request = self.engine.add(message.id, *prompt, message.params, message.reasoning, message.encoder)
+            request = self.engine.add(*message)
         except BaseException as error:
             if not is_failure(error):
                 raise

@@ -65,6 +65,11 @@ class Transfers:
         self.producer = Producer(self.pools, uuid.uuid4().hex, hold_seconds, self.statistics)
         self.consumer = Consumer(self.pools, pull_seconds, self.statistics)
 
+    @classmethod
+    def of(cls, config: dict[str, Any], decoder: SpeculativeDecoder) -> Transfers:
+        """Over NIXL. `config`: `KVTransferConfig.kv_connector_extra_config`."""
+        return cls(decoder, NixlLink(), **{key: value for key, value in config.items() if key.endswith("_seconds")})
+
     def poll(self) -> list[RequestChoice]:
         """Read messages, free what is held too long, begin and finish pulls. Returns what can run now. Call inside `decoder.active()`."""
         producer, consumer = self.producer, self.consumer
