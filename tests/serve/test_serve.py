@@ -405,11 +405,11 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
     async def read():
         sent, silence = [], 0.05
         server = Server(tiny_tokenizer, ["tiny"], Limits(keep_alive_seconds=silence))
-        server.max_model_len = 256
+        server.facts.max_model_len = 256
         server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=sent.append, load=Load())
         answers = []
         for prompt in ([5], [6]):
-            answers.append(server.submit(prompt, prompt, server.defaults, among=answers))
+            answers.append(server.submit(prompt, prompt, server.facts.defaults, among=answers))
         updates = server.updates(answers)
         began = time.monotonic()
         assert await anext(updates) is None and await anext(updates) is None
@@ -445,7 +445,7 @@ def test_a_stream_in_which_the_server_fails(tiny_tokenizer, caplog, path):
 
     async def read():
         server = Server(tiny_tokenizer, ["tiny"], Limits())
-        server.max_model_len, server.updates = 256, broken
+        server.facts.max_model_len, server.updates = 256, broken
         server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=Load())
         if path == "completions":
             endpoint = Completions(server, CompletionRequest(prompt="x", stream=True))

@@ -406,7 +406,7 @@ def test_long_answers_are_made_off_the_event_loop(tiny_tokenizer, monkeypatch, s
 
     monkeypatch.setattr(Completions, name, noting)
     server = Server(tiny_tokenizer, ["tiny"], Limits())
-    server.max_model_len, server.updates = 256, updates
+    server.facts.max_model_len, server.updates = 256, updates
     server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=Load())
     body = json.dumps({"prompt": "x", "echo": True, "stream": stream}).encode()
     unread, sent = [{"type": "http.request", "body": body, "more_body": False}], []
@@ -437,12 +437,12 @@ def test_a_burst_does_not_overfill_the_queue(tiny_tokenizer):
 
     async def accepted(load, n=1):
         server = Server(tiny_tokenizer, ["tiny"], Limits(max_queued_requests=2))
-        server.max_model_len = 256
+        server.facts.max_model_len = 256
         server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=load)
         answers = []
         for _ in range(10):
             try:
-                answers.append(server.submit([5], [5], server.defaults.copy(n=n)))
+                answers.append(server.submit([5], [5], server.facts.defaults.copy(n=n)))
             except ApiError as error:
                 assert error.status == 429
         server.release(answers)
@@ -557,7 +557,7 @@ def test_long_texts_are_refused_before_they_are_tokenized(tiny_tokenizer):
     from hf_specdec.serve.http.server import Limits, Server
 
     server, sizes = Server(tiny_tokenizer, ["tiny"], Limits()), []
-    server.max_model_len, encode = 64, server.encode
+    server.facts.max_model_len, encode = 64, server.encode
     server.encode = lambda text, *more: sizes.append(len(text)) or encode(text, *more)
     with pytest.raises(ApiError, match="more than 64 tokens; with max_model_len 64 it may have 63") as error:
         server.prompt_ids("Once upon a time " * 50_000, "prompt")

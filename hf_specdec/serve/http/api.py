@@ -167,11 +167,10 @@ def _tokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[byt
         ids = server.text_ids(text, "messages", server.adds_special_tokens(text))
     else:
         ids = server.text_ids(body.prompt, "prompt", body.add_special_tokens)
-    known = {} if server.facts is None else {"max_model_len": server.max_model_len}
     ignored = body.unknown_fields
     if body.reasoning_effort is not None and not server.template_reads_effort:
         ignored.append("reasoning_effort")
-    return to_json({"tokens": ids, "count": len(ids), **known}), ignored_header(ignored)
+    return to_json({"tokens": ids, "count": len(ids), **server.facts.length}), ignored_header(ignored)
 
 
 def _detokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:

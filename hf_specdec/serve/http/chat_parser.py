@@ -19,7 +19,6 @@ _PARSER_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
 _JSON = json.JSONDecoder()
 # A call in the JSON of "required" (`tool_grammar`), up to its arguments, with what divides it from the call before.
 _FORCED_CALL = re.compile(r'(?:\s*\})?\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*')
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 @dataclass
@@ -202,23 +201,7 @@ def tool_grammar(functions: dict[str, dict[str, Any]], forced: str, parallel: bo
         }
         for i, name in enumerate(functions)
     ]  # fmt: skip
-    schemas = {str(i): _moved(parameters, f"#/$defs/{i}") for i, parameters in enumerate(functions.values())}
+    # With an `$id`, a schema's references to its parts lead into itself, wherever it stands.
+    schemas = {str(i): {**schema, "$id": f"urn:function:{i}"} for i, schema in enumerate(functions.values())}
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": schemas}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A copy of a JSON schema to be put at `place` of another one: references to its own parts are changed to lead there."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[key] = place + value[1:]
-        elif key in _NAMED_SCHEMAS and isinstance(value, dict):  # the keys are names, not keywords
-            moved[key] = {name: _moved(part, place) for name, part in value.items()}
-        else:
-            moved[key] = value if key in ("const", "enum", "default", "examples") else _moved(value, place)
-    return moved

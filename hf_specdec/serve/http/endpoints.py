@@ -67,7 +67,7 @@ class Endpoint(ABC, Generic[AnySampling]):
         self.images: EncoderInput | None = None
         self.fetched: dict[str, bytes] = {}
         self.decoder_prompt: list[int] | None = None
-        self.params = server.defaults
+        self.params = server.facts.defaults
         self.reasoning: Reasoning | None = None
         self.answers: list[Answer] = []
         self.last: Update | None = None
@@ -259,7 +259,7 @@ class Completions(Endpoint[CompletionRequest]):
         self._prepare_decoder()
         counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
         self.params = body.sampling_params(
-            self.server.defaults, body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1), logprobs=body.logprobs,
+            self.server.facts.defaults, body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1), logprobs=body.logprobs,
             structured_outputs=self.grammar, prompt_logprobs=max((count for count in counts if count is not None), default=None),
             prediction=self.predicted(),
         )  # fmt: skip
@@ -275,7 +275,7 @@ class Completions(Endpoint[CompletionRequest]):
 
     def _prepare_decoder(self) -> None:
         """Set `decoder_prompt`. Raises ApiError: 400, a field is for models of the other kind."""
-        body, encoder = self.body, None if self.server.facts is None else self.server.facts.encoder
+        body, encoder = self.body, self.server.facts.encoder
         if encoder is None:
             if body.decoder_prompt is not None:
                 raise bad_request("decoder_prompt is for encoder-decoder models.", "decoder_prompt")
@@ -361,7 +361,7 @@ class Chat(Endpoint[ChatRequest]):
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         self.params = body.sampling_params(
-            self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            self.server.facts.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs, prediction=self.predicted(),
             thinking_token_budget=body.thinking_token_budget,
         )  # fmt: skip

@@ -148,7 +148,7 @@ def _end_with(parent: int) -> None:
 
 def _call(facts: Any, function: Callable[..., Any], args: tuple) -> Any:
     """Run a task in the forked process. `facts`: what the server has been told about the model since."""
-    if facts is not None:
+    if facts != _server.facts:
         _server.know(facts)
     try:
         return function(_server, *args)

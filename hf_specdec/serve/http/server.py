@@ -49,14 +49,6 @@ _MOST_BYTES_OF_IMAGES = (
 _ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
-def _calls_at_fault(messages: list[dict[str, Any]]) -> str:
-    """A sentence if an earlier tool call has no object of arguments, for which a template may have raised; else empty."""
-    functions = [call.get("function") for message in messages for call in message.get("tool_calls", ())]
-    if any(isinstance(function, dict) and isinstance(function["arguments"], str) for function in functions):
-        return ". The arguments of a tool call are no JSON object, which this template may need."
-    return ""
-
-
 @dataclass
 class Limits:
     """Limits of the server; times are in seconds.
@@ -134,10 +126,9 @@ class Answer:
     def make_text(self, update: Update, tokenizer: Any) -> None:
         if self.params.detokenize:
             return
-        text = self.texts.get(update.index)
-        if text is None:
-            text = Detokenizer(tokenizer, self.prompt, self.params.skip_special_tokens)
-            self.texts[update.index] = text
+        if update.index not in self.texts:
+            self.texts[update.index] = Detokenizer(tokenizer, self.prompt, self.params.skip_special_tokens)
+        text = self.texts[update.index]
         tokens = update.token_ids[:-1] if update.hides_end else update.token_ids
         update.text = "".join([text.add(token) for token in tokens])
         if update.finish_reason is not None:
@@ -159,7 +150,7 @@ class Server:
         media_hosts: see `Media`; none: images are sent, not fetched.
 
     Attributes:
-        worker, facts: the engine's, and what is known about the model; None until it is loaded.
+        worker: the engine's; None until the model is loaded. `facts`: what is known about the model; little until then.
         answers: answers that have not ended, by id.
         is_closed: True once the time for draining is over; every request is then refused.
     """
@@ -171,11 +162,10 @@ class Server:
         self.processor, self.media = processor, Media(media_hosts or [], limits.max_body_bytes)
         self.response_template, self.privacy = response_template, privacy or Privacy()
         self.tokenizer, self.names, self.limits = tokenizer, names, limits
-        self.defaults, self.max_model_len = SamplingParams(), 0
         self.worker: EngineWorker | EngineProcess | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.answers: dict[str, Answer] = {}
-        self.facts: Facts | None = None
+        self.facts = Facts()
         self.lanes = Lanes(self)
         self.encode("")  # sets the tokenizer's options, which must not change while another thread uses it
         self._num_submitted = 0  # choices
@@ -202,7 +192,7 @@ class Server:
                 raise ImportError(f"Serving {self.names[0]} needs {missing}: pip install 'hf-specdec[audio]'")
         if facts.encoder is None and self.tokenizer.chat_template is None:
             logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
-        self.facts, self.defaults, self.max_model_len = facts, facts.defaults, facts.max_model_len
+        self.facts = facts
         if self.response_template is None:
             self.response_template = facts.response_template
         if self.response_template is not None:
@@ -211,9 +201,8 @@ class Server:
     def end_answers(self) -> None:
         """End all remaining answers with an error, because the time for draining is over. Clients then see why the connection closes."""
         self.is_closed = True
-        if self.worker is not None:
-            for name in list(self.answers):
-                self.worker.send(Cancel(name))
+        for name in self.answers if self.worker is not None else ():
+            self.worker.send(Cancel(name))
         self.end_with(shutting_down())
         self.lanes.end()
 
@@ -273,8 +262,7 @@ class Server:
 
     def model(self, name: str) -> dict[str, Any]:
         """What OpenAI's API tells about a model. Its length is not known until it is loaded."""
-        known = {} if self.facts is None else {"max_model_len": self.max_model_len}
-        return {"id": name, "object": "model", "created": self.created, "owned_by": "hf-specdec", **known}
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "hf-specdec", **self.facts.length}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         options = {"return_attention_mask": False, "return_token_type_ids": False}
@@ -296,22 +284,19 @@ class Server:
     @property
     def most_prompt_tokens(self) -> int:
         """Maximum number of tokens of a prompt: with an encoder, of what it reads."""
-        encoder = None if self.facts is None else self.facts.encoder
-        return self.max_model_len - 1 if encoder is None else encoder.max_length
+        encoder = self.facts.encoder
+        return self.facts.max_model_len - 1 if encoder is None else encoder.max_length
 
     def check_reads(self, what: Literal["prompt", "conversation", "audio"]) -> Speech:
         """Raise ApiError 400 unless the model reads this kind of input. Returns what is known about its speech, if it reads audio."""
-        encoder = None if self.facts is None else self.facts.encoder
+        encoder, name = self.facts.encoder, self.names[0]
         speech: Any = None if encoder is None else encoder.speech
-        if (what == "audio") != (speech is not None):
-            instead = (
-                "text, not audio" if speech is None else "audio: use /v1/audio/transcriptions or /v1/audio/translations"
-            )
-            raise bad_request(f"{self.names[0]} reads {instead}.")
+        if what == "audio" and speech is None:
+            raise bad_request(f"{name} reads text, not audio.")
+        if what != "audio" and speech is not None:
+            raise bad_request(f"{name} reads audio: use /v1/audio/transcriptions or /v1/audio/translations.")
         if what == "conversation" and encoder is not None:
-            raise bad_request(
-                f"{self.names[0]} is an encoder-decoder model, which has no conversations: use /v1/completions."
-            )
+            raise bad_request(f"{name} is an encoder-decoder model, which has no conversations: use /v1/completions.")
         return speech
 
     def _refuse_long_text(self, text: str, param: str) -> None:
@@ -325,14 +310,14 @@ class Server:
 
     def _too_long(self, size: str, param: str) -> ApiError:
         most = self.most_prompt_tokens
-        limit = f"with max_model_len {self.max_model_len} it may have {most}"
-        if most >= self.max_model_len:
+        limit = f"with max_model_len {self.facts.max_model_len} it may have {most}"
+        if self.facts.encoder is not None:
             limit = f"the encoder reads at most {most}"
         return ApiError(400, f"The prompt has {size} tokens; {limit}.", param=param, code="context_length_exceeded")
 
     def text_ids(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text that need not be a prompt, but must not keep others waiting. `param` and errors: see `prompt_ids`."""
-        most = max(_MOST_CHARACTERS, _MOST_PER_TOKEN * self.max_model_len)
+        most = max(_MOST_CHARACTERS, _MOST_PER_TOKEN * self.facts.max_model_len)
         if len(text) > most:
             message = f"{param}: the text has {len(text)} characters; at most {most} are tokenized at once."
             raise bad_request(message, param)
@@ -366,7 +351,10 @@ class Server:
                 add_generation_prompt=body.add_generation_prompt and not final, continue_final_message=final, **more,
             )  # fmt: skip
         except Exception as error:  # a template is a program from the checkpoint and may raise anything
-            message = f"The chat template refused the messages: {error}{_calls_at_fault(messages)}"
+            message = f"The chat template refused the messages: {error}"
+            functions = [call.get("function") for given in messages for call in given.get("tool_calls", ())]
+            if any(isinstance(function, dict) and isinstance(function["arguments"], str) for function in functions):
+                message += ". The arguments of a tool call are no JSON object, which this template may need."
             raise bad_request(message, "messages") from None
 
     @cached_property
@@ -524,10 +512,9 @@ class Server:
         if answer.first is None and update.token_ids:
             answer.first = now
             self.metrics.first_token.observe(now - answer.began)
-        drafters = (update.statistics or {}).get("drafters", {})
-        if "prediction" in drafters:
-            of = drafters["prediction"]
-            answer.num_predicted = of["num_accepted_tokens"], of["num_draft_tokens"]
+        predicted = (update.statistics or {}).get("drafters", {}).get("prediction")
+        if predicted is not None:
+            answer.num_predicted = predicted["num_accepted_tokens"], predicted["num_draft_tokens"]
         if update.request_finished:
             self.metrics.whole.observe(now - answer.began)
             if answer.first is not None and answer.num_new > 1:

@@ -54,10 +54,15 @@ class Facts:
         encoder: of an encoder-decoder model; None: it has no encoder.
     """
 
-    defaults: SamplingParams
-    max_model_len: int
-    response_template: dict | None
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    max_model_len: int = 0
+    response_template: dict | None = None
     encoder: EncoderFacts | None = None
+
+    @property
+    def length(self) -> dict[str, int]:
+        """The field `max_model_len` of answers about the model; none before it is loaded."""
+        return {"max_model_len": self.max_model_len} if self.max_model_len else {}
 
     @classmethod
     def of(cls, llm: Any, tokenizer: Any) -> Facts:
