@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from .ipc.messages import Load
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
+_SPECULATION = {  # by key of `Request.figures`
+    "num_drafts": "Drafts verified.",
+    "num_draft_tokens": "Tokens drafted.",
+    "num_accepted_tokens": "Drafted tokens accepted.",
+}
+_BY_DRAFTER = {
+    "num_steps": "Steps of rows whose drafts came from this drafter.",
+    "num_draft_tokens": "Tokens drafted, by drafter.",
+    "num_accepted_tokens": "Drafted tokens accepted, by drafter.",
+}
 _LEARNT = {
     "texts": "Texts that the head has learnt from.",
     "tokens": "Tokens that the head has learnt from.",
@@ -65,9 +76,12 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> PrometheusCounter:
             return PrometheusCounter(name, text, ["model_name", *labels], registry=self.registry)
 
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            names = ["model_name", *labels]
+            return Histogram(f"hf_specdec_{name}", text, names, buckets=buckets, registry=self.registry)
+
         def seconds(name: str, text: str) -> Any:
-            name = f"hf_specdec_{name}_seconds"
-            return Histogram(name, text, ["model_name"], buckets=_SECONDS, registry=self.registry).labels(model)
+            return histogram(f"{name}_seconds", text, _SECONDS).labels(model)
 
         self._requests = counter("hf_specdec_requests", "Requests that ended.", "finish_reason")
         self._prompt_tokens = counter("hf_specdec_prompt_tokens", "Prompt tokens read.").labels(model)
@@ -78,29 +92,19 @@ class Metrics:
         self.first_token = seconds("time_to_first_token", "From the request to its first token.")
         self.whole = seconds("request_latency", "From the request to its end.")
         self.per_token = seconds("time_per_output_token", "Between tokens, per request.")
-        self._speculation = {  # by key of `Request.figures`
-            "num_drafts": counter("vllm:spec_decode_num_drafts", "Drafts verified.").labels(model),
-            "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.").labels(model),
-            "num_accepted_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.").labels(
-                model
-            ),
+        self._speculation = {
+            key: counter(f"vllm:spec_decode_{key}", text).labels(model) for key, text in _SPECULATION.items()
+        }
+        self._by_drafter = {
+            key: counter(f"hf_specdec_drafter_{key.removeprefix('num_')}", text, "drafter")
+            for key, text in _BY_DRAFTER.items()
         }
         by_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
         self._accepted_at = counter(by_position, "Accepted by position.", "position")
-        shares, text = (
-            [i / 10 for i in range(11)],
-            "Share of a request's drafts this deep whose token was accepted, by position.",
-        )
-        names = ["model_name", "position"]
-        self._share_at = Histogram("hf_specdec_acceptance_ratio", text, names, buckets=shares, registry=self.registry)
-        by_drafter = {
-            "num_steps": ("steps", "Steps of rows whose drafts came from this drafter."),
-            "num_draft_tokens": ("draft_tokens", "Tokens drafted, by drafter."),
-            "num_accepted_tokens": ("accepted_tokens", "Drafted tokens accepted, by drafter."),
-        }
-        self._by_drafter = {
-            key: counter(f"hf_specdec_drafter_{name}", text, "drafter") for key, (name, text) in by_drafter.items()
-        }
+        text = "Share of a request's drafts this deep whose token was accepted, by position."
+        self._share_at = histogram("acceptance_ratio", text, [i / 10 for i in range(11)], "position")
+        text = "Tokens per step of a request, over its choices."
+        self._accepted_length = histogram("accepted_length", text, _LENGTHS).labels(model)
         self.registry.register(self)  # type: ignore[arg-type]
 
     def tokens_written(self, count: int, num_rows: int) -> None:
@@ -114,6 +118,8 @@ class Metrics:
         self._cached_tokens.inc(num_cached)
         if statistics is None:
             return
+        if statistics["mean_accepted_length"]:  # it has written tokens
+            self._accepted_length.observe(statistics["mean_accepted_length"])
         for key, counter in self._speculation.items():
             counter.inc(statistics[key])
         for drafter, counts in statistics.get("drafters", {}).items():

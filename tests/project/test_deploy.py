@@ -25,7 +25,7 @@ def metric_names():
     for histogram in (metrics.first_token, metrics.whole, metrics.per_token):
         histogram.observe(0.1)
     statistics = {"num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 3, "num_accepted_per_position": [2, 1]}
-    statistics["acceptance_per_position"] = [1.0, 0.5]
+    statistics |= {"acceptance_per_position": [1.0, 0.5], "mean_accepted_length": 2.5}
     metrics.request_ended("stop", 5, 2, statistics)
     return set(re.findall(r"^([a-z_:]+)\{", metrics.text().decode(), flags=re.M))
 

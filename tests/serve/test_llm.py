@@ -373,6 +373,11 @@ def test_metrics_of_speculation_as_vllms_example_reads_them(tiny_model):
     assert found["hf_specdec_requests"].value == 3 and found["hf_specdec_generation_tokens"].value == 60
     shares = [output.speculation["acceptance_per_position"] for output in outputs]
     read = llm._metrics.registry.get_sample_value
+    lengths, name = [output.speculation["mean_accepted_length"] for output in outputs], "hf_specdec_accepted_length"
+    labels = {"model_name": llm._metrics._model}
+    assert read(f"{name}_count", labels) == 3 and read(f"{name}_sum", labels) == pytest.approx(sum(lengths))
+    for bound in ("1.0", "1.5", "16.0"):
+        assert read(f"{name}_bucket", labels | {"le": bound}) == sum(length <= float(bound) for length in lengths)
     for position in range(max(map(len, shares))):
         at, name = [each[position] for each in shares if position < len(each)], "hf_specdec_acceptance_ratio"
         labels = {"model_name": llm._metrics._model, "position": str(position)}

@@ -19,6 +19,13 @@ from ...sampling.warpers import BeginningLogitsProcessor
 from .speech import Speech
 
 
+def check_ids(ids: Items[int], size: int, what: str, who: str = "the model") -> None:
+    """Raise ValueError for an id that is not one of `size`. `what` and `who` begin the parts of its sentence."""
+    wrong = next((token for token in ids if not 0 <= token < size), None)
+    if wrong is not None:
+        raise ValueError(f"{what} {wrong}; {who} has ids 0 to {size - 1}.")
+
+
 @dataclass
 class EncoderInput:
     """What an encoder reads for a request, and how the answer begins. It crosses between processes.
@@ -40,7 +47,7 @@ class EncoderInput:
     @property
     def num_bytes_of_images(self) -> int:
         """Memory that they take until the answer ends."""
-        return sum(getattr(each, "nbytes", 0) for each in (self.images or {}).values())
+        return sum(getattr(value, "nbytes", 0) for value in (self.images or {}).values())
 
 
 @dataclass
@@ -79,8 +86,8 @@ class EncoderFacts:
                 f"{name} reads {model.main_input_name}; LLM and the server read audio for Whisper only: call model.generate()."
             )
         start = given.decoder_start_token_id if given.decoder_start_token_id is not None else given.bos_token_id
-        prompt = [each for each in (start, given.forced_bos_token_id) if each is not None]
-        if not prompt or not all(isinstance(each, int) for each in prompt):
+        prompt = [token for token in (start, given.forced_bos_token_id) if token is not None]
+        if not prompt or not all(isinstance(token, int) for token in prompt):
             raise UnsupportedModel(
                 f"{name} does not say how its texts begin: set generation_config.decoder_start_token_id."
             )
@@ -116,13 +123,9 @@ class EncoderSide:
             features = torch.from_numpy(given.features)[None].to(device, self.model.dtype)
             return Source(self.model, self.max_length, self.num_blocks, {"input_features": features})
         embeddings: Any = self.model.get_encoder().get_input_embeddings()
-        wrong = next((token for token in given.ids if not 0 <= token < embeddings.num_embeddings), None)
         if not given.ids:
             raise ValueError("The prompt is empty: it needs at least one token.")
-        if wrong is not None:
-            raise ValueError(
-                f"The prompt holds the id {wrong}; the encoder has ids 0 to {embeddings.num_embeddings - 1}."
-            )
+        check_ids(given.ids, embeddings.num_embeddings, "The prompt holds the id", "the encoder")
         if len(given.ids) > self.max_length:
             raise ValueError(f"The prompt has {len(given.ids)} tokens; the encoder reads at most {self.max_length}.")
         ids = torch.tensor([given.ids], device=device)

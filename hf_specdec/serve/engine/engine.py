@@ -147,7 +147,7 @@ class Engine:
             # None if the request has ended in this loop, by another choice or by its prompt's log-probabilities
             choice = self._choices.get(result.sequence.id)
             if choice is not None and result.new_tokens:
-                with self._boundary(choice.request):
+                with self.boundary(choice.request):
                     self._accept(choice, result)
                 touched[choice.request.number] = choice.request
         announced = [] if self.transfers is None else self.transfers.producer.has_read(rows)
@@ -157,7 +157,7 @@ class Engine:
         return list(touched.values())
 
     @contextlib.contextmanager
-    def _boundary(self, request: Request) -> Iterator[None]:
+    def boundary(self, request: Request) -> Iterator[None]:
         """End the request alone if the block raises: tokenizer, grammar and log-probabilities are the request's."""
         try:
             yield
@@ -283,7 +283,7 @@ class Engine:
                 choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
                 choice.request.statistics.append(statistics)
         if choice.text is not None and not text_is_whole:
-            with self._boundary(choice.request):
+            with self.boundary(choice.request):
                 choice.text.finish()
                 choice.output.text = choice.text.text
 
@@ -304,7 +304,7 @@ class Engine:
         assert last is not None
         requests = [self._choices[seq_id].request for seq_id in last.prompt_logits]
         for request, (start, logits) in zip(requests, last.prompt_logits.values(), strict=True):
-            with self._boundary(request):
+            with self.boundary(request):
                 self._score_prompt(request, start, logits)
         return [request for request in requests if request.finished]
 

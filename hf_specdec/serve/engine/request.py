@@ -25,7 +25,7 @@ from ...decoding.outputs import RowStatistics, summarize
 from ...sampling.grammar import GrammarLogitsProcessor, Reasoning
 from ...sampling.processors import NodeProcessors
 from ...sampling.warpers import FusedSamplingLogitsWarper, OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
-from .encoder import EncoderInput, EncoderSide
+from .encoder import EncoderInput, EncoderSide, check_ids
 from .images import ImagePrompt
 from .params import SamplingParams
 from .structured import GrammarCompiler
@@ -257,7 +257,9 @@ class Admission:
         self._check_params(params)
         images = None if encoder is None else encoder.images
         if images is not None:
-            self._check_images(params)
+            check_methods(self.decoder, 0, {})
+        if images is not None and (params.prompt_logprobs is not None or params.kv_transfer_params):
+            raise ValueError("prompt_logprobs and kv_transfer_params are for prompts without images: leave them out.")
         source = None if self.encoder is None else self.encoder.source(encoder)
         predicted = self._predicted(params.prediction)
         wanted = params.structured_outputs  # in a server the HTTP side has had it compiled already
@@ -284,33 +286,26 @@ class Admission:
         if isinstance(given, str) and self.tokenizer is None:
             raise ValueError("prediction: a text needs a tokenizer; give token ids.")
         ids = self.tokenizer(given, add_special_tokens=False)["input_ids"] if isinstance(given, str) else list(given)
-        vocab_size = self.decoder.target.vocab_size
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"prediction holds the id {wrong}; the model has ids 0 to {vocab_size - 1}.")
+        check_ids(ids, self.decoder.target.vocab_size, "prediction holds the id")
         if len(ids) > self.max_model_len:
             raise ValueError(f"prediction has {len(ids)} tokens; max_model_len is {self.max_model_len}.")
         return ids
 
     def _check_prompt(self, ids: list[int]) -> None:
-        length, vocab_size, cache = len(ids), self.decoder.target.vocab_size, self.decoder.cache
+        length, cache = len(ids), self.decoder.cache
         if not length:
             raise ValueError("The prompt is empty: it needs at least one token.")
         if length >= self.max_model_len:
             most = f"with max_model_len {self.max_model_len} it may have {self.max_model_len - 1}"
             raise ValueError(f"The prompt has {length} tokens; {most}.")
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"The prompt holds the id {wrong}; the model has ids 0 to {vocab_size - 1}.")
+        check_ids(ids, self.decoder.target.vocab_size, "The prompt holds the id")
         if -(-(length + 1) // cache.block_size) > cache.most_blocks:
             most = cache.most_blocks * cache.block_size
             raise ValueError(f"The prompt has {length} tokens; the KV cache holds {most}. Give it more memory.")
 
     def _check_params(self, params: SamplingParams) -> None:
-        vocab_size, drafters = self.decoder.target.vocab_size, self.decoder.drafters
-        wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"stop_token_ids holds {wrong}; the model has ids 0 to {vocab_size - 1}.")
+        check_ids(params.stop_token_ids, self.decoder.target.vocab_size, "stop_token_ids holds")
+        drafters = self.decoder.drafters
         if params.drafter is not None and params.drafter not in drafters:
             known = f"it has {', '.join(drafters)}" if drafters else "it has one method, for every request"
             raise ValueError(
@@ -319,7 +314,7 @@ class Admission:
         # Under every rule but "coupled" the tokens depend on where drafts end, and so on what else is running.
         rule, drafts = self.decoder.config.verification_rule, self.decoder.generator.max_draft_nodes
         bring = params.prediction, params.structured_outputs, params.thinking_token_budget
-        drafts = drafts or any(each is not None for each in bring)
+        drafts = drafts or any(value is not None for value in bring)
         drafts = drafts if params.num_speculative_tokens is None else params.num_speculative_tokens
         if params.seed is not None and params.do_sample and drafts and rule != "coupled":
             raise ValueError(
@@ -327,13 +322,9 @@ class Admission:
                 "the drafts. Leave seed out, switch this request's drafts off (num_speculative_tokens 0), or use 'coupled'."
             )
         if params.structured_outputs is not None and rule == "synthetic":
-            message = "the rule 'synthetic' accepts drafts whatever they are. Use another rule."
-            raise ValueError(f"structured_outputs: {message}")
-
-    def _check_images(self, params: SamplingParams) -> None:
-        check_methods(self.decoder, 0, {})
-        if params.prompt_logprobs is not None or params.kv_transfer_params:
-            raise ValueError("prompt_logprobs and kv_transfer_params are for prompts without images: leave them out.")
+            raise ValueError(
+                "structured_outputs: the rule 'synthetic' accepts drafts whatever they are. Use another rule."
+            )
 
     def _make_choice(
         self, request: Request, index: int, stream: int, matcher: Any, reasoning: Reasoning | None
@@ -345,10 +336,9 @@ class Admission:
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids))
         grammar, budget = None, None if reasoning is None else params.thinking_token_budget
         if matcher is not None or budget is not None:
-            grammar = GrammarLogitsProcessor(
-                matcher and matcher.deep_copy(), self.grammars.vocab_size, length, frozenset(ends), reasoning,
-                lambda token: token_text(self.tokenizer, token) or "", budget,
-            )  # fmt: skip
+            matcher, text_of = matcher and matcher.deep_copy(), lambda token: token_text(self.tokenizer, token) or ""
+            size = self.grammars.vocab_size
+            grammar = GrammarLogitsProcessor(matcher, size, length, frozenset(ends), reasoning, text_of, budget)
         rules = [] if self.encoder is None or request.encoder is None else self.encoder.rules(request.encoder, prompt)
         sequence = Sequence(
             list(prompt), length + new_tokens, frozenset(ends), params.do_sample, stream,
@@ -358,8 +348,9 @@ class Admission:
         )  # fmt: skip
         wants_text = params.detokenize and self.tokenizer is not None
         text = Detokenizer(self.tokenizer, prompt, params.skip_special_tokens) if wants_text else None
-        output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-        output.cumulative_logprob = None if params.logprobs is None else 0.0
+        output = CompletionOutput(index)
+        if params.logprobs is not None:
+            output.logprobs, output.cumulative_logprob = [], 0.0
         return RequestChoice(request, output, sequence, text, grammar)
 
 

@@ -8,14 +8,12 @@ import gc
 import logging
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from typing import Any
 
 from ..ipc.engine_process import SIGNALS
@@ -38,7 +36,7 @@ class Lanes:
 
     def __init__(self, server: Any):
         self._server = server
-        self._short, self._long = _Lane("hf-specdec-short-bodies"), _Lane("hf-specdec-long-bodies")
+        self._short, self._long = (ThreadPoolExecutor(1, f"hf-specdec-{size}-bodies") for size in ("short", "long"))
         self._process: ProcessPoolExecutor | None = None
         self._pid = 0
         self._waiting: set[asyncio.Future] = set()
@@ -58,6 +56,8 @@ class Lanes:
 
     def close(self) -> None:
         """Kill the process, which may be busy with a text that takes a minute."""
+        for lane in (self._short, self._long):
+            lane.shutdown(wait=False, cancel_futures=True)
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # somebody else has killed it
                 os.kill(self._pid, signal.SIGKILL)
@@ -75,7 +75,11 @@ class Lanes:
             BrokenProcessPool: the process has ended.
         """
         try:
-            waiting = asyncio.wrap_future(self._submit(num_bytes > LONG_BYTES, function, args))
+            if num_bytes > LONG_BYTES and self._process is not None:
+                task = self._process.submit(_call, self._server.facts, function, args)
+            else:
+                task = (self._long if num_bytes > LONG_BYTES else self._short).submit(function, self._server, *args)
+            waiting = asyncio.wrap_future(task)
             self._waiting.add(waiting)
             waiting.add_done_callback(self._waiting.discard)
             return await waiting
@@ -88,42 +92,11 @@ class Lanes:
                 raise shutting_down() from None
             raise
 
-    def _submit(self, is_long: bool, function: Callable[..., Any], args: tuple) -> Future:
-        if is_long and self._process is not None:
-            return self._process.submit(_call, self._server.facts, function, args)
-        return (self._long if is_long else self._short).submit(partial(function, self._server, *args))
-
     def end(self) -> None:
         """End whatever waits with an error, because the time for draining is over. Call in the event loop's thread."""
         self._has_ended = True
         for future in self._waiting:
             future.cancel()
-
-
-class _Lane:
-    """A thread that runs tasks one by one. Unlike an executor's it is a daemon: a long text does not delay the end of the process."""
-
-    def __init__(self, name: str):
-        self._tasks: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def submit(self, task: Callable[[], Any]) -> Future:
-        """Append a task. Call in the event loop's thread only."""
-        if self._thread.ident is None:
-            self._thread.start()
-        future: Future = Future()
-        self._tasks.put((future, task))
-        return future
-
-    def _run(self) -> None:
-        while True:
-            future, task = self._tasks.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(task())
-                except BaseException as error:
-                    future.set_exception(error)
-            del future, task  # they hold the body and what was made of it
 
 
 _server: Any = None  # in the forked process: its copy of the server

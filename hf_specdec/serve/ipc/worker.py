@@ -25,8 +25,8 @@ _POLL_OFTEN_SECONDS = 0.005  # the same while a decode server is about to ask fo
 def load_of(engine: Engine, num_read: int = 0) -> Load:
     """How busy an engine is, which has read `num_read` choices."""
     scheduler, cache, learner = engine.scheduler, engine.decoder.cache, engine.decoder.learner
-    pools = [each for each in (cache, cache.cross) if each is not None]
-    num_running, usage = len(scheduler.running), max(each.pool.num_used / max(each.most_blocks, 1) for each in pools)
+    num_running, caches = len(scheduler.running), [cache] if cache.cross is None else [cache, cache.cross]
+    usage = max(of.pool.num_used / max(of.most_blocks, 1) for of in caches)
     return Load(
         num_running, len(scheduler.waiting), usage, scheduler.num_preemptions, None if learner is None else learner.report(),
         scheduler.max_num_seqs - num_running, num_read,
@@ -101,11 +101,10 @@ class EngineWorker(threading.Thread):
 
     def _read(self, block: bool) -> bool:
         """Handle all messages that have come. False if the thread must end."""
-        if self.ranks is None:
-            messages = self._received(block)
-        else:
-            messages = self.ranks.same_object(self._received(block) if self.ranks.leads else None) or []
-        for message in messages:
+        messages = self._received(block) if self.ranks is None or self.ranks.leads else None
+        if self.ranks is not None:
+            messages = self.ranks.same_object(messages)
+        for message in messages or ():
             if message is None:
                 return False
             if isinstance(message, Submit):
@@ -140,33 +139,27 @@ class EngineWorker(threading.Thread):
             if not is_failure(error):
                 raise
             self._note_load()
-            refused = isinstance(error, ValueError)
-            self.deliver([Update(message.id, request_finished=True, error=error, is_refused=refused)])
-            return
-        self._requests[message.id] = request
-        self._note_load()
+            is_refused = isinstance(error, ValueError)
+            self.deliver([Update(message.id, request_finished=True, error=error, is_refused=is_refused)])
+        else:
+            self._requests[message.id] = request
+            self._note_load()
 
     def _cancel(self, message: Cancel) -> None:
-        request = self._requests.get(message.id)
-        if request is None:
+        if message.id not in self._requests:
             return
-        self.engine.abort(request, reason=message.reason or "abort")
-        updates = self._updates(request)  # also removes the request from the dictionaries
+        self.engine.abort(self._requests[message.id], reason=message.reason or "abort")
+        updates = self._updates(self._requests[message.id])  # also removes the request from the dictionary
         self._note_load()
         if message.reason is not None:
             self.deliver(updates)
 
     def _updates(self, request: Request) -> list[Update]:
         """A request's updates since the last call. The last one says that it has ended; an error ends this request alone."""
-        try:
+        with self.engine.boundary(request):
             return self._new_updates(request)
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            logger.exception("Request %s ends, because its updates could not be made.", request.id)
-            self.engine.abort(request, error)
-            self._requests.pop(request.id, None)
-            return [Update(request.id, request_finished=True, error=error)]
+        self._requests.pop(request.id, None)
+        return [Update(request.id, request_finished=True, error=request.error)]
 
     def _new_updates(self, request: Request) -> list[Update]:
         scored = request.prompt_logprobs
@@ -198,9 +191,6 @@ class EngineWorker(threading.Thread):
 def _update_of(choice: RequestChoice) -> Update | None:
     """What was added to a choice since the last call; None if nothing was."""
     new, output = choice.take(), choice.output
-    if new is None:
-        return None
-    return Update(
-        choice.request.id, output.index, *new, len(output.token_ids), choice.request.num_cached_tokens, output.finish_reason,
-        output.stop_reason, hides_end=choice.hides_end,
-    )  # fmt: skip
+    counts = len(output.token_ids), choice.request.num_cached_tokens
+    end = output.finish_reason, output.stop_reason
+    return new and Update(choice.request.id, output.index, *new, *counts, *end, hides_end=choice.hides_end)
