@@ -58,7 +58,7 @@ def produce(config, pipe):
             read_in_chunks(llm, pipe, *prompt)
             continue
         if prompt == "held":
-            pipe.send(len(llm.engine.transfers.producer.held))
+            pipe.send(len(llm.engine.transfers.producer.prompts))
             continue
         began = time.perf_counter()
         params = run(llm, prompt, 1, {"do_remote_decode": True}).kv_transfer_params

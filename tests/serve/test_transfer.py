@@ -128,7 +128,7 @@ def assert_clean(*engines):
     for llm in engines:
         transfers, decoder = llm.engine.transfers, llm.engine.decoder
         look(llm)
-        assert not transfers.producer.held and not transfers.consumer.pulling and not decoder.statistics
+        assert not transfers.producer.prompts and not transfers.consumer.pulling and not decoder.statistics
         for cache in transfers.pools.caches:
             assert not cache.tables
             check_blocks(cache.pool)
@@ -225,7 +225,7 @@ def test_a_slow_consumer_finds_other_texts_in_the_blocks(pairs):
     params = prefill(producer)
     time.sleep(0.1)
     look(producer)
-    assert not producer.engine.transfers.producer.held
+    assert not producer.engine.transfers.producer.prompts
     producer.engine.decoder.forget_prefixes()
     for number in range(6):
         run(

@@ -87,8 +87,8 @@ class Transfers:
 
     @property
     def is_busy(self) -> bool:
-        """True if a prompt is held or pulled, or blocks wait for the end of a transfer, so that `poll` must be called."""
-        return bool(self.producer.held or self.consumer.pulling or self.consumer.stopped)
+        """True if a prompt is offered or pulled, or blocks wait for the end of a transfer, so that `poll` must be called."""
+        return bool(self.producer.prompts or self.consumer.pulling or self.consumer.stopped)
 
     def close(self) -> None:
         self.producer.close()

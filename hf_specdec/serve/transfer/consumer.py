@@ -26,7 +26,6 @@ class Pull:
         params: the producer's kv_transfer_params.
         until: when to give up (`time.monotonic`).
         offers: index of a block → per cache, its number at the producer and its digest.
-        is_begun: True once blocks are reserved here.
         have: number of leading blocks that have arrived and been checked.
         handle: the running transfer, which began when it `started` and brings blocks `have` to `end` - 1; None if none is running.
         wanted: per block of the running transfer, its digest in each cache.
@@ -38,7 +37,6 @@ class Pull:
     params: dict[str, Any]
     until: float
     offers: dict[int, tuple[list[int], list[str]]] = field(default_factory=dict)
-    is_begun: bool = False
     have: int = 0
     handle: Any = None
     end: int = 0
@@ -152,7 +150,7 @@ class Consumer:
     def _advance(self, pull: Pull) -> bool:
         """Do what can be done now; True if all blocks are here. ConnectionError: the producer is gone; ValueError: wrong bytes arrived."""
         needed = self.pools.num_blocks(pull.params["num_tokens"])
-        if not pull.is_begun and not self._begin(pull):
+        if not pull.choice.is_added and not self._begin(pull):
             return False
         if pull.handle is not None and self.pools.link.is_done(pull.handle):
             self._check(pull)
@@ -173,19 +171,17 @@ class Consumer:
         """Take blocks for the whole prompt. False if they are not free now."""
         decoder, seq, count = self.pools.decoder, pull.choice.sequence, pull.params["num_tokens"]
         decoder.add(seq)
-        pull.choice.is_added = True
         matched = decoder.share_prefix(seq)
         try:
             for cache in self.pools.caches:
                 cache.reserve(seq.id, count)
         except OutOfBlocks:
             decoder.remove(seq)
-            pull.choice.is_added = False
             if time.monotonic() < pull.until and not pull.refused:
                 return False
             raise ConnectionError("no blocks were free") from None
         self.pools.address()  # registers the pools
-        pull.is_begun, pull.have = True, matched // self.pools.block_size
+        pull.choice.is_added, pull.have = True, matched // self.pools.block_size
         if pull.have == self.pools.num_blocks(count):  # the prefix cache has all of it
             self.pools.link.tell(pull.peer, json.dumps({"done": pull.name}))
         elif pull.params.get("in_chunks"):

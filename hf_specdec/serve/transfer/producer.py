@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...cache import BlockTable, OutOfBlocks
@@ -21,6 +21,7 @@ class OfferedPrompt:
     """A prompt whose blocks others may pull.
 
     Attributes:
+        name: by which a consumer asks for it.
         tables: per cache, the row's block table, which a preemption replaces.
         blocks, digests: per cache, those of the leading full blocks that have been read; once it is held, of all blocks.
         consumer: address of the consumer that asked for the blocks; None: none has asked yet.
@@ -29,28 +30,26 @@ class OfferedPrompt:
     """
 
     choice: RequestChoice
-    tables: list[BlockTable]
-    blocks: list[list[int]]
-    digests: list[list[str]]
+    name: str
+    tables: list[BlockTable] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    digests: list[list[str]] = field(default_factory=list)
     consumer: str | None = None
     num_offered: int = 0
     until: float | None = None
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks[0])
-
 
 class Producer:
-    """The prompts that an engine reads for others (those announced, by the name that the consumer is told), and those that it holds for
-    them.
-    """
+    """The prompts that an engine reads for others, once they are announced, and those that it holds for them, by name."""
 
     def __init__(self, pools: MovedPools, engine_id: str, hold_seconds: float, statistics: TransferStatistics):
         self.pools, self.id, self.hold_seconds, self.statistics = pools, engine_id, hold_seconds, statistics
-        self.reading: dict[str, OfferedPrompt] = {}
-        self.held: dict[str, OfferedPrompt] = {}
+        self.prompts: dict[str, OfferedPrompt] = {}
         self._unwanted: list[RequestChoice] = []
+
+    def _prompt(self, choice: RequestChoice) -> OfferedPrompt:
+        name = f"{self.id}/{choice.sequence.id}"
+        return self.prompts.get(name) or OfferedPrompt(choice, name)
 
     def has_read(self, rows: list[RequestChoice]) -> list[RequestChoice]:
         """After a step of these rows: offer the blocks that are complete. Call inside `decoder.active()`. Returns the choices announced
@@ -60,63 +59,53 @@ class Producer:
         for choice in rows:
             if not asks_for_chunks(choice) or choice.output.finished():
                 continue
-            name = self._name(choice)
-            prompt = self.reading.get(name) or self._new(choice)
+            prompt = self._prompt(choice)
             self._read_on(prompt)
-            if name not in self.reading:
-                if not prompt.num_blocks:
-                    continue
-                self.reading[name] = prompt
-                choice.request.announcement = {**self._params(choice), "in_chunks": True}
+            if prompt.name not in self.prompts and prompt.blocks[0]:
+                self.prompts[prompt.name] = prompt
+                choice.request.announcement = {**self._params(prompt), "in_chunks": True}
                 announced.append(choice)
-            self._offer(name, prompt)
+            self._offer(prompt)
         return announced
 
-    def _new(self, choice: RequestChoice) -> OfferedPrompt:
-        tables = [cache.tables[choice.sequence.id] for cache in self.pools.caches]
-        return OfferedPrompt(choice, tables, [[] for _ in tables], [[] for _ in tables])
-
     def _read_on(self, prompt: OfferedPrompt) -> None:
-        """Note the full blocks that are complete now. After a preemption, begin again."""
+        """Note the full blocks that are complete now."""
         seq, size = prompt.choice.sequence, self.pools.block_size
-        self._note_again_if_preempted(prompt)
-        full = min(prompt.tables[0].length, seq.prompt_length - 1) // size
+        full = min(self.pools.decoder.cache.tables[seq.id].length, seq.prompt_length - 1) // size
         try:
             self.pools.read_features(seq, full * size)
         except OutOfBlocks:  # the head reads the rest later
-            full = min(full, *(table.length // size for table in prompt.tables))
+            full = min(full, *(cache.tables[seq.id].length // size for cache in self.pools.caches))
         self._note(prompt, full)
 
-    def _note_again_if_preempted(self, prompt: OfferedPrompt) -> None:
-        """If the row has other blocks than before, forget those: they are noted and offered again."""
-        fresh = self._new(prompt.choice)
-        if any(new is not old for new, old in zip(fresh.tables, prompt.tables, strict=True)):
-            prompt.tables, prompt.blocks, prompt.digests = fresh.tables, fresh.blocks, fresh.digests
-            prompt.num_offered = 0
-
     def _note(self, prompt: OfferedPrompt, count: int) -> None:
-        for i, cache in enumerate(self.pools.caches):
-            new = prompt.tables[i].blocks[len(prompt.blocks[i]) : count]
-            prompt.blocks[i] += new
-            prompt.digests[i] += self.pools.digests(cache, new)
+        """Note the first `count` blocks. If the row has other blocks than before, it was preempted: forget those, and offer all again."""
+        tables = [cache.tables[prompt.choice.sequence.id] for cache in self.pools.caches]
+        if [id(table) for table in tables] != [id(table) for table in prompt.tables]:
+            prompt.tables, prompt.blocks, prompt.digests = tables, [[] for _ in tables], [[] for _ in tables]
+            prompt.num_offered = 0
+        for cache, table, blocks, digests in zip(self.pools.caches, tables, prompt.blocks, prompt.digests, strict=True):
+            new = table.blocks[len(blocks) : count]
+            blocks += new
+            digests += self.pools.digests(cache, new)
 
-    def _offer(self, name: str, prompt: OfferedPrompt) -> None:
+    def _offer(self, prompt: OfferedPrompt) -> None:
         """Tell the consumer about the blocks that it does not know of."""
         first = prompt.num_offered
-        if prompt.consumer is None or first >= prompt.num_blocks:
+        if prompt.consumer is None or first >= len(prompt.blocks[0]):
             return
-        prompt.num_offered = prompt.num_blocks
+        prompt.num_offered = len(prompt.blocks[0])
         offer = {
-            "offer": name, "first": first, "blocks": [blocks[first:] for blocks in prompt.blocks],
+            "offer": prompt.name, "first": first, "blocks": [blocks[first:] for blocks in prompt.blocks],
             "digests": [digests[first:] for digests in prompt.digests],
         }  # fmt: skip
         self.pools.link.tell(prompt.consumer, json.dumps(offer))
 
     def forget(self, choice: RequestChoice) -> None:
         """A request has ended without its prompt being held: tell the consumer, who reads the prompt itself."""
-        prompt = self.reading.pop(self._name(choice), None)
-        if prompt is not None:
-            self._refuse(self._name(choice), prompt.consumer)
+        prompt = self._prompt(choice)
+        self.prompts.pop(prompt.name, None)
+        self._refuse(prompt.name, prompt.consumer)
 
     def _refuse(self, name: str, consumer: str | None) -> None:
         if consumer is not None:
@@ -126,7 +115,7 @@ class Producer:
         """Keep the blocks of a prompt that has been read. Call inside `decoder.active()`. Returns the consumer's kv_transfer_params; None
         if the head finds no blocks to read the prompt into: the row is then removed.
         """
-        seq, name = choice.sequence, self._name(choice)
+        seq, prompt = choice.sequence, self._prompt(choice)
         count = seq.prompt_length - 1
         try:
             self.pools.read_features(seq, count)
@@ -135,23 +124,18 @@ class Producer:
             self.forget(choice)
             self.pools.decoder.remove(seq)
             return None
-        prompt = self.reading.pop(name, None) or self._new(choice)
-        self._note_again_if_preempted(prompt)
         self._note(prompt, self.pools.num_blocks(count))
         prompt.until = time.monotonic() + self.hold_seconds
-        self.held[name] = prompt
-        self._offer(name, prompt)
-        return {**self._params(choice), "remote_blocks": prompt.blocks, "digests": prompt.digests}
+        self.prompts[prompt.name] = prompt
+        self._offer(prompt)
+        return {**self._params(prompt), "remote_blocks": prompt.blocks, "digests": prompt.digests}
 
-    def _name(self, choice: RequestChoice) -> str:
-        return f"{self.id}/{choice.sequence.id}"
-
-    def _params(self, choice: RequestChoice) -> dict[str, Any]:
+    def _params(self, prompt: OfferedPrompt) -> dict[str, Any]:
         """What a consumer must know of a prompt before it asks for blocks."""
-        seq = choice.sequence
+        seq = prompt.choice.sequence
         return {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.id,
-            "remote_request_id": self._name(choice), "remote_agent": self.pools.address(), "fingerprint": self.pools.fingerprint,
+            "remote_request_id": prompt.name, "remote_agent": self.pools.address(), "fingerprint": self.pools.fingerprint,
             "num_tokens": seq.prompt_length - 1, "prompt": digest(seq.tokens[: seq.prompt_length]), "pools": self.pools.addresses(),
         }  # fmt: skip
 
@@ -162,46 +146,47 @@ class Producer:
 
     def wanted(self, name: str, consumer: str, first: int) -> None:
         """A consumer asks for a prompt's blocks from index `first` on."""
-        prompt = self.reading.get(name) or self.held.get(name)
+        prompt = self.prompts.get(name)
         if prompt is None:
             self._refuse(name, consumer)
             return
         prompt.consumer, prompt.num_offered = consumer, first
-        self._offer(name, prompt)
+        self._offer(prompt)
 
     def done(self, name: str) -> None:
         """A consumer has read a prompt, or no longer needs it: free it."""
-        held = self.held.pop(name, None)
-        if held is not None:
-            self.pools.decoder.remove(held.choice.sequence)
-        reading = self.reading.pop(name, None)
-        if reading is not None:
-            self._unwanted.append(reading.choice)
+        prompt = self.prompts.pop(name, None)
+        if prompt is not None and prompt.until is not None:
+            self.pools.decoder.remove(prompt.choice.sequence)
+        elif prompt is not None:
+            self._unwanted.append(prompt.choice)
 
     def release(self) -> None:
         """Free the prompts that nobody has pulled in time."""
         now = time.monotonic()
-        for name, held in list(self.held.items()):
-            if held.until is not None and held.until < now:
+        for prompt in list(self.prompts.values()):
+            if prompt.until is not None and prompt.until < now:
                 logger.warning("A prompt's KV is freed: no decode server has read it in %.0f s.", self.hold_seconds)
                 self.statistics.expired += 1
-                self.done(name)
-                self._refuse(name, held.consumer)
+                self.done(prompt.name)
+                self._refuse(prompt.name, prompt.consumer)
 
     @property
     def awaits_consumer(self) -> bool:
         """True if an announced prompt was read a moment ago and no consumer has asked for it yet, so that one will ask soon."""
         soon = time.monotonic() + self.hold_seconds - 1
         return any(
-            held.until is not None and held.until > soon and held.consumer is None
-            for held in self.held.values()
-            if asks_for_chunks(held.choice)
+            prompt.until is not None
+            and prompt.until > soon
+            and prompt.consumer is None
+            and asks_for_chunks(prompt.choice)
+            for prompt in self.prompts.values()
         )
 
     def close(self) -> None:
-        for name in list(self.held):
+        for name in list(self.prompts):
             self.done(name)
-        self.reading.clear()
+        self._unwanted.clear()
 
 
 def asks_for_chunks(choice: RequestChoice) -> bool:
