@@ -17,17 +17,11 @@ MOST_FORCED = 16  # tokens that a grammar adds to a draft
 
 
 class Reasoning(NamedTuple):
-    """How a model thinks before it answers. The grammar begins after that.
+    """How a model thinks before it answers. The grammar begins after that."""
 
-    Attributes:
-        opens: ids that begin the reasoning; a text that begins with other ids has no reasoning. Empty: the prompt has begun it.
-        closes: texts that end the reasoning.
-        end: ids of the first of these texts, with which a budget ends the reasoning.
-    """
-
-    opens: tuple[int, ...]
-    closes: tuple[str, ...]
-    end: tuple[int, ...] = ()
+    opens: tuple[int, ...]  # ids that begin the reasoning, if there is any; empty: the prompt has begun it
+    closes: tuple[str, ...]  # texts that end the reasoning
+    end: tuple[int, ...] = ()  # ids of the first of these texts, with which a budget ends the reasoning
 
 
 @dataclass
@@ -39,9 +33,7 @@ class _State:
     thought: str | None = None  # the last characters of the reasoning so far; None: it has not begun, or is over
     num_thought: int = 0  # tokens of the reasoning
     answering: bool = True  # the reasoning is over, or the text has none
-    dead: bool = (
-        False  # the prefix has a token that the grammar does not allow, so nothing is known about what may follow
-    )
+    dead: bool = False  # the prefix has a token that the grammar does not allow: nothing is known about what may follow
     bits: np.ndarray | None = None  # uint8 [V / 8], the tokens that may follow; None: not computed yet
 
 

@@ -28,21 +28,15 @@ def check_ids(ids: Items[int], size: int, what: str, who: str = "the model") -> 
 
 @dataclass
 class EncoderInput:
-    """What an encoder reads for a request, and how the answer begins. It crosses between processes.
+    """What an encoder reads for a request, and how the answer begins. It crosses between processes."""
 
-    Attributes:
-        ids: a text's token ids; empty for audio and images.
-        features: of audio, float32 [bins, frames]; None: the encoder reads `ids`.
-        beginning: per place of the answer, from its first, the ids of which one must stand there.
-        has_timestamps: the answer's timestamps follow Whisper's rules.
-        images: what a vision tower reads, by name: all that the model's processor makes of a prompt, less the ids; None: it has no images.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    features: np.ndarray | None = None
-    beginning: list[list[int]] = field(default_factory=list)
-    has_timestamps: bool = False
-    images: dict[str, Any] | None = None
+    ids: list[int] = field(default_factory=list)  # a text's; none for audio and images
+    features: np.ndarray | None = None  # of audio, float32 [bins, frames]
+    beginning: list[list[int]] = field(
+        default_factory=list
+    )  # per place of the answer, the ids of which one must stand there
+    has_timestamps: bool = False  # the answer's timestamps follow Whisper's rules
+    images: dict[str, Any] | None = None  # what the processor makes of a prompt with images, by name, less the ids
 
     @property
     def num_bytes_of_images(self) -> int:
@@ -52,17 +46,11 @@ class EncoderInput:
 
 @dataclass
 class EncoderFacts:
-    """What those who send requests must know about an encoder-decoder model.
+    """What those who send requests must know about an encoder-decoder model."""
 
-    Attributes:
-        decoder_prompt: ids with which the decoder begins, unless a request has others.
-        max_length: maximum number of ids, or of states of audio, that the encoder reads.
-        speech: of models that read audio; None: the encoder reads ids.
-    """
-
-    decoder_prompt: list[int]
-    max_length: int
-    speech: Speech | None = None
+    decoder_prompt: list[int]  # ids with which the decoder begins, unless a request has others
+    max_length: int  # maximum number of ids, or of states of audio, that the encoder reads
+    speech: Speech | None = None  # of models that read audio; None: the encoder reads ids
 
     @classmethod
     def of(cls, model: PreTrainedModel, extractor: Any, max_model_len: int) -> EncoderFacts | None:

@@ -104,23 +104,16 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class RequestChoice:
-    """One of a request's n answers, while it is generated.
-
-    Attributes:
-        text: makes text of the tokens; None if no text is wanted.
-        is_added: True once the sequence has been added to the decoder.
-        hides_end: True if its last token ended it and is not part of its text.
-        taken: numbers of characters and of tokens that `take` has returned; None before its first call.
-    """
+    """One of a request's n answers, while it is generated."""
 
     request: Request
     output: CompletionOutput
     sequence: Sequence
-    text: Detokenizer | None
+    text: Detokenizer | None  # None if no text is wanted
     grammar: GrammarLogitsProcessor | None = None
-    is_added: bool = False
-    hides_end: bool = False
-    taken: tuple[int, int] | None = None
+    is_added: bool = False  # the sequence has been added to the decoder
+    hides_end: bool = False  # its last token ended it and is not part of its text
+    taken: tuple[int, int] | None = None  # characters and tokens that `take` has returned; None before its first call
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -141,32 +134,22 @@ class RequestChoice:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, its parameters, and its answers.
-
-    Attributes:
-        prompt: the text of the prompt that the user gave; of an encoder-decoder model, the encoder's.
-        encoder: what an encoder reads; None: the model has none, or the prompt has no images.
-        is_refused: True if its `error` is the client's mistake.
-        prompt_logprobs: for each prompt token read so far; None for the first, which no logits predict.
-        kv_transfer_params: parameters for the decode server that continues the request; None if no prompt is kept.
-        announcement: parameters for the decode server that pulls the prompt while it is read; taken by whoever delivers them.
-        statistics: those of the choices that have ended.
-    """
+    """A prompt, its parameters, and its answers."""
 
     id: str
     number: int
-    prompt: str | None
+    prompt: str | None  # the text that the user gave; of an encoder-decoder model, the encoder's
     prompt_token_ids: list[int]
     params: SamplingParams
-    encoder: EncoderInput | None = None
+    encoder: EncoderInput | None = None  # None: the model has none, or the prompt has no images
     choices: list[RequestChoice] = field(default_factory=list)
     num_cached_tokens: int = 0
     error: BaseException | None = None
-    is_refused: bool = False
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    kv_transfer_params: dict | None = None
-    announcement: dict | None = None
-    statistics: list[RowStatistics] = field(default_factory=list)
+    is_refused: bool = False  # the `error` is the client's mistake
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # so far; None for the first, which nothing predicts
+    kv_transfer_params: dict | None = None  # for the decode server that continues the request, if its prompt is kept
+    announcement: dict | None = None  # for the one that pulls it while it is read; taken by whoever delivers it
+    statistics: list[RowStatistics] = field(default_factory=list)  # of the choices that have ended
 
     @property
     def num_prompt(self) -> int:

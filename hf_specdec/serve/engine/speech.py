@@ -27,27 +27,17 @@ class Segment:
 
 @dataclass
 class Speech:
-    """How a Whisper model is asked, and what its answers mean. It crosses between processes.
+    """How a Whisper model is asked, and what its answers mean. It crosses between processes."""
 
-    Attributes:
-        extractor: transformers' feature extractor.
-        start, previous, no_timestamps: ids of the tokens that begin a transcript, begin a text before it, and say that it has no
-            timestamps, the ids of which follow; None: the model has no such token.
-        end: ids that end a transcript.
-        languages, tasks: ids by code ("en") and by name ("transcribe"); empty: the model knows one of each.
-        num_frames: number of frames of a window.
-        max_previous: maximum number of tokens of the text before a transcript.
-    """
-
-    extractor: Any
-    start: int
-    previous: int | None
-    no_timestamps: int
-    end: frozenset[int]
-    languages: dict[str, int]
-    tasks: dict[str, int]
-    num_frames: int
-    max_previous: int
+    extractor: Any  # transformers' feature extractor
+    start: int  # id of the token that begins a transcript
+    previous: int | None  # that begins a text before it; None: the model has no such token
+    no_timestamps: int  # that says that it has no timestamps, whose ids follow this one
+    end: frozenset[int]  # ids that end a transcript
+    languages: dict[str, int]  # ids by code ("en"); empty: the model knows one
+    tasks: dict[str, int]  # ids by name ("transcribe"); empty: the model knows one
+    num_frames: int  # of a window
+    max_previous: int  # maximum number of tokens of the text before a transcript
 
     @classmethod
     def of(cls, model: PreTrainedModel, extractor: Any) -> Speech:
@@ -146,10 +136,10 @@ class Speech:
         from transformers import WhisperForConditionalGeneration
 
         seconds = torch.tensor([seek * _SECONDS_PER_FRAME], dtype=torch.float64)
-        found, offset = WhisperForConditionalGeneration._retrieve_segment(
+        parts, offset = WhisperForConditionalGeneration._retrieve_segment(
             seek_sequence=torch.tensor(tokens), seek_outputs=[None], time_offset=seconds, timestamp_begin=self.no_timestamps + 1,
             seek_num_frames=torch.tensor([num_frames]), time_precision=_SECONDS_PER_STATE, time_precision_features=_SECONDS_PER_FRAME,
             input_stride=2, prev_idx=0, idx=0, return_token_timestamps=False, decoder_input_ids=torch.zeros(1, 1),
         )  # fmt: skip
-        segments = [Segment(float(each["start"]), float(each["end"]), each["tokens"].tolist(), seek) for each in found]
+        segments = [Segment(float(of["start"]), float(of["end"]), of["tokens"].tolist(), seek) for of in parts]
         return segments, int(offset) or num_frames  # a model that goes nowhere would be asked for ever

@@ -40,41 +40,29 @@ class Endpoint(ABC, Generic[AnySampling]):
 
     One of the server's lanes makes and prepares it, perhaps in another process, whose copy of the server it leaves behind. The other
     methods are called in the event loop's thread.
-
-    Attributes:
-        reads: what its requests hold.
-        object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
-        ignored_fields: names of the request's fields that the server does not know and therefore ignores.
-        prompts: as the client gave them, or as the chat template made them; `ids` are their token ids.
-        images: of the prompt, as the model reads them; `fetched`: those that were named by an address.
-        decoder_prompt: ids with which the decoder of an encoder-decoder model begins, whose encoder reads the prompts; None: of others.
-        answers: the state of each prompt's answer, in the order of the prompts.
-        last: the last update whose events were made.
-        grammar: what the text must match; None: any text.
-        base: the fields that every frame begins with.
     """
 
     form: type[Body]
-    object: str
-    prefix: str
+    object: str  # OpenAI's name for the frames of a stream; for the whole answer: without ".chunk"
+    prefix: str  # of the id
     reads: Literal["prompt", "conversation"] = "conversation"
 
     def __init__(self, server: Server, body: AnySampling):
         self.server, self.body = server, body
         server.check_model(body.model)
-        self.prompts: list[str | list[int]] = []
-        self.ids: list[list[int]] = []
-        self.images: EncoderInput | None = None
-        self.fetched: dict[str, bytes] = {}
-        self.decoder_prompt: list[int] | None = None
+        self.prompts: list[str | list[int]] = []  # as the client gave them, or as the chat template made them
+        self.ids: list[list[int]] = []  # of the prompts
+        self.images: EncoderInput | None = None  # of the prompt, as the model reads them
+        self.fetched: dict[str, bytes] = {}  # images that were named by an address
+        self.decoder_prompt: list[int] | None = None  # how a decoder begins, if an encoder reads the prompts
         self.params = server.facts.defaults
         self.reasoning: Reasoning | None = None
-        self.answers: list[Answer] = []
-        self.last: Update | None = None
+        self.answers: list[Answer] = []  # to the prompts, in their order
+        self.last: Update | None = None  # whose events were made
         self.options = body.stream_options or StreamOptions()
         self.ignored_fields: list[str] = []
-        self.grammar: StructuredOutputsParams | None = None
-        self.base = {
+        self.grammar: StructuredOutputsParams | None = None  # what the text must match
+        self.base = {  # the fields that every frame begins with
             "id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.object, "created": int(time.time()),
             "model": body.model or server.names[0],
         }  # fmt: skip

@@ -92,36 +92,24 @@ class Privacy:
 
 @dataclass
 class Answer:
-    """The state of the answer to one prompt, while it is generated.
-
-    Attributes:
-        number: index of the prompt in the client's request, from 0.
-        inbox: receives its updates, and those of the other prompts of the same client's request.
-        num_prompt, num_new, num_cached: prompt tokens; new tokens of all choices so far; prompt tokens whose KV was cached.
-        num_image_bytes: see `EncoderInput`.
-        num_predicted: tokens drafted from the request's prediction that were accepted, and all of them; once the answer has ended.
-        began, first: `time.monotonic()` when the request came, and when its first token did; None before that.
-        ended: True after its last update, or once the client has disconnected.
-        deadline: timer that ends it when its time limit is reached; None: no limit.
-        texts: detokenizers by choice index; empty if the engine makes the text, because it must look for stop texts.
-    """
+    """The state of the answer to one prompt, while it is generated."""
 
     id: str
-    number: int
-    inbox: asyncio.Queue[tuple[Answer, Update] | None]
+    number: int  # index of the prompt in the client's request, from 0
+    inbox: asyncio.Queue[tuple[Answer, Update] | None]  # receives its updates, and those of the request's other prompts
     num_prompt: int
     params: SamplingParams
     began: float = field(default_factory=time.monotonic)
-    first: float | None = None
-    ended: bool = False
-    num_new: int = 0
-    num_cached: int = 0
+    first: float | None = None  # when its first token came
+    ended: bool = False  # its last update has been read, or the client has disconnected
+    num_new: int = 0  # tokens of all choices so far
+    num_cached: int = 0  # prompt tokens whose KV was cached
     num_image_bytes: int = 0
-    num_predicted: tuple[int, int] = (0, 0)
-    deadline: asyncio.TimerHandle | None = None
+    num_predicted: tuple[int, int] = (0, 0)  # tokens of the prediction that were accepted, and drafted, at the end
+    deadline: asyncio.TimerHandle | None = None  # ends it when its time limit is reached
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    texts: dict[int, Detokenizer] = field(default_factory=dict)
+    texts: dict[int, Detokenizer] = field(default_factory=dict)  # by choice; none if the engine makes the text
 
     def make_text(self, update: Update, tokenizer: Any) -> None:
         if self.params.detokenize:

@@ -46,18 +46,12 @@ class Compile:
 
 @dataclass
 class Facts:
-    """What the HTTP side must know about a model.
+    """What the HTTP side must know about a model."""
 
-    Attributes:
-        defaults: sampling parameters for requests that leave them out.
-        response_template: how the model marks reasoning and tool calls, in transformers' format; None: nobody says.
-        encoder: of an encoder-decoder model; None: it has no encoder.
-    """
-
-    defaults: SamplingParams = field(default_factory=SamplingParams)
+    defaults: SamplingParams = field(default_factory=SamplingParams)  # for fields that requests leave out
     max_model_len: int = 0
-    response_template: dict | None = None
-    encoder: EncoderFacts | None = None
+    response_template: dict | None = None  # how the model marks reasoning and tool calls, in transformers' format
+    encoder: EncoderFacts | None = None  # of an encoder-decoder model
 
     @property
     def length(self) -> dict[str, int]:
@@ -101,18 +95,8 @@ class Ended:
 
 @dataclass
 class Update:
-    """What a step added to one choice.
-
-    Attributes:
-        text, token_ids, logprobs: what is new since the last update. Text that may be the beginning of a stop text is held back. For
-            requests without stop texts the engine makes no text; `Answer.make_text` does.
-        num_tokens: number of new tokens of the choice so far.
-        finish_reason, stop_reason: see `CompletionOutput`; None while the choice is being generated.
-        hides_end: True if the last token ended the choice and is not part of its text.
-        prompt_logprobs: see `Request`; in the first update and the last one.
-        request_finished: True in the last update of a request, which also has `statistics` (`Request.figures`).
-        kv_transfer_params: see `Request`; in the last update, and in an earlier one that announces a prompt that is still being read.
-        is_refused: True if the engine refused the request, which is the client's mistake; False if the model failed.
+    """What a step added to one choice: `text`, `token_ids` and `logprobs` are what is new since the last update. Text that may begin a
+    stop text is held back. For requests without stop texts the engine makes no text; `Answer.make_text` does.
     """
 
     id: str
@@ -120,37 +104,30 @@ class Update:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
-    num_tokens: int = 0
+    num_tokens: int = 0  # of the choice so far
     num_cached_tokens: int = 0
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # None while the choice is being generated
     stop_reason: str | int | None = None
-    request_finished: bool = False
-    statistics: dict[str, Any] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    request_finished: bool = False  # the last update of a request, which also has `statistics`
+    statistics: dict[str, Any] | None = None  # `Request.figures`
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # see `Request`; in the first update and the last
     error: BaseException | None = None
-    is_refused: bool = False
-    hides_end: bool = False
-    kv_transfer_params: dict[str, Any] | None = None
+    is_refused: bool = False  # the engine refused the request, which is the client's mistake
+    hides_end: bool = False  # the last token ended the choice and is not part of its text
+    kv_transfer_params: dict[str, Any] | None = None  # see `Request`; in the last update, and in an announcement
 
 
 @dataclass
 class Load:
-    """How busy the engine is: numbers after the last step, for metrics.
-
-    Attributes:
-        kv_usage: share of the KV blocks in use, 0 to 1; the larger one if an encoder's keys have blocks, too.
-        learning: what a learning drafter reports; None without one.
-        free_rows: how many more choices could run, if there are blocks for them.
-        num_read: number of choices that the engine has been sent so far, and has read.
-    """
+    """How busy the engine is: numbers after the last step, for metrics."""
 
     running: int = 0
     waiting: int = 0
-    kv_usage: float = 0.0
+    kv_usage: float = 0.0  # share of the KV blocks in use, 0 to 1; the larger one if an encoder's keys have blocks, too
     preemptions: int = 0
-    learning: dict[str, Any] | None = None
-    free_rows: int = 0
-    num_read: int = 0
+    learning: dict[str, Any] | None = None  # what a learning drafter reports
+    free_rows: int = 0  # how many more choices could run, if there are blocks for them
+    num_read: int = 0  # choices that the engine has been sent so far, and has read
 
 
 # ---- from rank 0 -------------------------------------------------------------------------------------------------------

@@ -20,30 +20,21 @@ _ASK_AGAIN_SECONDS = 1.0  # without progress, ask again: the producer may have e
 
 @dataclass
 class Pull:
-    """A request whose blocks are being pulled.
-
-    Attributes:
-        params: the producer's kv_transfer_params.
-        until: when to give up (`time.monotonic`).
-        offers: index of a block → per cache, its number at the producer and its digest.
-        have: number of leading blocks that have arrived and been checked.
-        handle: the running transfer, which began when it `started` and brings blocks `have` to `end` - 1; None if none is running.
-        wanted: per block of the running transfer, its digest in each cache.
-        asked: when the producer was last asked for blocks; used only if the prompt comes in chunks.
-        refused: True if the producer no longer has the prompt, or has sent a malformed offer.
-    """
+    """A request whose blocks are being pulled. Times are `time.monotonic`'s."""
 
     choice: RequestChoice
-    params: dict[str, Any]
-    until: float
-    offers: dict[int, tuple[list[int], list[str]]] = field(default_factory=dict)
-    have: int = 0
-    handle: Any = None
+    params: dict[str, Any]  # the producer's kv_transfer_params
+    until: float  # when to give up
+    offers: dict[int, tuple[list[int], list[str]]] = field(
+        default_factory=dict
+    )  # block → its numbers there and digests
+    have: int = 0  # leading blocks that have arrived and been checked
+    handle: Any = None  # the running transfer, which brings blocks `have` to `end` - 1; None if none is running
     end: int = 0
-    wanted: list[list[str]] = field(default_factory=list)
-    started: float = 0.0
-    asked: float = 0.0
-    refused: bool = False
+    wanted: list[list[str]] = field(default_factory=list)  # per block of the running transfer, its digest in each cache
+    started: float = 0.0  # when the running transfer began
+    asked: float = 0.0  # when the producer was last asked for blocks of a prompt that comes in chunks
+    refused: bool = False  # the producer no longer has the prompt, or has sent a malformed offer
 
     @property
     def name(self) -> str:

@@ -25,20 +25,13 @@ _PROTOCOL = 3  # version of the messages; engines with different versions refuse
 
 @dataclass
 class TransferStatistics:
-    """Counts so far.
+    """Counts so far."""
 
-    Attributes:
-        pulled: requests whose KV was pulled.
-        recomputed: requests that read their prompt themselves, because the pull failed.
-        expired: prompts that were held and that no consumer pulled in time.
-        bytes, seconds: size and duration of the pulls.
-    """
-
-    pulled: int = 0
-    recomputed: int = 0
-    expired: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
+    pulled: int = 0  # requests whose KV was pulled
+    recomputed: int = 0  # requests that read their prompt themselves, because the pull failed
+    expired: int = 0  # prompts that were held and that no consumer pulled in time
+    bytes: int = 0  # size of the pulls
+    seconds: float = 0.0  # their duration
 
 
 class MovedPools:

@@ -18,25 +18,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OfferedPrompt:
-    """A prompt whose blocks others may pull.
-
-    Attributes:
-        name: by which a consumer asks for it.
-        tables: per cache, the row's block table, which a preemption replaces.
-        blocks, digests: per cache, those of the leading full blocks that have been read; once it is held, of all blocks.
-        consumer: address of the consumer that asked for the blocks; None: none has asked yet.
-        num_offered: how many leading blocks the consumer has or knows of.
-        until: when to free it (`time.monotonic`); None while it is being read.
-    """
+    """A prompt whose blocks others may pull. The first three lists are per cache."""
 
     choice: RequestChoice
-    name: str
-    tables: list[BlockTable] = field(default_factory=list)
-    blocks: list[list[int]] = field(default_factory=list)
-    digests: list[list[str]] = field(default_factory=list)
-    consumer: str | None = None
-    num_offered: int = 0
-    until: float | None = None
+    name: str  # by which a consumer asks for it
+    tables: list[BlockTable] = field(default_factory=list)  # the row's, which a preemption replaces
+    blocks: list[list[int]] = field(default_factory=list)  # full ones that have been read; once it is held, all
+    digests: list[list[str]] = field(default_factory=list)  # of these blocks
+    consumer: str | None = None  # address of the consumer that asked for the blocks
+    num_offered: int = 0  # how many leading blocks the consumer has or knows of
+    until: float | None = None  # when to free it (`time.monotonic`); None while it is being read
 
 
 class Producer:
