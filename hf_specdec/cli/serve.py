@@ -144,9 +144,9 @@ def _transfer_config(text: str | None) -> dict | None:
 
     if text is None:
         return None
-    found = json_object(text, "--kv-transfer-config")
-    KVTransferConfig.of(found)
-    return found
+    config = json_object(text, "--kv-transfer-config")
+    KVTransferConfig.of(config)
+    return config
 
 
 def _text_of(option: str, file: str | None) -> str | None:

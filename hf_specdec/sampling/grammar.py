@@ -117,7 +117,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         thought, over = state.thought + self._text_of(token), state.num_thought - self._budget
         if over >= 0 and token != end[int(over)]:
             return _dead(state)
-        if any(each in thought for each in closes) or over == len(end) - 1:
+        if any(close in thought for close in closes) or over == len(end) - 1:
             return replace(state, thought=None, answering=True, bits=None)
         return replace(state, thought=thought[-max(map(len, closes)) :], num_thought=state.num_thought + 1, bits=None)
 

@@ -58,7 +58,7 @@ from .engine.params import SamplingParams
 from .engine.request import Request, RequestOutput
 from .engine.structured import reasoning_before, reasoning_marks
 from .hidden_states import NIXL, KVTransferConfig, with_storage
-from .ipc.messages import Load, Order, Submit, Update, response_template_of
+from .ipc.messages import Load, Submit, Update, response_template_of
 from .ipc.worker import EngineWorker, load_of
 from .ranks.rank_processes import RankProcesses
 from .transfer import Transfers
@@ -163,11 +163,8 @@ class LLM:
 
     def _make_engine(self, config: SpeculativeConfig, transfer: KVTransferConfig | None, given: dict[str, Any]) -> None:
         """Set `engine`, `encoder`, `ranks` and `max_model_len`. `given`: the arguments of the class."""
-        decoder, name = (
-            make_decoder(self.model, config, DrafterContext(tokenizer=self.tokenizer)),
-            type(self.model).__name__,
-        )
-        positions, seed = decoder.target.max_positions, given["seed"]
+        decoder = make_decoder(self.model, config, DrafterContext(tokenizer=self.tokenizer))
+        positions, seed, name = decoder.target.max_positions, given["seed"], type(self.model).__name__
         self.max_model_len = given["max_model_len"] or positions or 4096
         if positions is not None and self.max_model_len > positions:
             raise ValueError(f"max_model_len is {self.max_model_len}; {name} has {positions} positions.")
@@ -219,7 +216,7 @@ class LLM:
             raise ValueError(f"There are {counts}: pass one for all, or one each.")
         wanted = [self._submit(text, of) for text, of in zip(texts, params, strict=True)]
         if self.processes is not None and self.ranks is not None:
-            self.ranks.same_object(Order("run", wanted))
+            self.ranks.same_object(wanted)
         return self.run_requests(wanted, use_tqdm)
 
     def run_requests(self, wanted: list[Submit], use_tqdm: bool = False) -> list[RequestOutput]:
@@ -284,19 +281,15 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         if chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError("The tokenizer has no chat template: pass chat_template=, or use generate().")
-        taken = [_without_images(each) for each in conversations]
-        of_processor = self.processor is not None or any(images for _, images in taken)
-        prompts: Any = conversations and self.tokenizer.apply_chat_template(  # which refuses an empty list
+        taken, prompts = [_without_images(conversation) for conversation in conversations], []
+        texts: Any = conversations and self.tokenizer.apply_chat_template(  # which refuses an empty list
             [messages for messages, _ in taken], tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message, tokenize=not of_processor, return_dict=False, **(chat_template_kwargs or {}),
+            continue_final_message=continue_final_message, tokenize=False, **(chat_template_kwargs or {}),
         )  # fmt: skip
-        if of_processor:
-            prompts = [
-                {"prompt": text, "multi_modal_data": {"image": images}}
-                if images
-                else self.tokenizer(text, add_special_tokens=adds_special_tokens(self.tokenizer, text))["input_ids"]
-                for text, (_, images) in zip(prompts, taken, strict=True)
-            ]
+        for text, (_, images) in zip(texts, taken, strict=True):
+            adds = self.processor is not None and adds_special_tokens(self.tokenizer, text)
+            ids = self.tokenizer(text, add_special_tokens=adds)["input_ids"]
+            prompts.append({"prompt": text, "multi_modal_data": {"image": images}} if images else ids)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -338,7 +331,7 @@ class LLM:
     ) -> EngineWorker:
         """The thread that will run the engine, not started yet; see `EngineWorker`. The other ranks are told to serve, too."""
         if self.ranks is not None:
-            self.ranks.same_object(Order("serve"))
+            self.ranks.same_object("serve")
         return EngineWorker(self.engine, deliver, model_lock(self.model), self.ranks, on_load)
 
     def close(self) -> None:
@@ -570,10 +563,8 @@ def _num_blocks(
     target.cache_bytes = memory_bytes
     target.choose_states(max_num_seqs, num_drafts)
     states = target.bytes_of_states(num_drafts) * max_num_seqs + target.bytes_of_prefix_states()
-    bytes_per_source, num_texts = (
-        per_source * block_size * target.bytes_per_source_token() if per_source else 0,
-        max_num_seqs,
-    )
+    bytes_per_source = per_source * block_size * target.bytes_per_source_token() if per_source else 0
+    num_texts = max_num_seqs
     if bytes_per_source:  # as many rows as can have both
         num_texts = min(max_num_seqs, memory_bytes // (bytes_per_source + per_text * per_block))
         if not num_texts:

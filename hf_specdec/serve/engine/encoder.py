@@ -32,9 +32,7 @@ class EncoderInput:
 
     ids: list[int] = field(default_factory=list)  # a text's; none for audio and images
     features: np.ndarray | None = None  # of audio, float32 [bins, frames]
-    beginning: list[list[int]] = field(
-        default_factory=list
-    )  # per place of the answer, the ids of which one must stand there
+    beginning: list[list[int]] = field(default_factory=list)  # per place of the answer, the ids that may stand there
     has_timestamps: bool = False  # the answer's timestamps follow Whisper's rules
     images: dict[str, Any] | None = None  # what the processor makes of a prompt with images, by name, less the ids
 
@@ -126,9 +124,7 @@ class EncoderSide:
         begin = len(prompt) + len(given.beginning)
         ids = torch.tensor([given.ids]) if given.ids else None
         generator: Any = self.model
-        rules: list[LogitsProcessor] = generator._get_logits_processor(
-            self._config, begin, ids, device=self.model.device
-        )
+        rules: list[Any] = generator._get_logits_processor(self._config, begin, ids, device=self.model.device)
         if given.has_timestamps:
             rules.append(WhisperTimeStampLogitsProcessor(self._config, begin_index=begin))
         return [BeginningLogitsProcessor(len(prompt), given.beginning, rules)] if given.beginning else rules

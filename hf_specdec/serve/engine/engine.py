@@ -21,7 +21,7 @@ from ...sampling.grammar import Reasoning
 from ..transfer import Transfers
 from .encoder import EncoderInput, EncoderSide
 from .params import SamplingParams
-from .request import Admission, Logprob, Request, RequestChoice, logprobs_of
+from .request import Admission, Request, RequestChoice, logprobs_of
 from .scheduler import Scheduler
 from .structured import GrammarCompiler
 from .text import Detokenizer, find_stop, token_text
@@ -58,7 +58,10 @@ class Engine:
         self._choices: dict[int, RequestChoice] = {}  # choices that have not ended, by id of their sequence
         self.transfers = None if make_transfers is None else make_transfers(decoder)
         self._isolated: list[list[RequestChoice]] = []  # groups of rows that run alone, see `_after_failure`
-        self.eos_token_ids = _eos_token_ids(decoder.target.model)
+        model: Any = decoder.target.model
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        ends = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None) if ends is None else ends
+        self.eos_token_ids = frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
         self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, seed, encoder)
 
@@ -68,25 +71,19 @@ class Engine:
     ) -> Request:  # fmt: skip
         """Add a request; its choices wait until the scheduler lets them run. For arguments and errors see `Admission.request`."""
         request = self.admission.request(request_id, prompt, prompt_token_ids, params, reasoning, encoder)
-        for choice in request.choices:
-            waits_for_pull = self._start_pull(choice)
-            self._choices[choice.sequence.id] = choice
-            if not waits_for_pull:
-                self.scheduler.add(choice)
-        return request
-
-    def _start_pull(self, choice: RequestChoice) -> bool:
-        """Pull the prompt's KV, if the request wants that: True if it now waits for it. Raises ValueError: it cannot be pulled."""
-        params = choice.request.params.kv_transfer_params or {}
-        if self.transfers is None and (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+        moved = params.kv_transfer_params or {}
+        if self.transfers is None and (moved.get("do_remote_prefill") or moved.get("do_remote_decode")):
             raise ValueError("kv_transfer_params need a server that was started with kv_transfer_config.")
-        if not params.get("do_remote_prefill"):
-            return False
-        assert self.transfers is not None
-        if choice.request.params.n > 1 or choice.request.params.prompt_logprobs is not None:
+        is_pulled = bool(moved.get("do_remote_prefill"))
+        if is_pulled and (params.n > 1 or params.prompt_logprobs is not None):
             raise ValueError("kv_transfer_params serve one choice (n = 1) without prompt_logprobs.")
-        self.transfers.consumer.expect(choice, params)
-        return True
+        for choice in request.choices:
+            if is_pulled and self.transfers is not None:
+                self.transfers.consumer.expect(choice, moved)
+            else:
+                self.scheduler.add(choice)
+            self._choices[choice.sequence.id] = choice
+        return request
 
     def abort(self, request: Request, error: BaseException | None = None, reason: str = "abort") -> None:
         """End a request with what has been generated; an `error` is its reason. Its KV blocks are free before the next step."""
@@ -113,7 +110,7 @@ class Engine:
             return []
         for choice in self.transfers.poll():
             self.scheduler.add(choice)
-        unwanted = self.transfers.producer.take_unwanted()
+        unwanted, self.transfers.producer.unwanted = self.transfers.producer.unwanted, []
         requests = [choice.request for choice in unwanted if not choice.output.finished()]
         for request in requests:
             self.abort(request)
@@ -231,7 +228,12 @@ class Engine:
     def _accept(self, choice: RequestChoice, result: StepResult) -> None:
         """Append a step's tokens to a choice, up to the first that ends it."""
         output, params, seq = choice.output, choice.request.params, choice.sequence
-        logprobs = self._logprobs(result, params.logprobs) if params.logprobs is not None else None
+        logprobs = None
+        if params.logprobs is not None and self.decoder.last is not None:
+            logits = self.decoder.last.output.logits
+            logits = logits[torch.tensor(result.nodes, device=logits.device)]
+            text_of = partial(token_text, self.tokenizer)
+            logprobs = logprobs_of(logits, result.new_tokens, params.logprobs, text_of)
         for i, token in enumerate(result.new_tokens):
             if choice.grammar is not None and not choice.grammar.accept(token):
                 choice.request.is_refused = True
@@ -305,30 +307,11 @@ class Engine:
         requests = [self._choices[seq_id].request for seq_id in last.prompt_logits]
         for request, (start, logits) in zip(requests, last.prompt_logits.values(), strict=True):
             with self.boundary(request):
-                self._score_prompt(request, start, logits)
+                scored, count = request.prompt_logprobs, request.params.prompt_logprobs or 0
+                assert scored is not None
+                # The logits at prompt[i] predict prompt[i + 1]. After a preemption, tokens are read for a second time: skip those.
+                following = request.prompt_token_ids[len(scored) : start + 1 + len(logits)]
+                if following:
+                    rows = logits[len(scored) - (start + 1) :][: len(following)]
+                    scored += logprobs_of(rows, following, count, partial(token_text, self.tokenizer))
         return [request for request in requests if request.finished]
-
-    def _score_prompt(self, request: Request, start: int, logits: torch.Tensor) -> None:
-        """Append log-probabilities of prompt tokens from their `logits` [R, V], of which the first are those at `prompt[start]`."""
-        scored, prompt = request.prompt_logprobs, request.prompt_token_ids
-        assert scored is not None
-        # The logits at prompt[i] predict prompt[i + 1]. After a preemption, tokens are read for a second time: skip those.
-        known = len(scored) - (start + 1)
-        following = prompt[len(scored) : start + 1 + len(logits)]
-        if following:
-            rows, count = logits[known : known + len(following)], request.params.prompt_logprobs or 0
-            scored += logprobs_of(rows, following, count, partial(token_text, self.tokenizer))
-
-    def _logprobs(self, result: StepResult, count: int) -> list[dict[int, Logprob]]:
-        """For each new token of a step, the log-probabilities of the `count` most probable tokens and of itself."""
-        last = self.decoder.last
-        assert last is not None
-        index = torch.tensor(result.nodes, device=last.output.logits.device)
-        return logprobs_of(last.output.logits[index], result.new_tokens, count, partial(token_text, self.tokenizer))
-
-
-def _eos_token_ids(model) -> frozenset[int]:
-    """The end-of-sequence ids of a model's generation config; without one, of its config."""
-    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None) if ids is None else ids
-    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)

@@ -130,7 +130,7 @@ def processed(processor: Any, text: str, images: list[Any]) -> tuple[list[int], 
         made = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=adds)
     except Exception as error:  # see `load_processor`
         raise ValueError(f"The model's processor refuses the images, or their places in the text: {error!r}") from error
-    inputs = {key: each.numpy() if torch.is_tensor(each) else each for key, each in made.items()}
+    inputs = {key: value.numpy() if torch.is_tensor(value) else value for key, value in made.items()}
     inputs.pop("attention_mask", None)  # one row, without padding
     return inputs.pop("input_ids")[0].tolist(), EncoderInput(images=inputs)
 

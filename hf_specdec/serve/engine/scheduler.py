@@ -94,9 +94,8 @@ class Scheduler:
             if only is not None:
                 waiting.remove(choice)
             chunk = min(self._pending(choice), left)
-            left -= chunk + (
-                0 if choice.sequence.source is None else choice.sequence.source.length
-            )  # the encoder reads it first
+            source = choice.sequence.source
+            left -= chunk + (0 if source is None else source.length)  # the encoder reads it first
             rows.append(choice)
             counts.append(chunk)
         reading += rows[num_running:]
@@ -177,15 +176,11 @@ class Scheduler:
             return True
         cache, source = self.decoder.cache, choice.sequence.source
         if source is not None:
-            most, used = (
-                (source.num_blocks, 0) if cache.cross is None else (cache.cross.most_blocks, cache.cross.pool.num_used)
-            )
+            cross, rows = cache.cross, [choice, *self.running]
+            most, used = (source.num_blocks, 0) if cross is None else (cross.most_blocks, cross.pool.num_used)
             # Rows that have just started hold none yet.
-            sequences = [choice.sequence, *(row.sequence for row in self.running)]
-            starting = [
-                each.source for each in sequences if each.source is not None and not cache.holds_source(each.id)
-            ]
-            if used + sum(-(-each.length // cache.block_size) for each in starting) > most:
+            starting = [row.sequence.source for row in rows if not cache.holds_source(row.sequence.id)]
+            if used + sum(-(-source.length // cache.block_size) for source in starting if source is not None) > most:
                 return False
         needed = -(-(len(choice.sequence.tokens) + 1) // cache.block_size)
         # Leave one block for each running row to grow into, so that the new row is not preempted at once.

@@ -99,10 +99,8 @@ class Speech:
                 raise ValueError(
                     f"language {language!r} is not one of the model's: {', '.join(sorted(self.languages))}."
                 )
-            wanted = [
-                list(self.languages.values()) if language is None else [self.languages[language]],
-                [self.tasks[task]],
-            ]
+            codes = list(self.languages.values()) if language is None else [self.languages[language]]
+            wanted = [codes, [self.tasks[task]]]
         elif task != "transcribe" or language not in (None, "en"):
             raise ValueError(
                 "The model transcribes English only: leave out language, and do not ask for a translation."

@@ -135,7 +135,9 @@ class GrammarCompiler:
                 done.set_result(matcher)
                 return done
             if self._thread is None:
-                self._thread = _thread_with_stack(_STACK_BYTES)
+                self._thread, size = ThreadPoolExecutor(1, "hf-specdec-grammar"), threading.stack_size(_STACK_BYTES)
+                self._thread.submit(int).result()  # starts the thread
+                threading.stack_size(size)
             return self._thread.submit(self._compile, params)
 
     def matcher(self, params: StructuredOutputsParams) -> Any:
@@ -150,10 +152,15 @@ class GrammarCompiler:
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
         """Compile and keep a grammar, and compute one mask with it. Runs in the compiling thread."""
+        try:
+            from llguidance import LLMatcher, hf
+        except ImportError:
+            raise ValueError("structured_outputs need llguidance: pip install 'hf-specdec[serve]'.") from None
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ValueError("structured_outputs need a fast tokenizer (one with a tokenizer.json).")
         if self._llguidance is None:
-            self._llguidance = _llguidance_tokenizer(self.tokenizer, self.vocab_size, self.ends)
-        from llguidance import LLMatcher
-
+            size, ends = self.vocab_size, sorted(self.ends) or None
+            self._llguidance = hf.from_tokenizer(self.tokenizer, n_vocab=size, eos_token=ends)
         matcher = LLMatcher(self._llguidance, params.to_llguidance(), log_level=0)
         trial = matcher.deep_copy()
         if not trial.is_error():
@@ -165,27 +172,6 @@ class GrammarCompiler:
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return matcher
-
-
-def _llguidance_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> Any:
-    """llguidance's form of a tokenizer. Raises ValueError: llguidance or a fast tokenizer is missing."""
-    try:
-        import llguidance.hf
-    except ImportError:
-        raise ValueError("structured_outputs need llguidance: pip install 'hf-specdec[serve]'.") from None
-    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
-        raise ValueError("structured_outputs need a fast tokenizer (one with a tokenizer.json).")
-    return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(ends) or None)
-
-
-def _thread_with_stack(size: int) -> ThreadPoolExecutor:
-    before = threading.stack_size(size)
-    try:
-        executor = ThreadPoolExecutor(1, thread_name_prefix="hf-specdec-grammar")
-        executor.submit(int).result()  # starts the thread
-    finally:
-        threading.stack_size(before)
-    return executor
 
 
 # ---- what may come before the text

@@ -223,10 +223,8 @@ def _post(path: str, usual: list[int]) -> dict[str, Any]:
     schema: dict[str, Any] = {"$ref": _REFERENCE.format(model=form.__name__)}
     kind = _JSON
     if form is AudioRequest:
-        kind, schema = (
-            "multipart/form-data",
-            {"allOf": [schema, {"type": "object", "required": ["file"], "properties": _FILE}]},
-        )
+        kind = "multipart/form-data"
+        schema = {"allOf": [schema, {"type": "object", "required": ["file"], "properties": _FILE}]}
         answer["text/plain"] = {"schema": _TEXT}
     body = {"required": True, "content": {kind: {"schema": schema}}}
     return {"post": {"summary": summary, "requestBody": body, "responses": {"200": ok, **_errors(*errors)}}}

@@ -160,9 +160,8 @@ class Transcription:
         self.has_timestamps = is_long or body.response_format in ("verbose_json", "srt", "vtt")
         self.previous = self._previous(body.prompt or "")
         try:
-            self.beginning = speech.beginning(
-                task, None if body.language is None else body.language.lower(), self.has_timestamps
-            )
+            language = None if body.language is None else body.language.lower()
+            self.beginning = speech.beginning(task, language, self.has_timestamps)
             speech.prompt(self.previous, self.beginning)
             self.params = SamplingParams(
                 temperature=body.temperature, max_tokens=None, seed=body.seed,
@@ -272,7 +271,7 @@ class Transcription:
             {
                 "task": self.task, "language": self._language(),
                 "duration": self.seconds, "text": text, "usage": self.usage(),
-                "segments": [self._segment(i, *each) for i, each in enumerate(segments)],
+                "segments": [self._segment(i, *segment) for i, segment in enumerate(segments)],
             },
             headers=headers,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
@@ -27,15 +27,14 @@ from .errors import ApiError, bad_request, shown
 from .guard import SPACE
 from .lanes import LONG_BYTES
 from .logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
-from .protocol import Body, ChatRequest, CompletionRequest, SamplingFields, StreamOptions, read_body
+from .protocol import Body, ChatRequest, CompletionRequest, StreamOptions, read_body
 from .server import Answer, Server
 
 IGNORED_HEADER = "x-ignored-fields"
-AnySampling = TypeVar("AnySampling", bound=SamplingFields)
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-class Endpoint(ABC, Generic[AnySampling]):
+class Endpoint(ABC):
     """One client's request to an endpoint that generates text. It may hold several prompts, each with `n` choices.
 
     One of the server's lanes makes and prepares it, perhaps in another process, whose copy of the server it leaves behind. The other
@@ -47,7 +46,7 @@ class Endpoint(ABC, Generic[AnySampling]):
     prefix: str  # of the id
     reads: Literal["prompt", "conversation"] = "conversation"
 
-    def __init__(self, server: Server, body: AnySampling):
+    def __init__(self, server: Server, body: Any):
         self.server, self.body = server, body
         server.check_model(body.model)
         self.prompts: list[str | list[int]] = []  # as the client gave them, or as the chat template made them
@@ -58,7 +57,6 @@ class Endpoint(ABC, Generic[AnySampling]):
         self.params = server.facts.defaults
         self.reasoning: Reasoning | None = None
         self.answers: list[Answer] = []  # to the prompts, in their order
-        self.last: Update | None = None  # whose events were made
         self.options = body.stream_options or StreamOptions()
         self.ignored_fields: list[str] = []
         self.grammar: StructuredOutputsParams | None = None  # what the text must match
@@ -76,10 +74,12 @@ class Endpoint(ABC, Generic[AnySampling]):
             raise bad_request(message, "prompt_logprobs")
         self.grammar = self.body.grammar()
 
-    def predicted(self) -> list[int] | None:
-        """The token ids of the request's prediction; None: it has none."""
-        given = self.body.prediction
-        return None if given is None else self.server.text_ids(given.text, "prediction", add_special_tokens=False)
+    def set_params(self, max_tokens: int | None, **more: Any) -> None:
+        """Set `params`. Arguments: see `SamplingFields.sampling_params`."""
+        if self.body.prediction is not None:
+            more["prediction"] = self.server.text_ids(self.body.prediction.text, "prediction", add_special_tokens=False)
+        defaults = self.server.facts.defaults
+        self.params = self.body.sampling_params(defaults, max_tokens, structured_outputs=self.grammar, **more)
 
     def submit(self, space: str = "") -> None:
         """Send the prompts to the engine, each as a request of its own, and set `answers`. `space`, and errors: see `Server.submit`."""
@@ -151,16 +151,15 @@ class Endpoint(ABC, Generic[AnySampling]):
                 choices.append({"index": number * self.body.n + index, **self.whole(number, written)})
         body = {**self.base, "object": self.object.removesuffix(".chunk"), "choices": choices, "usage": self.usage()}
         if len(self.answers) == 1 and self.body.n == 1:
-            body["metrics"] = self.server.timings(self.answers[0], results[0][-1])
+            body["metrics"] = self.answers[0].timings()
             if results[0][-1].kv_transfer_params is not None:
                 body["kv_transfer_params"] = results[0][-1].kv_transfer_params
         return body
 
     def usage(self) -> dict[str, Any]:
         """The field `usage`: numbers of tokens, over all prompts and choices so far."""
-        num_prompt, num_new, num_cached = (
-            sum(getattr(answer, name) for answer in self.answers) for name in ("num_prompt", "num_new", "num_cached")
-        )
+        names = "num_prompt", "num_new", "num_cached"
+        num_prompt, num_new, num_cached = (sum(getattr(answer, name) for answer in self.answers) for name in names)
         return {
             "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": num_cached},
@@ -171,7 +170,9 @@ class Endpoint(ABC, Generic[AnySampling]):
         """How many drafts from the prediction were accepted and rejected, in the answers that have ended; empty without a prediction."""
         if self.params.prediction is None:
             return {}
-        accepted, drafted = (sum(answer.num_predicted[i] for answer in self.answers) for i in range(2))
+        drafters = [(answer.statistics or {}).get("drafters", {}) for answer in self.answers]
+        counts = [of["prediction"] for of in drafters if "prediction" in of]
+        accepted, drafted = (sum(of[f"num_{name}_tokens"] for of in counts) for name in ("accepted", "draft"))
         return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -193,7 +194,6 @@ class Endpoint(ABC, Generic[AnySampling]):
         return b""
 
     def events(self, answer: Answer, update: Update) -> bytes:
-        self.last = update
         handed = {} if update.kv_transfer_params is None else {"kv_transfer_params": update.kv_transfer_params}
         index = answer.number * self.body.n + update.index
         return self._frame([{"index": index, **self.choice(answer.number, update)}], **handed)
@@ -206,8 +206,8 @@ class Endpoint(ABC, Generic[AnySampling]):
         if not self.options.include_usage:
             return end
         more = {"usage": self.usage()}
-        if len(self.answers) == 1 and self.body.n == 1 and self.last is not None:
-            more["metrics"] = self.server.timings(self.answers[0], self.last)
+        if len(self.answers) == 1 and self.body.n == 1:
+            more["metrics"] = self.answers[0].timings()
         return sse({**self.base, "choices": [], **more}) + end
 
     def _frame(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -233,7 +233,7 @@ def _prepared(
     return endpoint
 
 
-class Completions(Endpoint[CompletionRequest]):
+class Completions(Endpoint):
     """POST /v1/completions."""
 
     form = CompletionRequest
@@ -246,11 +246,8 @@ class Completions(Endpoint[CompletionRequest]):
         body = self.body
         self._prepare_decoder()
         counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
-        self.params = body.sampling_params(
-            self.server.facts.defaults, body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1), logprobs=body.logprobs,
-            structured_outputs=self.grammar, prompt_logprobs=max((count for count in counts if count is not None), default=None),
-            prediction=self.predicted(),
-        )  # fmt: skip
+        scored = max((count for count in counts if count is not None), default=None)
+        self.set_params(1 if body.max_tokens == 0 else body.max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
         self.prompts = body.prompts()
         self.ids = [self.server.prompt_ids(prompt, "prompt") for prompt in self.prompts]
         self.offsets: dict[tuple[int, int], TextOffsets] = {}  # by number of the prompt and index of the choice
@@ -330,7 +327,7 @@ class Completions(Endpoint[CompletionRequest]):
         return prompt if isinstance(prompt, str) else self.server.tokenizer.decode(prompt)
 
 
-class Chat(Endpoint[ChatRequest]):
+class Chat(Endpoint):
     """POST /v1/chat/completions. The text is parsed by `template`; if that is None, all of it is content. `prefix`: the prompt's text."""
 
     form: type[Body] = ChatRequest
@@ -344,17 +341,14 @@ class Chat(Endpoint[ChatRequest]):
         super().prepare()
         body = self.body
         if body.reasoning_effort is not None and not self.server.template_reads_effort:
-            self.ignored_fields = [*self.ignored_fields, self.effort_field]
+            self.ignored_fields.append(self.effort_field)
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        self.params = body.sampling_params(
-            self.server.facts.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs, prediction=self.predicted(),
-            thinking_token_budget=body.thinking_token_budget,
-        )  # fmt: skip
+        top, budget = (body.top_logprobs or 0) if body.logprobs else None, body.thinking_token_budget
+        self.set_params(most, logprobs=top, prompt_logprobs=body.prompt_logprobs, thinking_token_budget=budget)
         if any((image.get("detail") or "auto") != "auto" for image in body.images):
-            self.ignored_fields = [*self.ignored_fields, "image_url.detail"]
+            self.ignored_fields.append("image_url.detail")
         ids, self.images = self.server.chat_ids(body, self.fetched)
         self.fetched = {}
         self.prompts, self.ids = [ids], [ids]
@@ -362,14 +356,13 @@ class Chat(Endpoint[ChatRequest]):
         if self.template is not None:  # the marks it looks for may be special tokens
             self.params = self.params.copy(skip_special_tokens=False)
             if body.skip_special_tokens and "skip_special_tokens" in body.model_fields_set:
-                self.ignored_fields = [*self.ignored_fields, "skip_special_tokens"]
+                self.ignored_fields.append("skip_special_tokens")
 
     def submit(self, space: str = "") -> None:
         body, make = self.body, None
         if self.template is not None:
-            make = partial(
-                self.server.tokenizer.get_response_parser, self.template, prefix=self.prefix, tools=body.offered_tools
-            )
+            of_text = {"prefix": self.prefix, "tools": body.offered_tools}
+            make = partial(self.server.tokenizer.get_response_parser, self.template, **of_text)
         self.parsers = [MessageParser(make, body.forced_tool, body.parallel_tool_calls) for _ in range(body.n)]
         super().submit(space)
 

@@ -116,11 +116,9 @@ def _shut(end: socket.socket) -> None:
 
 def _refuse_private(host: str, address: str) -> None:
     """Raise ValueError for an address that is not one of the public internet's."""
-    found = ipaddress.ip_address(address)
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour
-        if found in _NAT64:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        found = inner or found
-    if not found.is_global or found.is_multicast:
+    number = ipaddress.ip_address(address)
+    if isinstance(number, ipaddress.IPv6Address):
+        inner = number.ipv4_mapped or number.sixtofour
+        number = ipaddress.IPv4Address(int(number) & 0xFFFFFFFF) if number in _NAT64 else inner or number
+    if not number.is_global or number.is_multicast:
         raise ValueError(f"{host} has a private address")

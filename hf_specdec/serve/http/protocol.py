@@ -45,17 +45,6 @@ AnyBody = TypeVar("AnyBody", bound="Body")
 Items = Annotated[list[Item], Field(fail_fast=True)]  # one error per item of a long list would take seconds to make
 
 
-def _refuse_infinite(value: Any) -> None:
-    """Raise ValueError for numbers such as 1e999, which JSON allows, Python reads as infinite, and no answer can hold."""
-    if isinstance(value, float):
-        if math.isinf(value):
-            raise ValueError("a number is infinite")
-    elif isinstance(value, (dict, list)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            if type(inner) is not int:  # a list may hold a million
-                _refuse_infinite(inner)
-
-
 class Part(BaseModel):
     """An object within a body. Its unknown fields are kept, so that they can be named. Types are those of JSON: "1" is no number."""
 
@@ -85,7 +74,7 @@ class Part(BaseModel):
 
 
 class Body(Part):
-    """Base of all request bodies: refuses what cannot be sent back."""
+    """Base of all request bodies."""
 
     @property
     def unknown_fields(self) -> list[str]:
@@ -100,8 +89,17 @@ class Body(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_cannot_be_sent(cls, values: Any) -> Any:
-        _refuse_infinite(values)
+    def _refuse_infinite(cls, values: Any) -> Any:
+        """Refuse numbers such as 1e999, which JSON allows, Python reads as infinite, and no answer can hold."""
+        inner = [values]
+        while inner:
+            value = inner.pop()
+            if isinstance(value, float) and math.isinf(value):
+                raise ValueError("a number is infinite")
+            if isinstance(value, (dict, list)):  # a list may hold a million
+                inner += [
+                    part for part in (value.values() if isinstance(value, dict) else value) if type(part) is not int
+                ]
         return values
 
 
@@ -157,11 +155,11 @@ class ResponseFormat(Part):
 
     def structured_outputs(self) -> dict[str, Any] | None:
         """The same as arguments of `StructuredOutputsParams`; None: any text."""
-        if self.type == "json_schema":
-            if self.json_schema is None or self.json_schema.schema_ is None:
-                raise bad_request("response_format of type json_schema needs json_schema.schema.", "response_format")
-            return {"json": self.json_schema.schema_}
-        return {"json_object": True} if self.type == "json_object" else None
+        if self.type != "json_schema":
+            return {"json_object": True} if self.type == "json_object" else None
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise bad_request("response_format of type json_schema needs json_schema.schema.", "response_format")
+        return {"json": self.json_schema.schema_}
 
 
 class PredictionField(Part):
@@ -173,7 +171,7 @@ class PredictionField(Part):
     @property
     def text(self) -> str:
         """The content as one text."""
-        return self.content if isinstance(self.content, str) else joined_text(self.content, ("text",), "prediction")
+        return self.content if isinstance(self.content, str) else joined_text(self.content, "prediction")
 
 
 class SamplingFields(Body):
@@ -311,10 +309,10 @@ class ChatMessage(BaseModel):
     def images(self) -> list[dict[str, Any]]:
         """What its parts say of images: {"url": .., "detail": ..}."""
         parts = self.content if isinstance(self.content, list) else []
-        found: list[Any] = [part.get("image_url") for part in parts if part.get("type") == "image_url"]
-        if not all(isinstance(each, dict) and isinstance(each.get("url"), str) for each in found):
+        images: list[Any] = [part.get("image_url") for part in parts if part.get("type") == "image_url"]
+        if not all(isinstance(image, dict) and isinstance(image.get("url"), str) for image in images):
             raise bad_request('messages: a part with an image has {"image_url": {"url": text}}.', "messages")
-        return found
+        return images
 
     def for_template(self, as_parts: bool) -> dict[str, Any]:
         """The message as chat templates expect it: text parts joined unless there are images among them or the template wants parts,
@@ -326,13 +324,11 @@ class ChatMessage(BaseModel):
         if self.content is not None and (as_parts or self.images):
             parts = [{"type": "text", "text": self.content}] if isinstance(self.content, str) else self.content
             message["content"] = [
-                {"type": "image"}
-                if part.get("type") == "image_url"
-                else {"type": "text", "text": joined_text([part], ("text",), "messages")}
+                {"type": "image"} if part.get("type") == "image_url" else {"type": "text", "text": joined_text([part])}
                 for part in parts
             ]
         elif isinstance(self.content, list):
-            message["content"] = joined_text(self.content, ("text",), "messages")
+            message["content"] = joined_text(self.content)
         return message
 
 
@@ -349,7 +345,7 @@ def _arguments(given: Any) -> dict[str, Any] | str:
     return arguments if isinstance(arguments, dict) else text
 
 
-def joined_text(parts: list[dict[str, Any]], kinds: tuple[str, ...], param: str) -> str:
+def joined_text(parts: list[dict[str, Any]], param: str = "messages", kinds: tuple[str, ...] = ("text",)) -> str:
     """The joined texts of a content's parts. Besides `kinds` there may be refusals, the text of which is in another field."""
     texts = []
     for part in parts:

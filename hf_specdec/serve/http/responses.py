@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import uuid
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ _UNSUPPORTED_FIELDS = (
     "context_management", "messages", "response_format", "max_tokens", "max_completion_tokens", "logprobs",
     "prompt_logprobs", "return_token_ids", "kv_transfer_params",
 )  # fmt: skip
+_SHARED_WITH_CHAT = ("parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget", "tool_choice")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -86,15 +88,13 @@ class ResponsesRequest(SamplingFields):
                 raise bad_request(message, name)
         if self.n != 1:
             raise bad_request("n must be 1.", "n")
-        fields = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
-        fields |= {"messages": self._messages(), "parallel_tool_calls": self.parallel_tool_calls}
-        fields |= {"max_completion_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
-        fields |= {"thinking_token_budget": self.thinking_token_budget}
+        shared = {*SamplingFields.model_fields, *_SHARED_WITH_CHAT} & self.model_fields_set
+        fields = {name: getattr(self, name) for name in shared}
+        fields |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         fields |= {"reasoning_effort": None if self.reasoning is None else self.reasoning.effort}
         shown = {"name", "description", "parameters"}
         functions = [tool.model_dump(include=shown, exclude_none=True) for tool in self.tools or []]
         fields["tools"] = [{"type": "function", "function": function} for function in functions] or None
-        fields["tool_choice"] = self.tool_choice
         if isinstance(self.tool_choice, NamedFunctionTool):
             fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
         wanted = self.text.format if self.text is not None else None
@@ -123,8 +123,8 @@ class ResponsesRequest(SamplingFields):
                 if not isinstance(item.get(name), str):
                     raise bad_request(f"input: {name} of a {kind} must be a text.", "input")
             if kind == "function_call":
-                function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                function = {"name": item["name"], "arguments": item.get("arguments")}
+                call = {"id": item["call_id"], "type": "function", "function": function}
                 if messages and messages[-1].get("tool_calls"):
                     messages[-1]["tool_calls"].append(call)
                     continue
@@ -144,15 +144,14 @@ class ResponsesRequest(SamplingFields):
 
 def _content_of(content: Any) -> str | list[dict[str, Any]]:
     """An item's content for a message: one text, or parts if there are images."""
-    parts = content if isinstance(content, list) else []
-    if not any(isinstance(part, dict) and part.get("type") == "input_image" for part in parts):
-        return _text_of(content)
-    return [
-        {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail") or "auto"}}
-        if isinstance(part, dict) and part.get("type") == "input_image"
-        else {"type": "text", "text": _text_of([part])}
-        for part in parts
-    ]
+    made = []
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, dict) and part.get("type") == "input_image":
+            image = {"url": part.get("image_url"), "detail": part.get("detail") or "auto"}
+            made.append({"type": "image_url", "image_url": image})
+        else:
+            made.append({"type": "text", "text": _text_of([part])})
+    return made if any(part["type"] == "image_url" for part in made) else _text_of(content)
 
 
 def _text_of(content: Any) -> str:
@@ -161,11 +160,13 @@ def _text_of(content: Any) -> str:
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise bad_request("input: the content of an item is a text or a list of parts.", "input")
-    return joined_text(content, _TEXT_PARTS, "input")
+    return joined_text(content, "input", _TEXT_PARTS)
 
 
 class ResponseItems:
-    """The items of a response while they are generated; the last may still be growing. Methods return events, without sequence numbers."""
+    """The items of a response while they are generated; the last may still be growing. Methods return events, without sequence numbers.
+    They have copies of items, because they are encoded after the items have changed again.
+    """
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
@@ -182,7 +183,7 @@ class ResponseItems:
         if item is None:
             return []
         item["status"] = status
-        whole = self._event("output_item.done", item=_copy(item))
+        whole = self._event("output_item.done", item=copy.deepcopy(item))
         if item["type"] == "function_call":
             done = {"arguments": item["arguments"], "name": item["name"]}
             return [self._event("function_call_arguments.done", item, **done), whole]
@@ -200,12 +201,10 @@ class ResponseItems:
         events, item = [], self._open
         if item is None or item["type"] != kind:
             part: dict[str, Any] = {"type": part_type, "text": ""}
-            item = {"type": kind, "status": "in_progress", "content": []}
+            item = {"id": _id("rs"), "summary": [], "type": kind, "status": "in_progress", "content": []}
             if kind == "message":
                 part |= {"annotations": [], "logprobs": []}
-                item = {"id": _id("msg"), "role": "assistant", **item}
-            else:
-                item = {"id": _id("rs"), "summary": [], **item}
+                item = {"id": _id("msg"), "role": "assistant", "type": kind, "status": "in_progress", "content": []}
             events += self._begin(item)
             events.append(self._event("content_part.added", item, content_index=0, part=dict(part)))
             item["content"].append(part)
@@ -228,7 +227,7 @@ class ResponseItems:
         events = self.close()
         self.items.append(item)
         self._open = item
-        return [*events, self._event("output_item.added", item=_copy(item))]
+        return [*events, self._event("output_item.added", item=copy.deepcopy(item))]
 
 
 class Responses(Chat):
@@ -293,7 +292,7 @@ class Responses(Chat):
         response = {
             "id": self.id, "object": "response", "created_at": self.created, "model": self.base["model"],
             "status": "in_progress" if last is None else "incomplete" if cut else "completed", "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "output": [_copy(item) for item in self.output.items],
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "output": copy.deepcopy(self.output.items),
             "instructions": request.instructions, "max_output_tokens": request.max_output_tokens, "metadata": request.metadata or {},
             "parallel_tool_calls": request.parallel_tool_calls, "previous_response_id": None, "store": False, "background": False,
             "temperature": answer.params.temperature, "top_p": answer.params.top_p, "truncation": "disabled",
@@ -309,17 +308,12 @@ class Responses(Chat):
                 "output_tokens_details": {"reasoning_tokens": self.num_reasoning, **self.predicted_tokens()},
                 "total_tokens": answer.num_prompt + answer.num_new,
             }  # fmt: skip
-            response["metrics"] = self.server.timings(answer, last)
+            response["metrics"] = answer.timings()
         return response
 
 
 def _id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
-
-
-def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """A copy of an item as it is now: events are encoded after the item has changed again."""
-    return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
 
 
 def _logprobs(item: dict[str, Any]) -> dict[str, Any]:

@@ -43,9 +43,7 @@ CHATML = (
 _MOST_PER_TOKEN = 8  # characters: the tokens of long texts have fewer
 _TOKENS_OF_CUT_WORD = 1024  # that a word may have more if the text ends inside it
 _MOST_CHARACTERS = 1 << 20  # take one to three seconds
-_MOST_BYTES_OF_IMAGES = (
-    8 << 30
-)  # of all requests at once, as models read them: a few bytes of a file may become many megabytes
+_MOST_BYTES_OF_IMAGES = 8 << 30  # of all requests at once, as models read them: small files may become many megabytes
 _ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
@@ -105,7 +103,7 @@ class Answer:
     num_new: int = 0  # tokens of all choices so far
     num_cached: int = 0  # prompt tokens whose KV was cached
     num_image_bytes: int = 0
-    num_predicted: tuple[int, int] = (0, 0)  # tokens of the prediction that were accepted, and drafted, at the end
+    statistics: dict[str, Any] | None = None  # `Request.figures`, once it has ended
     deadline: asyncio.TimerHandle | None = None  # ends it when its time limit is reached
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -121,6 +119,16 @@ class Answer:
         update.text = "".join([text.add(token) for token in tokens])
         if update.finish_reason is not None:
             update.text += text.finish()
+
+    def timings(self) -> dict[str, Any]:
+        """The field `metrics`: times in milliseconds, and statistics of speculation in vLLM's form."""
+        timings: dict[str, Any] = {}
+        if self.first is not None:
+            timings["time_to_first_token_ms"] = round(1e3 * (self.first - self.began), 3)
+            timings["generation_time_ms"] = round(1e3 * (time.monotonic() - self.first), 3)
+        if self.statistics is not None:
+            timings["speculative_decoding"] = self.statistics["speculative_decoding"]
+        return timings
 
 
 class Server:
@@ -429,9 +437,8 @@ class Server:
         space = "" if self.privacy.shares_across_keys else space
         params = params.copy(detokenize=bool(params.stop), private=private, space=space)
         num_prompt = len((encoder.ids if encoder is not None else []) or ids)
-        answer = Answer(
-            uuid.uuid4().hex, number, inbox, num_prompt, params, prompt=ids, num_image_bytes=num_image_bytes
-        )
+        answer = Answer(uuid.uuid4().hex, number, inbox, num_prompt, params, prompt=ids)
+        answer.num_image_bytes = num_image_bytes
         self.answers[answer.id] = answer
         self._num_submitted += params.n
         worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning, encoder))
@@ -500,22 +507,10 @@ class Server:
         if answer.first is None and update.token_ids:
             answer.first = now
             self.metrics.first_token.observe(now - answer.began)
-        predicted = (update.statistics or {}).get("drafters", {}).get("prediction")
-        if predicted is not None:
-            answer.num_predicted = predicted["num_accepted_tokens"], predicted["num_draft_tokens"]
+        answer.statistics = update.statistics or answer.statistics
         if update.request_finished:
             self.metrics.whole.observe(now - answer.began)
             if answer.first is not None and answer.num_new > 1:
                 self.metrics.per_token.observe((now - answer.first) / (answer.num_new - 1))
             reason = "error" if update.error is not None else update.finish_reason or "stop"
             self.metrics.request_ended(reason, answer.num_prompt, answer.num_cached, update.statistics)
-
-    def timings(self, answer: Answer, update: Update) -> dict[str, Any]:
-        """The field `metrics` of an answer: times in milliseconds, and `update`'s statistics of speculation in vLLM's form."""
-        timings: dict[str, Any] = {}
-        if answer.first is not None:
-            timings["time_to_first_token_ms"] = round(1e3 * (answer.first - answer.began), 3)
-            timings["generation_time_ms"] = round(1e3 * (time.monotonic() - answer.first), 3)
-        if update.statistics is not None:
-            timings["speculative_decoding"] = update.statistics["speculative_decoding"]
-        return timings

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from multiprocessing.pool import RemoteTraceback
 from typing import Any
 
 import torch.distributed as dist
@@ -33,13 +34,6 @@ SECONDS_TO_END = 10.0  # for a process to end after it was told to; it is then k
 BEAT_SECONDS = 2.0  # after this time the engine's process says something, even if nothing runs
 MOST_SILENT_SECONDS = 10.0  # then it is taken for stopped
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # end the server: the HTTP side handles them
-
-
-class EngineTraceback(Exception):
-    """Cause of an error that came from the engine's process: its traceback there."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 class EngineProcess(threading.Thread):
@@ -134,7 +128,7 @@ class EngineProcess(threading.Thread):
         else:
             self._has_told_its_end, self.failure = True, message.error
             if message.error is not None:
-                message.error.__cause__ = EngineTraceback(message.traceback)
+                message.error.__cause__ = RemoteTraceback(f"\n{message.traceback}")
 
     def _note_end(self) -> None:
         """The process has closed its end: wait for it, but not for ever; set `failure`, and end whatever waits for it."""

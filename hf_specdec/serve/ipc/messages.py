@@ -1,9 +1,9 @@
-"""Every message that crosses: between the HTTP side and the engine, and from rank 0 to the other ranks."""
+"""Every message that crosses between the HTTP side and the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderFacts, EncoderInput
@@ -128,14 +128,3 @@ class Load:
     learning: dict[str, Any] | None = None  # what a learning drafter reports
     free_rows: int = 0  # how many more choices could run, if there are blocks for them
     num_read: int = 0  # choices that the engine has been sent so far, and has read
-
-
-# ---- from rank 0 -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Order:
-    """What the other ranks do next: "run" these requests to their end, as `LLM.generate` does; "serve", by an `EngineWorker`; or "end"."""
-
-    kind: Literal["run", "serve", "end"]
-    requests: list[Submit] = field(default_factory=list)

@@ -13,7 +13,7 @@ from typing import Any
 from ...core.errors import is_failure
 from ...core.ranks import Ranks
 from ..engine.engine import Engine
-from ..engine.request import Request, RequestChoice
+from ..engine.request import Request
 from ..engine.structured import StructuredOutputsParams
 from .messages import Cancel, Load, Submit, Update
 
@@ -166,7 +166,11 @@ class EngineWorker(threading.Thread):
         if scored is not None and len(scored) < len(request.prompt_token_ids) and not request.finished:
             return []  # another choice than the one that scores the prompt has begun: its tokens wait
         is_first = all(choice.taken is None for choice in request.choices)
-        updates = [update for choice in request.choices if (update := _update_of(choice)) is not None]
+        updates = [
+            Update(request.id, choice.output.index, *new, len(choice.output.token_ids), request.num_cached_tokens,
+                   choice.output.finish_reason, choice.output.stop_reason, hides_end=choice.hides_end)
+            for choice in request.choices if (new := choice.take()) is not None
+        ]  # fmt: skip
         if request.announcement is not None:
             updates.insert(0, Update(request.id, kv_transfer_params=request.announcement))
             request.announcement = None
@@ -186,11 +190,3 @@ class EngineWorker(threading.Thread):
         load, self.load = self.load, load_of(self.engine, self._num_read)
         if self.load != load:
             self.on_load(self.load)
-
-
-def _update_of(choice: RequestChoice) -> Update | None:
-    """What was added to a choice since the last call; None if nothing was."""
-    new, output = choice.take(), choice.output
-    counts = len(output.token_ids), choice.request.num_cached_tokens
-    end = output.finish_reason, output.stop_reason
-    return new and Update(choice.request.id, output.index, *new, *counts, *end, hides_end=choice.hides_end)

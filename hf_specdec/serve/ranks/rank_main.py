@@ -21,15 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 def follow(llm: LLM) -> None:
-    """Carry out the orders that rank 0 sends, until the order to end. Raises RankError: rank 0 has ended."""
+    """Carry out rank 0's orders: requests to run, as `LLM.generate` does; "serve", by an `EngineWorker`; or "end". Raises RankError: rank
+    0 has ended."""
     ranks = llm.ranks
     assert ranks is not None
-    while (order := ranks.same_object(None)).kind != "end":
-        if order.kind == "serve":
+    while (order := ranks.same_object(None)) != "end":
+        if order == "serve":
             EngineWorker(llm.engine, lambda updates: None, model_lock(llm.model), ranks).run()
             return
         try:
-            llm.run_requests(order.requests)
+            llm.run_requests(order or [])
         except RankError as error:
             if error.is_final:
                 raise

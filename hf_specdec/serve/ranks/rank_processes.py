@@ -1,5 +1,5 @@
 """Starts the processes for the other ranks of a sharded model. Rank 0 is the caller's own process: it has the prompts, or the HTTP
-server, and sends `Order`s to the others. Each process ends when its standard input closes, so none outlives rank 0.
+server, and sends orders to the others (`rank_main.follow`). Each process ends when its standard input closes, so none outlives rank 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from ...core.ranks import RankError, Ranks
-from ..ipc.messages import Order
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for starting, and for each collective operation of the model
 ENVIRONMENT = "HF_SPECDEC_RANK"  # holds the store's port, the rank and the number of ranks
@@ -65,7 +64,7 @@ class RankProcesses:
         """End the processes and wait for them. `ranks` sends them the order to end; if it is None, they are killed at once."""
         if ranks is not None and all(process.poll() is None for process in self.processes):
             with contextlib.suppress(RankError):  # one of them has just ended
-                ranks.same_object(Order("end"))
+                ranks.same_object("end")
         for process in self.processes:
             try:
                 process.wait(10 if ranks is not None else 0)

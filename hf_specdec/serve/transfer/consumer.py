@@ -25,9 +25,7 @@ class Pull:
     choice: RequestChoice
     params: dict[str, Any]  # the producer's kv_transfer_params
     until: float  # when to give up
-    offers: dict[int, tuple[list[int], list[str]]] = field(
-        default_factory=dict
-    )  # block → its numbers there and digests
+    offers: dict[int, tuple[list[int], list[str]]] = field(default_factory=dict)  # by block: numbers there, digests
     have: int = 0  # leading blocks that have arrived and been checked
     handle: Any = None  # the running transfer, which brings blocks `have` to `end` - 1; None if none is running
     end: int = 0
@@ -128,7 +126,13 @@ class Consumer:
             try:
                 if not self._advance(pull):
                     continue
-                self._finish(pull)
+                seq, count = pull.choice.sequence, pull.params["num_tokens"]
+                for (
+                    cache
+                ) in self.pools.caches:  # the row continues after the pulled tokens, and other rows may share them
+                    cache.tables[seq.id].length = count
+                    cache.register_prefix(seq.id, seq.tokens, count)
+                self.pools.decoder.statistics[seq.id].num_cached_tokens = count
                 self.statistics.pulled += 1
             except (ConnectionError, ValueError) as error:
                 logger.warning("This server reads a prompt itself, because its KV could not be pulled: %s.", error)
@@ -217,14 +221,6 @@ class Consumer:
         pull.have = pull.end
         pull.until = time.monotonic() + self.pull_seconds
         pull.asked = time.monotonic()
-
-    def _finish(self, pull: Pull) -> None:
-        """Let the row continue after the pulled tokens, and let other rows share them."""
-        seq, count = pull.choice.sequence, pull.params["num_tokens"]
-        for cache in self.pools.caches:
-            cache.tables[seq.id].length = count
-            cache.register_prefix(seq.id, seq.tokens, count)
-        self.pools.decoder.statistics[seq.id].num_cached_tokens = count
 
     def _give_up(self, pull: Pull) -> None:
         """Free a request's blocks, those that are still written to once that ends, and tell the producer that it need not hold its own."""

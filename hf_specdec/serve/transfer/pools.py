@@ -53,7 +53,12 @@ class MovedPools:
         self.block_size = decoder.config.block_size
         self._registered: tuple[Any, str] = (None, "")
         self._allocate()
-        self.fingerprint = self._fingerprint()
+        # All that must be equal for KV to be exchanged.
+        shapes = [[(*pool.shape[1:], str(pool.dtype)) for pool in _pools(cache)] for cache in self.caches]
+        config, model = decoder.config, decoder.target.model
+        settings = [_PROTOCOL, config.method, config.block_size, shapes, config.target_quantization]
+        weights = b"".join(fingerprints(list(model.parameters())))
+        self.fingerprint = hashlib.sha256(json.dumps(settings, default=str).encode() + weights).hexdigest()
 
     @property
     def caches(self) -> list[PagedStaticCache]:
@@ -83,14 +88,6 @@ class MovedPools:
                         cache.remove(_WARM_UP)
             for cache in self.caches:
                 cache.grow_to_the_end()
-
-    def _fingerprint(self) -> str:
-        """A hash of everything that must be equal for KV to be exchanged: weights, shapes, method, block size, quantization."""
-        model, config = self.decoder.target.model, self.decoder.config
-        shapes = [[(*pool.shape[1:], str(pool.dtype)) for pool in _pools(cache)] for cache in self.caches]
-        settings = [_PROTOCOL, config.method, config.block_size, shapes, config.target_quantization]
-        weights = b"".join(fingerprints(list(model.parameters())))
-        return hashlib.sha256(json.dumps(settings, default=str).encode() + weights).hexdigest()
 
     def address(self) -> str:
         """This process's address for peers. The first call registers the pools."""

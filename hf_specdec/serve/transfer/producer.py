@@ -36,7 +36,9 @@ class Producer:
     def __init__(self, pools: MovedPools, engine_id: str, hold_seconds: float, statistics: TransferStatistics):
         self.pools, self.id, self.hold_seconds, self.statistics = pools, engine_id, hold_seconds, statistics
         self.prompts: dict[str, OfferedPrompt] = {}
-        self._unwanted: list[RequestChoice] = []
+        self.unwanted: list[
+            RequestChoice
+        ] = []  # still being read, but their consumers have given up; the engine takes them
 
     def _prompt(self, choice: RequestChoice) -> OfferedPrompt:
         name = f"{self.id}/{choice.sequence.id}"
@@ -130,11 +132,6 @@ class Producer:
             "num_tokens": seq.prompt_length - 1, "prompt": digest(seq.tokens[: seq.prompt_length]), "pools": self.pools.addresses(),
         }  # fmt: skip
 
-    def take_unwanted(self) -> list[RequestChoice]:
-        """The choices that are still being read, but whose consumer has given up; each is told once."""
-        unwanted, self._unwanted = self._unwanted, []
-        return unwanted
-
     def wanted(self, name: str, consumer: str, first: int) -> None:
         """A consumer asks for a prompt's blocks from index `first` on."""
         prompt = self.prompts.get(name)
@@ -150,7 +147,7 @@ class Producer:
         if prompt is not None and prompt.until is not None:
             self.pools.decoder.remove(prompt.choice.sequence)
         elif prompt is not None:
-            self._unwanted.append(prompt.choice)
+            self.unwanted.append(prompt.choice)
 
     def release(self) -> None:
         """Free the prompts that nobody has pulled in time."""
@@ -177,7 +174,7 @@ class Producer:
     def close(self) -> None:
         for name in list(self.prompts):
             self.done(name)
-        self._unwanted.clear()
+        self.unwanted.clear()
 
 
 def asks_for_chunks(choice: RequestChoice) -> bool:
