@@ -71,8 +71,6 @@ class GrammarLogitsProcessor(LogitsProcessor):
         self._state, self._num_read = self._first, 0
         self._after: dict[tuple[int, ...], _State] = {(): self._first}
 
-    # ---- the text ---------------------------------------------------------------------------------------------------
-
     def accept(self, token: int) -> bool:
         """Append a token to the text. False: the grammar does not allow it (see `error`)."""
         self._state, self._num_read = self._next(self._state, token), self._num_read + 1
@@ -134,8 +132,6 @@ class GrammarLogitsProcessor(LogitsProcessor):
             return _dead(state)
         matcher = state.matcher.deep_copy()
         return _State(matcher, dead=not matcher.consume_token(token))
-
-    # ---- masks ------------------------------------------------------------------------------------------------------
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """The scores [1, V] after one prefix [1, S]."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.generation.logits_process import (
-    LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -325,7 +324,7 @@ class Admission:
         rules = [] if self.encoder is None or request.encoder is None else self.encoder.rules(request.encoder, prompt)
         sequence = Sequence(
             list(prompt), length + new_tokens, frozenset(ends), params.do_sample, stream,
-            row_processors(params, prompt, ends, self.tokenizer, self.decoder.target.vocab_size, grammar, rules),
+            self._processors(params, prompt, ends, grammar, rules),
             num_speculative_tokens=params.num_speculative_tokens, drafter=params.drafter,
             wants_prompt_logits=params.prompt_logprobs is not None and index == 0, is_shared=not params.private, space=params.space,
         )  # fmt: skip
@@ -336,47 +335,41 @@ class Admission:
             output.logprobs, output.cumulative_logprob = [], 0.0
         return RequestChoice(request, output, sequence, text, grammar)
 
+    def _processors(
+        self,
+        params: SamplingParams,
+        prompt: list[int],
+        ends: set[int],
+        grammar: GrammarLogitsProcessor | None,
+        rules: list[Any],
+    ) -> NodeProcessors | None:
+        """The logits processors of a row, in vLLM's order; None if no parameter changes the logits. The model's own `rules` come first.
+        Raises ValueError: an id is outside the vocabulary, or there are bad words and no tokenizer.
+        """
+        processors, vocab_size = LogitsProcessorList(rules), self.decoder.target.vocab_size
+        if params.logit_bias or params.allowed_token_ids is not None:
+            processors.append(TokenBiasLogitsProcessor(vocab_size, params.logit_bias, params.allowed_token_ids))
+        if params.bad_words:
+            processors.append(NoBadWordsLogitsProcessor(self._spellings(params.bad_words)))
+        if params.min_tokens and ends:
+            processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, sorted(ends)))
+        if grammar is not None:  # after other processors that forbid tokens, to report that none is left
+            processors.append(grammar)
+        if params.repetition_penalty != 1.0:
+            processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        if params.presence_penalty or params.frequency_penalty:
+            processors.append(
+                OutputPenaltyLogitsProcessor(len(prompt), params.presence_penalty, params.frequency_penalty)
+            )
+        if params.do_sample:
+            top_k = max(params.top_k, 0)
+            if (params.temperature, top_k, params.top_p, params.min_p) != (1.0, 0, 1.0, 0.0):
+                processors.append(FusedSamplingLogitsWarper(params.temperature, top_k, params.top_p, params.min_p))
+        return NodeProcessors(processors, torch.LongTensor([prompt]), None) if processors else None
 
-def row_processors(
-    params: SamplingParams, prompt: list[int], ends: set[int], tokenizer: Any, vocab_size: int,
-    grammar: GrammarLogitsProcessor | None = None, rules: Iterable[LogitsProcessor] = ()
-) -> NodeProcessors | None:  # fmt: skip
-    """Make the logits processors of a row, in vLLM's order; None if no parameter changes the logits.
-
-    Args:
-        ends: ids that end the row; `min_tokens` forbids them at first.
-        rules: the model's own processors, which come first.
-        grammar: what the row's text must match. It comes after other processors that forbid tokens, to report that none is left.
-
-    Raises:
-        ValueError: an id is outside the vocabulary, or there are bad words and no tokenizer.
-    """
-    processors = LogitsProcessorList(rules)
-    if params.logit_bias or params.allowed_token_ids is not None:
-        processors.append(TokenBiasLogitsProcessor(vocab_size, params.logit_bias, params.allowed_token_ids))
-    if params.bad_words:
-        processors.append(NoBadWordsLogitsProcessor(_spellings(params.bad_words, tokenizer)))
-    if params.min_tokens and ends:
-        processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, sorted(ends)))
-    if grammar is not None:
-        processors.append(grammar)
-    if params.repetition_penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    if params.presence_penalty or params.frequency_penalty:
-        processors.append(OutputPenaltyLogitsProcessor(len(prompt), params.presence_penalty, params.frequency_penalty))
-    if params.do_sample:
-        top_k = max(params.top_k, 0)
-        if (params.temperature, top_k, params.top_p, params.min_p) != (1.0, 0, 1.0, 0.0):
-            processors.append(FusedSamplingLogitsWarper(params.temperature, top_k, params.top_p, params.min_p))
-    return NodeProcessors(processors, torch.LongTensor([prompt]), None) if processors else None
-
-
-def _spellings(words: list[str], tokenizer: Any) -> list[list[int]]:
-    if tokenizer is None:
-        raise ValueError("bad_words need a tokenizer.")
-    spellings: list[list[int]] = []
-    for text in (text for word in words for text in (word.lstrip(), " " + word.lstrip())):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if ids and ids not in spellings:
-            spellings.append(ids)
-    return spellings
+    def _spellings(self, words: list[str]) -> list[list[int]]:
+        if self.tokenizer is None:
+            raise ValueError("bad_words need a tokenizer.")
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        spellings = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [ids for i, ids in enumerate(spellings) if ids and ids not in spellings[:i]]

@@ -174,9 +174,6 @@ class GrammarCompiler:
         return matcher
 
 
-# ---- what may come before the text
-
-
 def reasoning_marks(template: dict | None) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
     """The template's name for reasoning, the texts that begin it, and those that end it; None if it does not say."""
     fields = {} if template is None else template["fields"]

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,7 +21,6 @@ from .errors import shutting_down
 logger = logging.getLogger(__name__)
 
 LONG_BYTES = 32 << 10  # the text of a longer body may take more than 0.1 s
-_PARENT_CHECK_SECONDS = 1.0
 _NICENESS = 10  # of the process for long bodies: where cores are few, streams go first
 
 
@@ -110,12 +108,11 @@ def _begin(server: Any) -> None:
     gc.disable()  # collections would take most of the time that it takes to read a million items
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK_SECONDS)
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
     os._exit(1)
 
 

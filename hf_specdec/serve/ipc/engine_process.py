@@ -164,8 +164,6 @@ def _start(descriptor: int) -> subprocess.Popen:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# ---- what crosses, in both directions ------------------------------------------------------------------------------------
-
 _END = object()  # put after the last message
 
 
@@ -222,9 +220,6 @@ def portable(error: BaseException) -> BaseException:
 
 def _remote(name: str, base: type[Exception], text: str) -> BaseException:
     return type(name, (base,), {"__reduce__": lambda self: (_remote, (name, base, text))})(text)
-
-
-# ---- in the process ----------------------------------------------------------------------------------------------------
 
 
 def main(descriptor: int) -> None:

@@ -1,4 +1,5 @@
-"""Every message that crosses between the HTTP side and the engine."""
+"""Every message that crosses between the HTTP side and the engine. To the engine go first the pickled arguments of `LLM`, then `Submit`,
+`Cancel` and `Compile`, last None; the others come from it."""
 
 from __future__ import annotations
 
@@ -10,8 +11,6 @@ from ..engine.encoder import EncoderFacts, EncoderInput
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob
 from ..engine.structured import StructuredOutputsParams
-
-# ---- to the engine: first the pickled arguments of `LLM`, last None -------------------------------------------------------
 
 
 class Submit(NamedTuple):
@@ -39,9 +38,6 @@ class Compile:
 
     number: int
     grammar: StructuredOutputsParams
-
-
-# ---- from the engine ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
