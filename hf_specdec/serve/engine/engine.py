@@ -39,9 +39,6 @@ class Engine:
         max_model_len: maximum number of tokens of a prompt and its answer together.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
         encoder: of an encoder-decoder model.
-
-    Attributes:
-        grammars: compiles grammars; it may be called in any thread.
     """
 
     def __init__(

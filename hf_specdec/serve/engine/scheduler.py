@@ -25,9 +25,6 @@ class Scheduler:
     Args:
         max_num_batched_tokens: maximum number of tokens in a step. Rows that decode are never left out; their drafts are shortened instead.
             None: as many as the model runs in one native call, while decoding rows take at most half of them; else `USUAL_TOKENS`.
-
-    Attributes:
-        waiting, running: sorted by priority, then by arrival; the first runs first.
     """
 
     USUAL_TOKENS = 2048
@@ -35,8 +32,8 @@ class Scheduler:
     def __init__(self, decoder: SpeculativeDecoder, max_num_seqs: int, max_num_batched_tokens: int | None):
         self.decoder = decoder
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.waiting: list[RequestChoice] = []
-        self.running: list[RequestChoice] = []
+        self.waiting: list[RequestChoice] = []  # sorted by priority, then by arrival; the first runs first
+        self.running: list[RequestChoice] = []  # the same
         self.num_preemptions = 0
         self.was_alone = False  # the last step was a prompt that the model itself reads
 

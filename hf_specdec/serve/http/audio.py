@@ -133,15 +133,7 @@ class Window:
 
 
 class Transcription:
-    """One client's request. A lane makes it, perhaps in another process, whose copy of the server it leaves behind.
-
-    Attributes:
-        features: of the recording, float32 [bins, frames]; `seconds`: its duration.
-        beginning: see `Speech.beginning`; the language is filled in once the model has said it.
-        previous: ids of the text before the transcript.
-        has_timestamps: the model writes times, by which a long recording is cut into windows.
-        answers: that of the present window, to be released.
-    """
+    """One client's request. A lane makes it, perhaps in another process, whose copy of the server it leaves behind."""
 
     def __init__(self, server: Server, task: str, raw: bytes, headers: dict[str, str]):
         speech = server.check_reads("audio")
@@ -156,9 +148,10 @@ class Transcription:
             self.features = speech.features(samples, speech.extractor.sampling_rate)
         except ValueError as error:
             raise bad_request(f"file: {error}", "file") from None
-        is_long = self.features.shape[1] > speech.num_frames
+        is_long = self.features.shape[1] > speech.num_frames  # [bins, frames]
+        # by the times that the model then writes, a long recording is cut into windows
         self.has_timestamps = is_long or body.response_format in ("verbose_json", "srt", "vtt")
-        self.previous = self._previous(body.prompt or "")
+        self.previous = self._previous(body.prompt or "")  # ids of the text before the transcript
         try:
             language = None if body.language is None else body.language.lower()
             self.beginning = speech.beginning(task, language, self.has_timestamps)
@@ -169,7 +162,7 @@ class Transcription:
             )  # fmt: skip
         except ValueError as error:
             raise bad_request(str(error), str(error).partition(" ")[0].rstrip(":")) from None
-        self.answers: list[Answer] = []
+        self.answers: list[Answer] = []  # that of the present window, to be released
 
     def _previous(self, text: str) -> list[int]:
         """Ids of the field `prompt`. Raises ApiError: 400, it holds a special token."""
@@ -220,7 +213,7 @@ class Transcription:
             self.server.release(self.answers)
             tokens = [token for update in updates for token in update.token_ids]
             if beginning and tokens:
-                self.beginning = [tokens[:1], *self.beginning[1:]]
+                self.beginning = [tokens[:1], *self.beginning[1:]]  # the language that the model has said
             entries = [entry for update in updates for entry in update.logprobs or []]
             scored = [entry[token].logprob for entry, token in zip(entries, tokens, strict=False)]
             written = tokens[len(beginning) :]

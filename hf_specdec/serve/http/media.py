@@ -33,15 +33,13 @@ class Media:
 
     def __init__(self, hosts: list[str], most_bytes: int):
         self.hosts, self.most_bytes = frozenset(host.lower() for host in hosts), most_bytes
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(
+            _MOST_AT_ONCE, "hf-specdec-media"
+        )  # of its own: slow hosts must not delay answers
 
     async def fetch(self, urls: set[str]) -> dict[str, bytes]:
         """The contents of these addresses. Raises ApiError: 400, one of them cannot be fetched."""
-        if not urls:
-            return {}
-        if self._pool is None:  # a pool of its own: slow hosts must not delay answers
-            self._pool = ThreadPoolExecutor(_MOST_AT_ONCE, "hf-specdec-media")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._fetch, urls)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._fetch, urls) if urls else {}
 
     def _fetch(self, urls: set[str]) -> dict[str, bytes]:
         fetched: dict[str, bytes] = {}

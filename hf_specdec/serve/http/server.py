@@ -144,11 +144,6 @@ class Server:
         privacy: whose texts may shape whose drafts; None: only texts of the same API key do.
         processor: transformers' processor of images and text; None: images are refused.
         media_hosts: see `Media`; none: images are sent, not fetched.
-
-    Attributes:
-        worker: the engine's; None until the model is loaded. `facts`: what is known about the model; little until then.
-        answers: answers that have not ended, by id.
-        is_closed: True once the time for draining is over; every request is then refused.
     """
 
     def __init__(
@@ -158,14 +153,14 @@ class Server:
         self.processor, self.media = processor, Media(media_hosts or [], limits.max_body_bytes)
         self.response_template, self.privacy = response_template, privacy or Privacy()
         self.tokenizer, self.names, self.limits = tokenizer, names, limits
-        self.worker: EngineWorker | EngineProcess | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.answers: dict[str, Answer] = {}
-        self.facts = Facts()
-        self.lanes = Lanes(self)
+        self.worker: EngineWorker | EngineProcess | None = None  # until the model is loaded
+        self.loop: asyncio.AbstractEventLoop  # that of the requests, once the model is loaded
+        self.answers: dict[str, Answer] = {}  # those that have not ended, by id
+        self.facts, self.lanes = Facts(), Lanes(self)
         self.encode("")  # sets the tokenizer's options, which must not change while another thread uses it
         self._num_submitted = 0  # choices
-        self.created, self.is_closed = int(time.time()), False
+        self.created = int(time.time())
+        self.is_closed = False  # the time for draining is over: every request is refused
         self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
 
     def start(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
@@ -215,28 +210,24 @@ class Server:
     @property
     def running_worker(self) -> EngineWorker | EngineProcess:
         """The worker that runs the engine. Raises ApiError: 503, the model is being loaded, or the engine has stopped or says nothing."""
-        worker = self._live_worker
-        if isinstance(worker, EngineProcess) and worker.is_silent:
-            seconds = round(time.monotonic() - worker.heard)
-            raise unavailable(f"The engine's process has said nothing for {seconds} s. It may have been stopped.")
-        return worker
-
-    @property
-    def _live_worker(self) -> EngineWorker | EngineProcess:
-        """The same, even if it does not say anything: answers that have begun wait for it."""
-        worker = self.worker
-        if worker is None:
+        if self.worker is None:
             raise unavailable("The model is loading.")
+        self._check_alive(self.worker)
+        if isinstance(self.worker, EngineProcess) and self.worker.is_silent:
+            seconds = round(time.monotonic() - self.worker.heard)
+            raise unavailable(f"The engine's process has said nothing for {seconds} s. It may have been stopped.")
+        return self.worker
+
+    def _check_alive(self, worker: EngineWorker | EngineProcess | None) -> None:
+        """Raise ApiError: 503, the engine has ended, or will. Answers that have begun wait for one that says nothing."""
         if self.is_closed:
             raise shutting_down()
-        if worker.failure is not None or not worker.is_alive():
+        if worker is None or worker.failure is not None or not worker.is_alive():
             raise stopped()
-        return worker
 
     def deliver(self, updates: list[Update]) -> None:
-        if self.loop is not None and not self.loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # the loop has just closed: there are no readers any more
-                self.loop.call_soon_threadsafe(self._route, updates)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there are no readers any more
+            self.loop.call_soon_threadsafe(self._route, updates)
 
     def _route(self, updates: list[Update]) -> None:
         """Put each update into the inbox of its answer, and count the new tokens."""
@@ -449,12 +440,9 @@ class Server:
         return answer
 
     async def updates(self, answers: list[Answer]) -> AsyncIterator[tuple[Answer, Update] | None]:
-        """Yield the updates of a client's answers until all have ended. Call `release` afterwards, also after an error.
-
-        With `keep_alive_seconds`, also yield None after every such time without an update.
-
-        Raises:
-            ApiError: 400 or 500, one of the answers ended with an error; 503, the engine has stopped, or the server is shutting down.
+        """Yield the updates of a client's answers until all have ended; with `keep_alive_seconds`, also None after every such time without
+        one. Call `release` afterwards, also after an error. Raises ApiError: 400 or 500, one of the answers ended with an error; 503,
+        the engine has stopped, or the server is shutting down.
         """
         left, inbox, loop = len(answers), answers[0].inbox, asyncio.get_running_loop()
         while left:
@@ -464,7 +452,7 @@ class Server:
             finally:
                 silence.cancel()
             if item is None:
-                _ = self._live_worker  # raises if it has stopped
+                self._check_alive(self.worker)
                 if self.limits.keep_alive_seconds:
                     yield None
                 continue

@@ -44,21 +44,15 @@ class EngineProcess(threading.Thread):
     Args:
         deliver: called in this thread with the updates of a step; must not block.
         arguments: of `LLM`; they must be picklable.
-
-    Attributes:
-        loaded: what the HTTP side must know about the model, once it is loaded; or the error with which loading failed.
-        load: see `Load`; replaced, never changed.
-        failure: the error that ended the engine, ChildProcessError if its process was killed; None if no error did.
-        heard: `time.monotonic()` when the process last said something.
     """
 
     def __init__(self, deliver: Callable[[list[Update]], None], arguments: dict[str, Any]):
         super().__init__(name="hf-specdec-engine", daemon=True)
         self.deliver = deliver
-        self.loaded: Future[Facts] = Future()
-        self.load = Load()
-        self.failure: BaseException | None = None
-        self.heard = time.monotonic()
+        self.loaded: Future[Facts] = Future()  # its error is that with which loading failed
+        self.load = Load()  # replaced, never changed
+        self.failure: BaseException | None = None  # what ended the engine; ChildProcessError if its process was killed
+        self.heard = time.monotonic()  # when the process last said something
         self._has_told_its_end = self._has_ended = False
         self._compiling: dict[int, Future[None]] = {}
         self._numbers = itertools.count()

@@ -24,16 +24,14 @@ class Submit(NamedTuple):
     encoder: EncoderInput | None = None
 
 
-@dataclass
-class Cancel:
+class Cancel(NamedTuple):
     """End a request. `reason`: the answer's finish_reason; None: nobody reads the answer any more."""
 
     id: str
     reason: str | None = None
 
 
-@dataclass
-class Compile:
+class Compile(NamedTuple):
     """Compile a grammar; `Compiled` with the same number is the answer."""
 
     number: int
@@ -73,16 +71,14 @@ def response_template_of(tokenizer: Any, model: Any) -> dict | None:
     return get_response_template(tokenizer, model)
 
 
-@dataclass
-class Compiled:
+class Compiled(NamedTuple):
     """A grammar is compiled, or an error was found in it."""
 
     number: int
     error: BaseException | None
 
 
-@dataclass
-class Ended:
+class Ended(NamedTuple):
     """The engine has ended. It is the last message. `error`: why, or why the model could not be loaded; None: it was told to end."""
 
     error: BaseException | None = None

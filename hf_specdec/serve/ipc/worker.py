@@ -39,10 +39,6 @@ class EngineWorker(threading.Thread):
     Args:
         deliver: called in this thread with the updates of a step; must not block.
         on_load: called in this thread with a `load` that differs from the one before.
-
-    Attributes:
-        load: see `Load`; replaced when a step begins and when it ends, never changed.
-        failure: the error that ended the thread; None if no error did.
     """
 
     def __init__(
@@ -51,10 +47,10 @@ class EngineWorker(threading.Thread):
     ):  # fmt: skip
         super().__init__(name="hf-specdec-engine", daemon=True)
         self.engine, self.deliver, self.lock, self.ranks, self.on_load = engine, deliver, lock, ranks, on_load
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # what ended the thread
         self._inbox: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
         self._num_read = 0
-        self.load = load_of(engine)
+        self.load = load_of(engine)  # replaced when a step begins and when it ends, never changed
         self._requests: dict[str, Request] = {}
 
     def send(self, message: Submit | Cancel) -> None:
