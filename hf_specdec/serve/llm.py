@@ -60,7 +60,7 @@ from .engine.structured import reasoning_before, reasoning_marks
 from .hidden_states import NIXL, KVTransferConfig, with_storage
 from .ipc.messages import Load, Submit, Update, response_template_of
 from .ipc.worker import EngineWorker, load_of
-from .ranks.rank_processes import RankProcesses
+from .ranks import RankProcesses
 from .transfer import Transfers
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 from helpers_server import children
 from paths import ROOT
 
-from hf_specdec.serve.ranks.rank_processes import ENVIRONMENT as ENVIRONMENT_OF_RANKS
+from hf_specdec.serve.ranks import ENVIRONMENT as ENVIRONMENT_OF_RANKS
 
 CONFIG = {"method": "eagle3", "model": "tiny-eagle3"}
 SIZES = {"max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20, "max_model_len": 256}
@@ -68,7 +68,7 @@ print(json.dumps((answers, refused, left)))
 def test_a_rank_ends_with_the_process_that_started_it():
     """Also while it waits for a store that never answers; it waited for ten minutes."""
     environment = {**ENVIRONMENT, "LOCAL_RANK": "1", ENVIRONMENT_OF_RANKS: "1 1 2"}  # nothing listens on port 1
-    start = [sys.executable, "-c", "from hf_specdec.serve.ranks.rank_main import main; main()"]
+    start = [sys.executable, "-c", "from hf_specdec.serve.ranks import main; main()"]
     process = subprocess.Popen(start, env=environment, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         process.stdin.write(pickle.dumps({"model": "tiny"}))
@@ -112,7 +112,7 @@ def post(port, body):
 def followers_of(process):
     """Process ids of the other ranks: the engine's process, a child of the server's, has started them."""
     (engine,) = children(process.pid, "engine_process")
-    return children(engine, "rank_main ")
+    return children(engine, "serve.ranks ")
 
 
 @pytest.fixture

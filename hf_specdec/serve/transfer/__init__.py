@@ -39,13 +39,6 @@ from .producer import Producer
 
 logger = logging.getLogger(__name__)
 
-_FIELDS: dict[str, dict[str, type]] = {  # of the messages, by kind; the first is named after the kind
-    "done": {"done": str},
-    "want": {"want": str, "from": str, "first": int},
-    "offer": {"offer": str, "first": int, "blocks": list, "digests": list},
-    "gone": {"gone": str},
-}
-
 
 class Transfers:
     """The prompts that an engine reads and holds for others, and those that it pulls.
@@ -72,18 +65,30 @@ class Transfers:
 
     def poll(self) -> list[RequestChoice]:
         """Read messages, free what is held too long, begin and finish pulls. Returns what can run now. Call inside `decoder.active()`."""
-        producer, consumer = self.producer, self.consumer
-        handlers = {
-            "done": producer.done, "want": producer.wanted, "offer": consumer.offered, "gone": consumer.refused
-        }  # fmt: skip
         for message in self.pools.link.messages():
-            kind, values = _parsed(message)
-            if kind is None:  # from another version: its sender waits a while, then reads the prompt itself
+            # One that is not understood is from another version: its sender waits a while, then reads the prompt itself.
+            if not self._handle(message):
                 logger.warning("A message from another engine is not understood: %.200s", message)
-            else:
-                handlers[kind](*values)
-        producer.release()
-        return consumer.poll()
+        self.producer.release()
+        return self.consumer.poll()
+
+    def _handle(self, message: str) -> bool:
+        """Handle a message. False: it is malformed."""
+        try:
+            fields = json.loads(message)
+        except (ValueError, RecursionError):
+            return False
+        producer, consumer = self.producer, self.consumer
+        for handle, types in (  # the first field of a message is named after its kind
+            (producer.done, {"done": str}),
+            (producer.wanted, {"want": str, "from": str, "first": int}),
+            (consumer.offered, {"offer": str, "first": int, "blocks": list, "digests": list}),
+            (consumer.refused, {"gone": str}),
+        ):
+            if isinstance(fields, dict) and all(type(fields.get(name)) is kind for name, kind in types.items()):
+                handle(*(fields[name] for name in types))
+                return True
+        return False
 
     @property
     def is_busy(self) -> bool:
@@ -93,15 +98,3 @@ class Transfers:
     def close(self) -> None:
         self.producer.close()
         self.consumer.close()
-
-
-def _parsed(message: str) -> tuple[str | None, list[Any]]:
-    """The kind of a message, None if it is malformed, and the values of its fields."""
-    try:
-        fields = json.loads(message)
-    except (ValueError, RecursionError):
-        return None, []
-    for kind, types in _FIELDS.items():
-        if isinstance(fields, dict) and all(type(fields.get(name)) is wanted for name, wanted in types.items()):
-            return kind, [fields[name] for name in types]
-    return None, []

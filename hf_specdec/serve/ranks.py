@@ -1,21 +1,31 @@
-"""Starts the processes for the other ranks of a sharded model. Rank 0 is the caller's own process: it has the prompts, or the HTTP
-server, and sends orders to the others (`rank_main.follow`). Each process ends when its standard input closes, so none outlives rank 0.
+"""The processes of a sharded model's other ranks. Rank 0 is the caller's own process: it has the prompts, or the HTTP server, and sends
+orders to the others (`follow`). Each process ends when its standard input closes, so none outlives rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import io
+import logging
 import os
 import pickle
 import subprocess
 import sys
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ...core.ranks import RankError, Ranks
+from ..core.ranks import RankError, Ranks
+from ..integration import model_lock
+from .ipc.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for starting, and for each collective operation of the model
 ENVIRONMENT = "HF_SPECDEC_RANK"  # holds the store's port, the rank and the number of ranks
@@ -46,7 +56,7 @@ class RankProcesses:
         try:
             for rank in range(1, size):
                 environment = {**os.environ, "LOCAL_RANK": str(rank), ENVIRONMENT: f"{store.port} {rank} {size}"}
-                command = [sys.executable, "-c", "from hf_specdec.serve.ranks.rank_main import main; main()"]
+                command = [sys.executable, "-c", "from hf_specdec.serve.ranks import main; main()"]
                 process = subprocess.Popen(  # a session of its own: Ctrl-C reaches rank 0 only, which ends the others
                     command, env=environment, stdin=subprocess.PIPE, start_new_session=True
                 )
@@ -90,3 +100,44 @@ def join(store: Any, rank: int, size: int) -> None:
     if on_gpu:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def follow(llm: LLM) -> None:
+    """Carry out rank 0's orders: requests to run, as `LLM.generate` does; "serve", by an `EngineWorker`; or "end". Raises RankError: rank
+    0 has ended."""
+    ranks = llm.ranks
+    assert ranks is not None
+    while (order := ranks.same_object(None)) != "end":
+        if order == "serve":
+            EngineWorker(llm.engine, lambda updates: None, model_lock(llm.model), ranks).run()
+            return
+        try:
+            llm.run_requests(order or [])
+        except RankError as error:
+            if error.is_final:
+                raise
+        except Exception as error:
+            logger.debug("Rank 0 raises this error too, or has been told, and reports it to its caller: %s", error)
+
+
+def _end_with_rank_0() -> None:
+    """End this process when the pipe from rank 0 closes, whatever it waits for: rank 0 has ended, or has been killed."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def main() -> None:
+    """A process of another rank: join the process group, load the model's shard, and follow rank 0."""
+    from .llm import LLM
+
+    port, rank, size = map(int, os.environ.pop(ENVIRONMENT).split())
+    arguments = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_rank_0, name="hf-specdec-watch", daemon=True).start()
+    sys.stdout = io.StringIO()  # only rank 0 prints
+    join(meeting_point(port, size, is_master=False), rank, size)
+    try:
+        follow(LLM(**arguments))
+    except RankError as error:
+        print(f"hf-specdec: rank {rank} ends: {error}", file=sys.stderr)
+        os._exit(1)
+    dist.destroy_process_group()

@@ -1,1 +1,0 @@
-"""The processes of a sharded model's other ranks."""
