@@ -110,13 +110,17 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
+        from ..serve.hidden_states import KVTransferConfig
         from ..serve.http.run import serve
         from ..serve.http.server import Limits, Privacy
     except ImportError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'hf-specdec[serve]'") from error
     if args.speculative_config is not None:
         hf_specdec.parse_config(args.speculative_config)  # report errors before the model is loaded
-    transfer = _transfer_config(args.kv_transfer_config)
+    transfer = None
+    if args.kv_transfer_config is not None:
+        transfer = json_object(args.kv_transfer_config, "--kv-transfer-config")
+        KVTransferConfig.of(transfer)  # report errors before the model is loaded
     if args.replicas > 1:
         return _run_replicas(args, transfer)
     template = _text_of("--response-template", args.response_template)
@@ -136,17 +140,6 @@ def run(args: argparse.Namespace) -> int:
         speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
     )  # fmt: skip
     return 0
-
-
-def _transfer_config(text: str | None) -> dict | None:
-    """The value of --kv-transfer-config; None without it. Raises ValueError: it is not a JSON object, or has a wrong key or value."""
-    from ..serve.hidden_states import KVTransferConfig
-
-    if text is None:
-        return None
-    config = json_object(text, "--kv-transfer-config")
-    KVTransferConfig.of(config)
-    return config
 
 
 def _text_of(option: str, file: str | None) -> str | None:

@@ -151,7 +151,11 @@ class Transcription:
         is_long = self.features.shape[1] > speech.num_frames  # [bins, frames]
         # by the times that the model then writes, a long recording is cut into windows
         self.has_timestamps = is_long or body.response_format in ("verbose_json", "srt", "vtt")
-        self.previous = self._previous(body.prompt or "")  # ids of the text before the transcript
+        text = (body.prompt or "").strip()
+        # ids of the text before the transcript
+        self.previous = server.text_ids(f" {text}", "prompt", add_special_tokens=False) if text else []
+        if not server.tokenizer.added_tokens_decoder.keys().isdisjoint(self.previous):
+            raise bad_request("prompt must be a text without special tokens.", "prompt")
         try:
             language = None if body.language is None else body.language.lower()
             self.beginning = speech.beginning(task, language, self.has_timestamps)
@@ -163,15 +167,6 @@ class Transcription:
         except ValueError as error:
             raise bad_request(str(error), str(error).partition(" ")[0].rstrip(":")) from None
         self.answers: list[Answer] = []  # that of the present window, to be released
-
-    def _previous(self, text: str) -> list[int]:
-        """Ids of the field `prompt`. Raises ApiError: 400, it holds a special token."""
-        if not text.strip():
-            return []
-        ids = self.server.text_ids(" " + text.strip(), "prompt", add_special_tokens=False)
-        if not self.server.tokenizer.added_tokens_decoder.keys().isdisjoint(ids):
-            raise bad_request("prompt must be a text without special tokens.", "prompt")
-        return ids
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "server": None}

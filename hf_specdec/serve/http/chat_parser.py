@@ -75,18 +75,15 @@ class MessageParser:
             events = self._parser.feed(text)
         except _PARSER_ERRORS as error:
             events, rest = self._events_before_failure(text, error)
-        for event in events:
-            self._take(delta, event)
         if last and self._parser is not None:
             held = _unread(self._parser)
             try:
-                events = self._parser.finalize()[1]
+                events = [*events, *self._parser.finalize()[1]]
             except _PARSER_ERRORS as error:
                 rest = held
                 self._give_up(error)
-            else:
-                for event in events:
-                    self._take(delta, event)
+        for event in events:
+            self._take(delta, event)
         if self._parser is None:  # it has failed: what it could not parse becomes content
             delta.content, self._body = delta.content + self._body + rest, ""
 

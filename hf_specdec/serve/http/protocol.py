@@ -72,6 +72,15 @@ class Part(BaseModel):
         """Names of the fields that change nothing: those that are unknown."""
         return list(self.model_extra or {})
 
+    def ignored(self, place: str = "") -> Iterator[str]:
+        """The same, and those of the parts in it. `place`: what they begin with."""
+        yield from (place + name for name in self.without_effect)
+        for name in self.model_fields_set & type(self).model_fields.keys():
+            value = getattr(self, name)
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Part):
+                    yield from part.ignored(f"{place}{name}.")
+
 
 class Body(Part):
     """Base of all request bodies."""
@@ -79,7 +88,7 @@ class Body(Part):
     @property
     def unknown_fields(self) -> list[str]:
         """Sorted names of fields that the server does not know or that change nothing, such as "stream_options.foo"."""
-        return sorted(set(_unknown_fields(self, "")))
+        return sorted(set(self.ignored()))
 
     def leave_out_what_is_done(self) -> None:
         """Forget the prompt, which has been read, and unknown fields: a body may have to be sent to another process."""
@@ -101,17 +110,6 @@ class Body(Part):
                     part for part in (value.values() if isinstance(value, dict) else value) if type(part) is not int
                 ]
         return values
-
-
-def _unknown_fields(value: Any, place: str) -> Iterator[str]:
-    """Names of the ignored fields of a body, or of a part of one. `place`: what they begin with."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _unknown_fields(item, place)
-    elif isinstance(value, Part):
-        yield from (place + name for name in value.without_effect)
-        for name in value.model_fields_set & type(value).model_fields.keys():
-            yield from _unknown_fields(getattr(value, name), f"{place}{name}.")
 
 
 class StreamOptions(Part):

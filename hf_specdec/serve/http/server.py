@@ -192,8 +192,9 @@ class Server:
     def end_answers(self) -> None:
         """End all remaining answers with an error, because the time for draining is over. Clients then see why the connection closes."""
         self.is_closed = True
-        for name in self.answers if self.worker is not None else ():
-            self.worker.send(Cancel(name))
+        if self.worker is not None:
+            for name in self.answers:
+                self.worker.send(Cancel(name))
         self.end_with(shutting_down())
         self.lanes.end()
 
@@ -284,7 +285,7 @@ class Server:
             raise bad_request(f"{name} reads audio: use /v1/audio/transcriptions or /v1/audio/translations.")
         if what == "conversation" and encoder is not None:
             raise bad_request(f"{name} is an encoder-decoder model, which has no conversations: use /v1/completions.")
-        return speech
+        return speech  # type: ignore[return-value]
 
     def _refuse_long_text(self, text: str, param: str) -> None:
         """Refuse a text much of which is too long already: tokens of beginnings are counted, the next one twice as long."""

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from multiprocessing.pool import RemoteTraceback
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any
 
 import torch.distributed as dist
