@@ -13,7 +13,8 @@ import pickle
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,10 @@ from ..core.ranks import RankError, Ranks
 from ..integration import model_lock
 from .ipc.worker import EngineWorker
 
-if TYPE_CHECKING:
-    from .llm import LLM
-
 logger = logging.getLogger(__name__)
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for starting, and for each collective operation of the model
+_COMMAND = "from hf_specdec.serve.llm import LLM; from hf_specdec.serve.ranks import main; main(LLM)"
 ENVIRONMENT = "HF_SPECDEC_RANK"  # holds the store's port, the rank and the number of ranks
 
 
@@ -56,7 +55,7 @@ class RankProcesses:
         try:
             for rank in range(1, size):
                 environment = {**os.environ, "LOCAL_RANK": str(rank), ENVIRONMENT: f"{store.port} {rank} {size}"}
-                command = [sys.executable, "-c", "from hf_specdec.serve.ranks import main; main()"]
+                command = [sys.executable, "-c", _COMMAND]
                 process = subprocess.Popen(  # a session of its own: Ctrl-C reaches rank 0 only, which ends the others
                     command, env=environment, stdin=subprocess.PIPE, start_new_session=True
                 )
@@ -102,9 +101,9 @@ def join(store: Any, rank: int, size: int) -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
-def follow(llm: LLM) -> None:
-    """Carry out rank 0's orders: requests to run, as `LLM.generate` does; "serve", by an `EngineWorker`; or "end". Raises RankError: rank
-    0 has ended."""
+def follow(llm: Any) -> None:
+    """Carry out rank 0's orders with an `LLM`: requests to run, as `LLM.generate` does; "serve", by an `EngineWorker`; or "end". Raises
+    RankError: rank 0 has ended."""
     ranks = llm.ranks
     assert ranks is not None
     while (order := ranks.same_object(None)) != "end":
@@ -126,17 +125,15 @@ def _end_with_rank_0() -> None:
     os._exit(1)
 
 
-def main() -> None:
-    """A process of another rank: join the process group, load the model's shard, and follow rank 0."""
-    from .llm import LLM
-
+def main(make_llm: Callable[..., Any]) -> None:
+    """A process of another rank: join the process group, load the model's shard by the class `LLM`, and follow rank 0."""
     port, rank, size = map(int, os.environ.pop(ENVIRONMENT).split())
     arguments = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_rank_0, name="hf-specdec-watch", daemon=True).start()
     sys.stdout = io.StringIO()  # only rank 0 prints
     join(meeting_point(port, size, is_master=False), rank, size)
     try:
-        follow(LLM(**arguments))
+        follow(make_llm(**arguments))
     except RankError as error:
         print(f"hf-specdec: rank {rank} ends: {error}", file=sys.stderr)
         os._exit(1)

@@ -68,7 +68,8 @@ print(json.dumps((answers, refused, left)))
 def test_a_rank_ends_with_the_process_that_started_it():
     """Also while it waits for a store that never answers; it waited for ten minutes."""
     environment = {**ENVIRONMENT, "LOCAL_RANK": "1", ENVIRONMENT_OF_RANKS: "1 1 2"}  # nothing listens on port 1
-    start = [sys.executable, "-c", "from hf_specdec.serve.ranks import main; main()"]
+    code = "from hf_specdec.serve.llm import LLM; from hf_specdec.serve.ranks import main; main(LLM)"
+    start = [sys.executable, "-c", code]
     process = subprocess.Popen(start, env=environment, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         process.stdin.write(pickle.dumps({"model": "tiny"}))
