@@ -139,5 +139,5 @@ class Speech:
             seek_num_frames=torch.tensor([num_frames]), time_precision=_SECONDS_PER_STATE, time_precision_features=_SECONDS_PER_FRAME,
             input_stride=2, prev_idx=0, idx=0, return_token_timestamps=False, decoder_input_ids=torch.zeros(1, 1),
         )  # fmt: skip
-        segments = [Segment(float(of["start"]), float(of["end"]), of["tokens"].tolist(), seek) for of in parts]
+        segments = [Segment(float(part["start"]), float(part["end"]), part["tokens"].tolist(), seek) for part in parts]
         return segments, int(offset) or num_frames  # a model that goes nowhere would be asked for ever

@@ -171,8 +171,8 @@ class Endpoint(ABC):
         if self.params.prediction is None:
             return {}
         drafters = [(answer.statistics or {}).get("drafters", {}) for answer in self.answers]
-        counts = [of["prediction"] for of in drafters if "prediction" in of]
-        accepted, drafted = (sum(of[f"num_{name}_tokens"] for of in counts) for name in ("accepted", "draft"))
+        figures = [by_name["prediction"] for by_name in drafters if "prediction" in by_name]
+        accepted, drafted = (sum(row[f"num_{name}_tokens"] for row in figures) for name in ("accepted", "draft"))
         return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
     async def stream(self) -> AsyncIterator[bytes]:

@@ -26,7 +26,7 @@ def load_of(engine: Engine, num_read: int = 0) -> Load:
     """How busy an engine is, which has read `num_read` choices."""
     scheduler, cache, learner = engine.scheduler, engine.decoder.cache, engine.decoder.learner
     num_running, caches = len(scheduler.running), [cache] if cache.cross is None else [cache, cache.cross]
-    usage = max(of.pool.num_used / max(of.most_blocks, 1) for of in caches)
+    usage = max(cache.pool.num_used / max(cache.most_blocks, 1) for cache in caches)
     return Load(
         num_running, len(scheduler.waiting), usage, scheduler.num_preemptions, None if learner is None else learner.report(),
         scheduler.max_num_seqs - num_running, num_read,
