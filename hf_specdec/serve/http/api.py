@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
@@ -84,7 +84,8 @@ def make_app(
             CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"],
             expose_headers=[IGNORED_HEADER, "x-should-retry", "Retry-After"],
         )  # fmt: skip
-    _add_error_handlers(app)
+    for kind in (ApiError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     _add_status_routes(app, server)
     works = (
         Completions.respond, Chat.respond, Responses.respond, partial(Transcription.respond, "transcribe"),
@@ -96,22 +97,14 @@ def make_app(
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-
-    @app.exception_handler(ApiError)
-    async def on_api_error(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status, error.headers)
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Every error in OpenAI's shape."""
+    if isinstance(error, HTTPException):
         path = request.url.path
         messages = {404: f"Nothing is served at {path}.", 405: f"{path} does not accept {request.method}."}
-        body = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).body
-        return JSONResponse(body, error.status_code, error.headers)
-
-    @app.exception_handler(Exception)
-    async def on_failure(request: Request, error: Exception) -> Response:
-        return JSONResponse(failed("The server failed; its log says why.").body, 500, {"x-should-retry": "false"})
+        message = messages.get(error.status_code, str(error.detail))
+        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return (error if isinstance(error, ApiError) else failed("The server failed; its log says why.")).response()
 
 
 def _add_status_routes(app: FastAPI, server: Server) -> None:

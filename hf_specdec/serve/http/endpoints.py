@@ -133,11 +133,6 @@ class Endpoint(ABC):
     def token_bytes(self, token: int) -> bytes:
         return token_bytes(self.server.tokenizer, token)
 
-    def prompt_logprobs(self, number: int) -> list[dict[str, Any] | None] | None:
-        """The field of that name of prompt `number`; None: it is not wanted."""
-        top, prompt = self.body.prompt_logprobs, self.answers[number].prompt_logprobs
-        return None if top is None else prompt_logprobs(prompt, self.ids[number], top)
-
     def answer(self, results: list[list[Update]]) -> dict[str, Any]:
         """The body of the whole answer, from all updates of each prompt. Any thread may call it."""
         choices = []
@@ -319,8 +314,9 @@ class Completions(Endpoint):
         return choice
 
     def whole(self, number: int, update: Update) -> dict[str, Any]:
+        scored = prompt_logprobs(self.answers[number].prompt_logprobs, self.ids[number], self.body.prompt_logprobs)
         absent = {"token_ids": None, "prompt_token_ids": None}
-        return {**absent, **self.choice(number, update), "prompt_logprobs": self.prompt_logprobs(number)}
+        return {**absent, **self.choice(number, update), "prompt_logprobs": scored}
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.prompts[number]
@@ -386,8 +382,9 @@ class Chat(Endpoint):
         return reasoning_before(tokenizer, template, self.prefix, is_constrained=self.grammar is not None)
 
     def answer(self, results: list[list[Update]]) -> dict[str, Any]:
+        scored = prompt_logprobs(self.answers[0].prompt_logprobs, self.ids[0], self.body.prompt_logprobs)
         shown_ids = self.ids[0] if self.body.return_token_ids else None
-        return {**super().answer(results), "prompt_logprobs": self.prompt_logprobs(0), "prompt_token_ids": shown_ids}
+        return {**super().answer(results), "prompt_logprobs": scored, "prompt_token_ids": shown_ids}
 
     def begin(self) -> bytes:
         ids = {"prompt_token_ids": self.ids[0]} if self.body.return_token_ids else {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 logger = logging.getLogger(__name__)
 
 
@@ -24,6 +26,9 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
 
     def __reduce__(self) -> tuple:
         return ApiError, (self.status, *self.body["error"].values(), self.headers)

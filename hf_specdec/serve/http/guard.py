@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .errors import ApiError, bad_request
@@ -51,7 +50,7 @@ class Guard:
                 scope[SPACE] = self.spaces[key]
             body = await self._read_body(headers, receive)
         except ApiError as error:
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+            await error.response()(scope, receive, send)
             return
         if body is None:  # the client has disconnected
             return

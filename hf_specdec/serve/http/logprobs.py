@@ -30,11 +30,13 @@ def chat_logprobs(update: Update, top: int, bytes_of: Callable[[int], bytes]) ->
 
 
 def prompt_logprobs(
-    entries: Sequence[dict[int, Logprob] | None] | None, tokens: Sequence[int], top: int
-) -> list[dict[str, Any] | None]:
+    entries: Sequence[dict[int, Logprob] | None] | None, tokens: Sequence[int], top: int | None
+) -> list[dict[str, Any] | None] | None:
     """vLLM's field `prompt_logprobs`: for each token of a prompt, the log-probabilities of itself and of the `top` most probable tokens,
-    by id. None for the first, and for tokens that were not read.
+    by id. None for the first, and for tokens that were not read. `top` None: it is not wanted.
     """
+    if top is None:
+        return None
     shown: list[dict[str, Any] | None] = [None] * len(tokens)
     for place, (token, entry) in enumerate(zip(tokens, entries or [], strict=False)):
         if entry is not None:
