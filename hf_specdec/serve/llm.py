@@ -287,7 +287,7 @@ class LLM:
             continue_final_message=continue_final_message, tokenize=False, **(chat_template_kwargs or {}),
         )  # fmt: skip
         for text, (_, images) in zip(texts, taken, strict=True):
-            adds = self.processor is not None and adds_special_tokens(self.tokenizer, text)
+            adds = adds_special_tokens(self.tokenizer, self.processor, text)
             ids = self.tokenizer(text, add_special_tokens=adds)["input_ids"]
             prompts.append({"prompt": text, "multi_modal_data": {"image": images}} if images else ids)
         return self.generate(prompts, sampling_params, use_tqdm)

@@ -109,9 +109,10 @@ def read_images(files: Iterable[bytes]) -> list[Any]:
     return images
 
 
-def adds_special_tokens(tokenizer: Any, text: str) -> bool:
-    """True unless a text begins with the token with which texts begin: transformers' rule for what chat templates of processors make."""
-    return tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
+def adds_special_tokens(tokenizer: Any, processor: Any, text: str) -> bool:
+    """Whether the tokenizer adds its special tokens to what a chat template made: only processors let it, unless the text begins with the
+    token with which texts begin (transformers' rule)."""
+    return processor is not None and (tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token))
 
 
 def processed(processor: Any, text: str, images: list[Any]) -> tuple[list[int], EncoderInput]:
@@ -125,7 +126,7 @@ def processed(processor: Any, text: str, images: list[Any]) -> tuple[list[int], 
     Raises:
         ValueError: the processor refuses the text or the images.
     """
-    adds = adds_special_tokens(processor.tokenizer, text)
+    adds = adds_special_tokens(processor.tokenizer, processor, text)
     try:
         made = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=adds)
     except Exception as error:  # see `load_processor`

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 import hf_specdec
 
+from ..engine.images import adds_special_tokens
 from .audio import AudioRequest, Transcription
 from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, served
 from .errors import ApiError, bad_request, failed
@@ -157,7 +158,7 @@ def _tokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[byt
         if server.image_urls(body):
             raise bad_request("Images are not tokenized here: an answer's `usage` has the length.", "messages")
         text = server.chat_text(body)
-        ids = server.text_ids(text, "messages", server.adds_special_tokens(text))
+        ids = server.text_ids(text, "messages", adds_special_tokens(server.tokenizer, server.processor, text))
     else:
         ids = server.text_ids(body.prompt, "prompt", body.add_special_tokens)
     ignored = body.unknown_fields

@@ -363,15 +363,11 @@ class Server:
             raise bad_request(f"{self.names[0]} {NO_IMAGES}.", "messages")
         return urls
 
-    def adds_special_tokens(self, text: str) -> bool:
-        """Whether the tokenizer adds its special tokens to a conversation's text: only processors let it."""
-        return self.processor is not None and adds_special_tokens(self.tokenizer, text)
-
     def chat_ids(self, body: Conversation, fetched: dict[str, bytes]) -> tuple[list[int], EncoderInput | None]:
         """The token ids of a conversation, and its images as the model reads them. `fetched`: files by address. Raises ApiError: 400."""
         text, urls = self.chat_text(body), self.image_urls(body)
         if not urls:
-            return self.prompt_ids(text, "messages", self.adds_special_tokens(text)), None
+            return self.prompt_ids(text, "messages", adds_special_tokens(self.tokenizer, self.processor, text)), None
         self._refuse_long_text(text, "messages")
         try:
             files = (fetched[url] if url in fetched else bytes_of(url) for url in urls)
@@ -411,8 +407,7 @@ class Server:
         Raises:
             ApiError: 429, too many requests are waiting; 503, see `running_worker`.
         """
-        worker = self.running_worker
-        most = self.limits.max_queued_requests
+        worker, most = self.running_worker, self.limits.max_queued_requests
         load = worker.load
         free = 0 if load.waiting else load.free_rows  # if choices wait although rows are free, blocks are missing
         # Those that the engine has reported, and those sent to it since then for which it has no free row.
