@@ -257,9 +257,7 @@ class Server:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
 
     def prompt_ids(self, prompt: str | list[int], param: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, which may be text or token ids. `param`: the field from which it comes. Raises ApiError: 400, the prompt
-        is empty or too long.
-        """
+        """Token ids of a prompt (text, or ids) that comes from the field `param`. Raises ApiError: 400, it is empty or too long."""
         if isinstance(prompt, str):
             self._refuse_long_text(prompt, param)
             prompt = self.encode(prompt, add_special_tokens)
