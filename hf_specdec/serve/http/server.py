@@ -439,12 +439,21 @@ class Server:
         the engine has stopped, or the server is shutting down.
         """
         left, inbox, loop = len(answers), answers[0].inbox, asyncio.get_running_loop()
+        heard, seconds = loop.time(), self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
+
+        def notice_silence() -> None:  # one timer serves all updates, because each step brings one for each stream
+            nonlocal heard
+            if loop.time() >= heard + seconds:
+                heard = loop.time()
+                if inbox.empty():
+                    inbox.put_nowait(None)
+            if not all(answer.ended for answer in answers):
+                loop.call_at(heard + seconds, notice_silence)
+
+        loop.call_at(heard + seconds, notice_silence)
         while left:
-            silence = loop.call_later(self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS, inbox.put_nowait, None)
-            try:
-                item = await inbox.get()
-            finally:
-                silence.cancel()
+            item = await inbox.get()
+            heard = loop.time()
             if item is None:
                 self._check_alive(self.worker)
                 if self.limits.keep_alive_seconds:

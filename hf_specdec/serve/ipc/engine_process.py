@@ -165,7 +165,7 @@ class Channel:
     """One end of a connection between two processes. `close` closes it."""
 
     def __init__(self, end: socket.socket):
-        self._socket, self._file = end, end.makefile("rb")
+        self._socket, self._file = end, end.makefile("rb", buffering=1 << 16)
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="hf-specdec-sender", daemon=True)
         self._sender.start()
@@ -191,8 +191,13 @@ class Channel:
 
     def _send(self) -> None:
         try:
-            while (message := self._outbox.get()) is not _END:
-                self._socket.sendall(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+            batch: list[Any] = []
+            while _END not in batch:
+                batch = [self._outbox.get()]
+                while not self._outbox.empty():  # what waits is sent in one piece, so that the other process wakes once
+                    batch.append(self._outbox.get())
+                pickled = (pickle.dumps(message, pickle.HIGHEST_PROTOCOL) for message in batch if message is not _END)
+                self._socket.sendall(b"".join(pickled))
         except (BrokenPipeError, ConnectionResetError):
             return  # the other process has ended, which `get` reports
         finally:  # whatever failed: both sides' `get` must end
