@@ -244,35 +244,40 @@ def add_tables(module: nn.Module, plan: Plan, width: int) -> None:
 
 @dataclass(eq=False)
 class LoadedHead:
-    """A head, `module`, over packed rows; its language-model head, or the target's; and the vocabulary of the logits."""
+    """A head over packed rows; its language-model head, or the target's; and the vocabulary of the logits."""
 
     head: PackedHead
-    module: Any
     lm_head: nn.Module
     vocabulary: DraftVocabulary
 
+    @property
+    def module(self) -> Any:
+        return self.head.module
+
 
 def loaded(
-    checkpoint: Checkpoint, plan: Plan, target: PackedModel, config: PretrainedConfig, make: Callable[[], nn.Module],
-    prepack_weights: bool | None, stated: tuple[int | None, ...] = (), fuses: bool = False,
+    checkpoint: Checkpoint, plan: Plan, target: PackedModel, config: PretrainedConfig, make: Callable[[int], nn.Module],
+    run: Callable[[Any], PackedHead], stated: tuple[int | None, int | None] = (None, None), scale: float | None = None,
 ) -> LoadedHead:  # fmt: skip
-    """Load the head that `make` builds, with rotary positions, and the target's embeddings and language-model head if it has none.
+    """Load a head, with rotary positions, and the target's embeddings and language-model head if it has none.
 
     Args:
+        make: builds its module for that many logits.
+        run: makes it run over packed rows.
         stated: see `vocabulary_of`.
-        fuses: texts are read with `module.fuse`.
+        scale: of the embeddings' rows; None: as the head's kind has it.
     """
     vocabulary, lm_head = vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
-    module: Any = built(checkpoint, plan, target, make)
+    shared: Any = lm_head
+    size = len(shared.weight) if shared is not None else plan.matrix("lm_head.weight")[0]
+    module: Any = built(checkpoint, plan, target, lambda: make(size))
     pair_rotated(module.layers, config)
-    device, dtype = device_and_dtype(target)
-    module.rotary = RotaryPositions(checkpoint, config, device)
+    module.rotary = RotaryPositions(checkpoint, config, device_and_dtype(target)[0])
     table = getattr(module, "embed_tokens", None)
-    scale = None if table is None else table_scale(config)
+    if scale is None and table is not None:
+        scale = table_scale(config)
     module.embeddings = embeddings_of(checkpoint, target, table, config.hidden_size, scale)
-    options: Any = {"prepack_weights": prepack_weights, "device": device, "dtype": dtype}
-    head = PackedHead(module, config, config.num_hidden_layers, fuse=module.fuse if fuses else None, **options)
-    return LoadedHead(head, module, lm_head or module.lm_head, vocabulary)
+    return LoadedHead(run(module), lm_head or module.lm_head, vocabulary)
 
 
 def capped(logits: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import logging
 import pickle
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
 from ..checkpoints.files import MASK_EMBEDDING, Checkpoint, Plan, register_format
 from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
-from ..checkpoints.layers import (
-    Embeddings,
-    RotaryPositions,
-    embeddings_of,
-    keys_of_layers,
-    pair_rotated,
-    read_layer_config,
-    table_scale,
-)
-from ..checkpoints.target_parts import DraftVocabulary, trained_for
+from ..checkpoints.layers import LoadedHead, keys_of_layers, loaded, read_layer_config, table_scale
+from ..checkpoints.target_parts import trained_for
 from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
 
 logger = logging.getLogger(__name__)
@@ -318,20 +309,9 @@ def _canonical(name: str) -> str | None:
     return f"domino.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else name
 
 
-@dataclass(eq=False)
-class LoadedDFlash:
-    """A loaded drafter; the target's embeddings and lm_head where the file has none. `mask`: the mask token's embedding [H], if apart."""
-
-    head: BlockHead
-    embeddings: Embeddings
-    lm_head: nn.Module
-    vocabulary: DraftVocabulary
-    mask: torch.Tensor | None
-
-
 def load_dflash(
     checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel, prepack_weights: bool | None
-) -> LoadedDFlash:
+) -> LoadedHead:
     """Load the drafter of a checkpoint on the target's device and in its dtype. Raises CheckpointError: it is inconsistent or does not
     fit the target; nothing was loaded."""
     config = layout.layers
@@ -350,25 +330,19 @@ def load_dflash(
     if layout.fused_by_layer and feature_size != config.hidden_size:
         raise checkpoint.error(f"has width {config.hidden_size}, but sums hidden states of width {feature_size}.")
     mask = _mask_embedding(checkpoint, plan, layout)
-    stated = layout.draft_vocab_size, config.vocab_size
-    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
-    shared: Any = lm_head
-    size = (owns["lm_head"] or shared.weight.shape)[0]
     table: Any = target_parts.target_embeddings(target)
     rows = (owns["embed_tokens"] or table.weight.shape)[0]
     if layout.mask_token_id >= rows:
         raise checkpoint.error(f"has mask_token_id {layout.mask_token_id}, but there are {rows} embeddings.")
-    rotary = RotaryPositions(checkpoint, config, target_parts.device_and_dtype(target)[0])
-    drafter = target_parts.built(checkpoint, plan, target, lambda: DFlashDrafter(layout, feature_size, size, owns))
-    pair_rotated(drafter.layers, config)
-    for layer in drafter.layers if layout.value_scale != 1.0 else ():
-        attention: Any = layer.self_attn
-        attention.o_proj.weight.mul_(layout.value_scale)
-    embeddings = embeddings_of(checkpoint, target, drafter.embed_tokens, config.hidden_size, layout.embedding_scale)
-    return LoadedDFlash(
-        head=BlockHead(drafter, layout, rotary, prepack_weights),
-        embeddings=embeddings,
-        lm_head=drafter.lm_head or shared,
-        vocabulary=vocabulary,
-        mask=None if mask is None else mask.to(drafter.norm.weight) * (layout.embedding_scale or 1.0),
-    )
+
+    def run(drafter: DFlashDrafter) -> BlockHead:
+        for layer in drafter.layers if layout.value_scale != 1.0 else ():
+            attention: Any = layer.self_attn
+            attention.o_proj.weight.mul_(layout.value_scale)
+        if mask is not None:
+            drafter.mask = mask.to(drafter.norm.weight) * (layout.embedding_scale or 1.0)
+        return BlockHead(drafter, layout, prepack_weights)
+
+    stated = layout.draft_vocab_size, config.vocab_size
+    make = partial(DFlashDrafter, layout, feature_size, owns=owns)
+    return loaded(checkpoint, plan, target, config, make, run, stated, layout.embedding_scale)

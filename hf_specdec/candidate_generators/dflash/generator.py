@@ -63,12 +63,11 @@ class DFlashGenerator(FeatureGenerator):
         config = config.with_default_length(proposed_length(checkpoint) or layout.num_tokens)
         shape = config.shape_within(layout.num_tokens)
         super().__init__(config, target, context, shape, has_loop=False)  # one forward has drafted all depths
-        self.loaded = load_once(
+        loaded = load_once(
             config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights), scale
         )
-        self.vocabulary, self.lm_head = self.loaded.vocabulary, self.loaded.lm_head
         # not native: its blocks are packed once per kind of attention
-        self.head = self.block = self.captured(self.loaded.head, native=False)
+        self.block = self.use(loaded, native=False)
         self.sequential, self.confidence = self.block.module.sequential, self.block.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(layout.tapped)))
         self.num_slots = shape.depth + (not layout.from_anchor)
@@ -110,8 +109,8 @@ class DFlashGenerator(FeatureGenerator):
         ids[:, 0] = anchors
         rows = [RowInput(seq.id, block, self.num_read(seq)) for seq, block in zip(sequences, ids, strict=True)]
         embedded = self._embed(ids.flatten())
-        if self.loaded.mask is not None:
-            embedded.view(*ids.shape, -1)[:, 1:] = self.loaded.mask
+        if self.block.module.mask is not None:
+            embedded.view(*ids.shape, -1)[:, 1:] = self.block.module.mask
         hidden = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
@@ -170,7 +169,7 @@ class DFlashGenerator(FeatureGenerator):
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device
-        return self.loaded.embeddings(ids[None].to(device), self.block.module.norm.weight)[0]
+        return self.block.module.embeddings(ids[None].to(device), self.block.module.norm.weight)[0]
 
     def log_survival(self) -> torch.Tensor | None:
         """The confidence head's estimates, if the checkpoint has one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints import layers, target_parts
 from ..checkpoints.files import Checkpoint, Plan, register_format
@@ -52,7 +53,7 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
 register_format("EAGLE-1/2, HASS (yuhuili/EAGLE-*: fc [H, 2H], layers.0; speculators: fusion_fc)", "eagle", is_eagle)
 
 
-def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> layers.LoadedHead:
+def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None) -> layers.LoadedHead:
     """Load an EAGLE-1/2 head on the target's device, in its dtype."""
     plan = Plan(checkpoint, _canonical)
     settings = _TABLE.read(checkpoint, plan)
@@ -60,4 +61,7 @@ def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: boo
     has_embeddings = "embed_tokens.weight" in plan
     vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else settings.vocab_size
     target_parts.check_target(checkpoint, target, config.hidden_size, vocab_size)
-    return layers.loaded(checkpoint, plan, target, config, lambda: EagleHead(config, plan), prepack_weights)
+    return layers.loaded(
+        checkpoint, plan, target, config, lambda size: EagleHead(config, plan),
+        lambda head: PackedHead(head, config, config.num_hidden_layers, prepack_weights),
+    )  # fmt: skip

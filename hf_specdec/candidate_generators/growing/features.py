@@ -20,6 +20,7 @@ from ...model.native import natively
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, RunsModel, SharesPrefixes, Transferable
+from ..checkpoints.layers import LoadedHead
 from .own_cache import OwnsCache
 from .tree_growth import DraftLevel
 from .tree_shapes import TreeDraftingConfig, TreeShape
@@ -102,6 +103,12 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         if not self.has_graphs:
             self.rounds = None
         return natively(head, self.config.native) if native else head
+
+    def use(self, loaded: LoadedHead, native: bool = True, graphs: bool = True) -> PackedHead:
+        """Draft with a loaded head, `captured`; returns it."""
+        self.lm_head, self.vocabulary = loaded.lm_head, loaded.vocabulary
+        self.head = self.captured(loaded.head, native, graphs)
+        return self.head
 
     def modules(self) -> list[nn.Module]:
         """The head's layers, and modules it may share with the target."""
