@@ -325,6 +325,18 @@ class RotaryPositions(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
 
+class LayeredHead(nn.Module):
+    """A head of decoder layers with embeddings, which may be the target's, and rotary positions; `lm_head` if the file has one."""
+
+    embeddings: Embeddings
+    rotary: RotaryPositions
+    layers: nn.ModuleList
+    lm_head: nn.Linear
+
+    def borrowed(self) -> list[nn.Module]:
+        return [self.embeddings.table]
+
+
 class Embeddings:
     """Embeds ids of the target's vocabulary with the head's own table or the target's.
 

@@ -168,7 +168,8 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     cap = getattr(target.config, "final_logit_softcapping", None) if scales_rows and scale is None else None
     layout = DFlashLayout(
         layers=config,
-        block_size=_block_size(given, is_dflash2),
+        # its writer's default: 8 of speculators, 16 of z-lab's DFlash2; 0: there is none
+        block_size=(8 if given.kind else 16 if is_dflash2 else 0) if given.block_size is None else given.block_size,
         mask_token_id=given.mask_token_id,
         tapped=tuple(tapped or ()),
         # DSpark is trained to predict from the anchor's slot too; others only if config.json says so
@@ -189,13 +190,6 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     )
     _check(checkpoint, given, layout, target)
     return layout
-
-
-def _block_size(given: Any, is_dflash2: bool) -> int:
-    """What the file states, or its writer's default: 8 of speculators, 16 of z-lab's DFlash2; 0: there is none."""
-    if given.block_size is not None:
-        return given.block_size
-    return 8 if given.kind else 16 if is_dflash2 else 0
 
 
 def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class DFlashGenerator(FeatureGenerator):
         embedded = self._embed(ids.flatten())
         if self.block.module.mask is not None:
             embedded.view(*ids.shape, -1)[:, 1:] = self.block.module.mask
-        hidden = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
+        hidden: torch.Tensor = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
         self.base = self.layout.capped(self.lm_head(self.hidden))
@@ -142,7 +142,8 @@ class DFlashGenerator(FeatureGenerator):
         assert self.base is not None and self.hidden is not None
         base, hidden = self.base[:, depth - 1 : depth], self.hidden[:, depth - 1]
         if self.confidence is not None and self.config.draft_confidence_threshold:
-            accepted = self._confidence(hidden, previous)
+            of_paths = hidden[:, None].expand(-1, previous.shape[1], -1)
+            accepted = self.confidence(self.block.module.confidence_features(of_paths, previous))
             self.survival = accepted if survival is None else survival + accepted
         if self.sequential is None:
             return base
@@ -156,16 +157,10 @@ class DFlashGenerator(FeatureGenerator):
         assert self.sequential is not None
         rows, count = previous.shape
         flat = previous.flatten()
-        hidden, base = (each[:, None].expand(-1, count, -1).flatten(0, 1) for each in (hidden, base))
+        hidden, base = (row[:, None].expand(-1, count, -1).flatten(0, 1) for row in (hidden, base))
         new, bias = self.sequential(state.flatten(0, 1), flat, hidden, base, self._embed, depth)
         self.state = new.view(rows, count, -1)
         return None if bias is None else bias.view(rows, count, -1)
-
-    def _confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities [R, F] that the token after each of `previous` [R, F] is accepted."""
-        assert self.confidence is not None
-        hidden = hidden[:, None].expand(-1, previous.shape[1], -1)
-        return self.confidence(self.block.module.confidence_features(hidden, previous))
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device

@@ -185,7 +185,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
                 "model", f"needs what an encoder has read, and {type(target.model).__name__} has no encoder."
             )
         if not is_encoder_decoder(model) and self.drafter.family is not None:
-            width, theirs = (each.model.config.hidden_size for each in (self.drafter, target))
+            width, theirs = (packed.model.config.hidden_size for packed in (self.drafter, target))
             if width != theirs:
                 raise config.fail(
                     "model", f"reads the output of an encoder of width {width}, and the target's has {theirs}."
@@ -297,10 +297,8 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
             start = self.cache.tables[seq.id].length
             ends.append(min(start + chunk, len(text)))
             after = self.after_text(seq) if ends[-1] == len(text) else []
-            tokens, prompt = (
-                np.asarray(text[start : ends[-1]] + after, dtype=np.int64),
-                seq.num_chunked(start, ends[-1]),
-            )
+            tokens = np.asarray(text[start : ends[-1]] + after, dtype=np.int64)
+            prompt = seq.num_chunked(start, ends[-1])
             inputs.append(RowInput(seq.id, tokens, start, logits=1 + len(after), prompt=prompt))
         logits = self.drafter.forward(inputs, self.cache).logits
         for row, end in zip(inputs, ends, strict=True):
@@ -318,7 +316,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         if loop is not None:
             output = self.drafter.forward_batch(loop.batch(level.depth, tokens, level.ancestors))
         else:
-            output = self.drafter.forward(self.level_inputs(level, tokens), self.cache)
+            output = self.drafter.forward(self.node_inputs(level, tokens, level.ancestors), self.cache)
         return output.logits.view(rows, count, -1)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:

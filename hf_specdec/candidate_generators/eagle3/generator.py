@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ class Eagle3Generator(FeatureGenerator, HasHead):
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """The target's hidden states, concatenated [n, L * Ht], which the head projects when it reads them; P-EAGLE's features [n, H]
         are projected already."""
-        layers = [output.layers[i] for i in self.taps.layers] or [output.last_hidden]
+        layers: Any = [output.layers[i] for i in self.taps.layers] or [output.last_hidden]
         states = gather_features(layers, index, self.head.device, self.head.dtype)
         if self.mask_token is None:
             return states

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...core.output import Taps
 from ..checkpoints.files import Plan
-from ..checkpoints.layers import Embeddings, RotaryPositions, add_tables, capped, decoder_layer
+from ..checkpoints.layers import LayeredHead, add_tables, capped, decoder_layer
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class JoiningLayer(nn.Module):
         return (hidden + part.post_feedforward_layernorm(made)) * part.layer_scalar
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(LayeredHead):
     """Decoder layers over embeddings and features; `fuse` makes features from the target's hidden states.
 
     Args:
@@ -87,9 +87,6 @@ class Eagle3Head(nn.Module):
         num_states, state_width: number and width of the target's hidden states that are concatenated.
     """
 
-    embeddings: Embeddings
-    rotary: RotaryPositions
-    lm_head: nn.Linear  # if the file has one
     mask_features: torch.Tensor  # [H], in place of features in P-EAGLE's mask rows
 
     def __init__(self, config: PretrainedConfig, plan: Plan, options: Eagle3Options, num_states: int, state_width: int):
@@ -126,9 +123,6 @@ class Eagle3Head(nn.Module):
         is_ready = self.options.norm_output or not self.options.norm_before_head
         logits = lm_head(hidden if is_ready else self.norm(hidden))
         return capped(logits, self.options.logit_scale, self.options.softcap)
-
-    def borrowed(self) -> list[nn.Module]:
-        return [self.embeddings.table]
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
         """The output that is fed back, [1, T, H]: before the last norm, or after it with `options.norm_output`."""

@@ -40,14 +40,12 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     Attributes:
         unread: per sequence, features [n, F] that the head has not read yet.
-        window_stays: sliding windows end at the text's last token while drafting.
     """
 
     AT_ONCE = 64  # steps whose features are sorted into `unread` together
     taps = Taps(last_hidden=True)
     head: PackedHead
     lm_head: nn.Module
-    window_stays = False
     tokens_ahead = 1  # the head reads the feature of a token together with the token so many places after it
     drafts_twice = False  # whether it can draft again for a text that it has read to its end
 
@@ -104,7 +102,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
             self.rounds = None
         return natively(head, self.config.native) if native else head
 
-    def use(self, loaded: LoadedHead, native: bool = True, graphs: bool = True) -> PackedHead:
+    def use(self, loaded: LoadedHead, native: bool = True, graphs: bool = True) -> Any:
         """Draft with a loaded head, `captured`; returns it."""
         self.lm_head, self.vocabulary = loaded.lm_head, loaded.vocabulary
         self.head = self.captured(loaded.head, native, graphs)
@@ -307,7 +305,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         if loop is not None:
             hidden = self.head.forward_batch(loop.batch(level.depth, level.tokens, level.ancestors), features=features)
         else:
-            inputs = self.level_inputs(level, level.tokens, self.window_stays)
+            inputs = self.node_inputs(level, level.tokens, level.ancestors)
             hidden = self.head.forward(inputs, features, self.cache)
         self.state = self.fed_back(hidden).view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)

@@ -182,17 +182,12 @@ class TreeTemplate:
 
     def num_expanded(self, depth: int) -> int:
         """Nodes that the drafter expands in a draft of that depth."""
-        return self._expanded_before[min(depth, self.depth)]
-
-    @cached_property
-    def _expanded_before(self) -> list[int]:
-        """By depth of a draft, from 0 on, how many nodes the drafter expands in it."""
-        return [sum(len(level.inner) for level in self.levels[: max(depth - 1, 0)]) for depth in range(self.depth + 1)]
+        return int(np.searchsorted(self.depths[self.expanded], depth))
 
     @cached_property
     def widest(self) -> int:
         """The most nodes of one depth that the drafter expands."""
-        return max(len(level.inner) for level in self.levels)
+        return int(np.bincount(self.depths[self.expanded]).max(initial=0))
 
     @cached_property
     def expanded(self) -> np.ndarray:
@@ -444,7 +439,10 @@ def read_token_tree(config: SpeculativeConfig, value: Any) -> list[list[int]]:
     paths = value
     if isinstance(value, str):
         if not value.lstrip().startswith(("[", "(")):
-            return _published(config, value)
+            if value in PUBLISHED_TREES:
+                return PUBLISHED_TREES[value]
+            hint, names = nearest_hint(value, PUBLISHED_TREES), ", ".join(PUBLISHED_TREES)
+            raise config.fail(_TREE_KEY, f"names no published tree: {value!r}{hint}; there are {names}.")
         try:  # vLLM writes the tree as the text of a Python list of tuples
             paths = ast.literal_eval(value)
         except (ValueError, SyntaxError) as error:
@@ -472,10 +470,3 @@ def _has_too_many_prefixes(paths: Iterable[SequenceOf[int]]) -> bool:
         if len(nodes) > MOST_DRAFT_NODES:
             return True
     return False
-
-
-def _published(config: SpeculativeConfig, name: str) -> list[list[int]]:
-    if name not in PUBLISHED_TREES:
-        hint, names = nearest_hint(name, PUBLISHED_TREES), ", ".join(PUBLISHED_TREES)
-        raise config.fail(_TREE_KEY, f"names no published tree: {name!r}{hint}; there are {names}.")
-    return PUBLISHED_TREES[name]
