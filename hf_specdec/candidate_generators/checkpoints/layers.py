@@ -374,8 +374,8 @@ def embeddings_of(
         last = table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None
         return Embeddings(table, last, scale)
     shared: Any = target_embeddings(target)
-    if (own := shared.weight.shape[1]) != width:
+    if (held := shared.weight.shape[1]) != width:
         raise checkpoint.error(
-            f"has no embed_tokens.weight, and the target's embeddings have width {own}, not {width}."
+            f"has no embed_tokens.weight, and the target's embeddings have width {held}, not {width}."
         )
     return Embeddings(shared, scale=scale)

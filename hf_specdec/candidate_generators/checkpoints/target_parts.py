@@ -91,8 +91,7 @@ def gather_features(
     """
     first = layers[0]
     if any((states.device, states.dtype) != (first.device, first.dtype) for states in layers):
-        each_alone = [gather_features([states], index, device, dtype) for states in layers]
-        return torch.cat(each_alone, dim=-1)
+        return torch.cat([gather_features([states], index, device, dtype) for states in layers], dim=-1)
     return drafting.gather_features(layers, index.to(first.device), dtype).to(device)
 
 

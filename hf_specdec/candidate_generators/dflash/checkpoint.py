@@ -271,26 +271,26 @@ def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: Pac
 def _mask_embedding(checkpoint: Checkpoint, plan: Plan, layout: DFlashLayout) -> torch.Tensor | None:
     """What a file has in place of the mask token's embedding [H], a tensor or a file beside the weights; None: nothing."""
     source, there = plan.sources.pop("mask_embedding", None), checkpoint.folder / MASK_EMBEDDING
-    found: Any = None if source is None else checkpoint.tensor(source)
+    mask: Any = None if source is None else checkpoint.tensor(source)
     if there.exists():
-        if found is not None:
+        if mask is not None:
             raise checkpoint.error(f"has both a tensor {source} and a file {MASK_EMBEDDING}.")
         try:
-            found = torch.load(there, map_location="cpu", weights_only=True)
+            mask = torch.load(there, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
             raise checkpoint.error(f"its {MASK_EMBEDDING} is no plain file of a tensor: {error}") from error
-        if isinstance(found, dict):
-            if found.get("mask_token_id", layout.mask_token_id) != layout.mask_token_id:
+        if isinstance(mask, dict):
+            if mask.get("mask_token_id", layout.mask_token_id) != layout.mask_token_id:
                 raise checkpoint.error(
-                    f"its {MASK_EMBEDDING} is for token {found['mask_token_id']}, config.json has mask_token_id {layout.mask_token_id}."
+                    f"its {MASK_EMBEDDING} is for token {mask['mask_token_id']}, config.json has mask_token_id {layout.mask_token_id}."
                 )
-            found = found.get("embedding", found.get("mask_embedding"))
-    elif found is None:
+            mask = mask.get("embedding", mask.get("mask_embedding"))
+    elif mask is None:
         return None
     width = layout.layers.hidden_size
-    if not isinstance(found, torch.Tensor) or found.numel() != width or not found.is_floating_point():
+    if not isinstance(mask, torch.Tensor) or mask.numel() != width or not mask.is_floating_point():
         raise checkpoint.error(f"its mask embedding is no tensor of {width} numbers.")
-    return found.flatten()
+    return mask.flatten()
 
 
 def _canonical(name: str) -> str | None:

@@ -51,8 +51,15 @@ class DFlashGenerator(FeatureGenerator):
     each node's path. A block has the slots that `num_speculative_tokens` needs, whatever the rows' own limits, so that a
     row's draft does not depend on the rest of the batch. Blocks shorter than the trained one are cut, as in z-lab's code and
     vLLM.
+
+    Attributes:
+        hidden: [R, depths, H], of the current round, for the heads.
+        base: [R, depths, Vd], the block's own logits.
+        survival: [R, F], log-probabilities that the token after a node is accepted.
     """
 
+    hidden: torch.Tensor
+    base: torch.Tensor
     drafts_twice = True
     tokens_ahead = 0
 
@@ -71,10 +78,7 @@ class DFlashGenerator(FeatureGenerator):
         self.sequential, self.confidence = self.block.module.sequential, self.block.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(layout.tapped)))
         self.num_slots = shape.depth + (not layout.from_anchor)
-        # of the current round:
-        self.hidden: torch.Tensor | None = None  # [R, depths, H], for the heads
-        self.base: torch.Tensor | None = None  # [R, depths, Vd], the block's own logits
-        self.survival: torch.Tensor | None = None  # [R, F], log-probabilities that the token after a node is accepted
+        self.survival: torch.Tensor | None = None
 
     def moved_caches(self) -> None:
         """None: moving the rows of its cache is not supported."""
@@ -127,7 +131,6 @@ class DFlashGenerator(FeatureGenerator):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""
-        assert self.base is not None and self.hidden is not None
         state, survival = self.carried(level), self.survival
         if len(level.kept) < len(self.base):
             kept = upload(level.kept, self.base.device)
@@ -139,7 +142,6 @@ class DFlashGenerator(FeatureGenerator):
 
     def _follow_paths(self, depth: int, previous: torch.Tensor, state: torch.Tensor, survival) -> torch.Tensor:
         """Logits [R, F or 1, Vd] at `depth`, after the tokens `previous` [R, F]. Updates the paths' states and survival."""
-        assert self.base is not None and self.hidden is not None
         base, hidden = self.base[:, depth - 1 : depth], self.hidden[:, depth - 1]
         if self.confidence is not None and self.config.draft_confidence_threshold:
             of_paths = hidden[:, None].expand(-1, previous.shape[1], -1)

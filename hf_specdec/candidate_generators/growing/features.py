@@ -104,6 +104,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     def use(self, loaded: LoadedHead, native: bool = True, graphs: bool = True) -> Any:
         """Draft with a loaded head, `captured`; returns it."""
+        self.loaded = loaded  # which others that load it share as long as somebody holds it
         self.lm_head, self.vocabulary = loaded.lm_head, loaded.vocabulary
         self.head = self.captured(loaded.head, native, graphs)
         return self.head

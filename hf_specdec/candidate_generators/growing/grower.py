@@ -174,7 +174,8 @@ class CapturedRounds:
 
     def draft(self, growth: Growth, roots: tuple[torch.Tensor, ...]) -> Draft:
         """Run a round through a graph, or eagerly if it cannot be captured; `roots`: of `GrowsDrafts.roots`, for the rows with a limit."""
-        draft = self._replayed(growth, roots) if growth.is_replayable else None
+        depends_on_tensors = growth.least is None and growth.only_sampling
+        draft = self._replayed(growth, roots) if depends_on_tensors else None
         return growth.draft(*growth.levels(self.drafter.begin(*roots))) if draft is None else draft
 
     def _replayed(self, growth: Growth, roots: tuple[torch.Tensor, ...]) -> Draft | None:

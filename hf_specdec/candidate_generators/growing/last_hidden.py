@@ -77,10 +77,10 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
 
     def use_heads(self, name: str, lm_heads: Iterable[nn.Module]) -> Any:
         """Draft with a copy of the drafter's weights whose list of this name holds these language-model heads. Returns the copy."""
-        own = copy.copy(self._heads)
-        own.__dict__["_modules"] = {**own._modules, name: nn.ModuleList(lm_heads)}
-        self._use(own)
-        return own
+        heads = copy.copy(self._heads)
+        heads.__dict__["_modules"] = {**heads._modules, name: nn.ModuleList(lm_heads)}
+        self._use(heads)
+        return heads
 
     def modules(self) -> list[nn.Module]:
         return self.and_shared(self._heads)

@@ -133,11 +133,6 @@ class Growth(ABC):
     def draft(self, *tensors: torch.Tensor) -> Draft:
         """The draft, cut to each row's limit. The tensors may come from a growth with greater limits."""
 
-    @property
-    def is_replayable(self) -> bool:
-        """Whether `levels` depends on tensors only: no processors besides sampling parameters, no confidence threshold."""
-        return self.least is None and self.only_sampling
-
     def sampling_kind(self, parameters: bool = True) -> SamplingKind:
         """Which sampling tensors the round needs.
 

@@ -275,15 +275,6 @@ _MOST_CANDIDATES = 2**20  # most nodes that a dynamic tree is chosen from
 _TREE_KEYS = ("branching_factors", "speculative_token_tree", "top_k")  # at most one may be given
 
 
-def cut_shape(shape: TreeShape, longest: int) -> TreeShape | None:
-    """The shape with paths of at most `longest` nodes; None if it is a deeper tree whose nodes were given one by one."""
-    if shape.depth <= longest:
-        return shape
-    if isinstance(shape, DynamicTree):
-        return dataclasses.replace(shape, depth=longest)
-    return TreeTemplate.from_widths([1] * longest) if shape.is_chain else None
-
-
 def has_too_many_nodes(widths: list[int]) -> bool:
     """Whether a tree in which every node at depth d has `widths[d]` children has more than MOST_DRAFT_NODES."""
     total, level = 0, 1

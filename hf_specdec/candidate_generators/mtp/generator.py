@@ -96,9 +96,12 @@ class MtpGenerator(FeatureGenerator):
     """
 
     config: MtpConfig
+    draft: DraftNodes  # of the current round
 
     def __init__(self, config: MtpConfig, target: PackedModel, context: DrafterContext | None = None):
-        loaded = load_once(config, target, lambda: load_mtp(config.open_for(target), target, config.prepack_weights))
+        loaded = self.loaded = load_once(
+            config, target, lambda: load_mtp(config.open_for(target), target, config.prepack_weights)
+        )
         length = loaded.proposed_length or len(loaded.heads)
         super().__init__(config.with_default_length(length), target, context)
         self.heads = [self.captured(head) for head in loaded.heads[: self.shape.depth]]
@@ -110,7 +113,6 @@ class MtpGenerator(FeatureGenerator):
         self.vocabulary = DraftVocabulary(target.vocab_size, loaded.target_ids)
         self.boundaries = BlockEnds()
         self.reached: dict[int, list[torch.Tensor | None]] = {}
-        self.draft: DraftNodes | None = None
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
         """A cache with one layer per module in use, which grows up to `num_blocks`. Slot s of module j holds token s + 1 + j, so the
@@ -280,7 +282,6 @@ class MtpGenerator(FeatureGenerator):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
         draft, loop = self.draft, self.loop
-        assert draft is not None
         draft.add(level)
         assert draft.ancestors is not None
         module, (rows, width) = level.depth % self.num_heads, level.tokens.shape
