@@ -280,11 +280,8 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         """Read all new tokens of the texts, a chunk at a time; logits [R, V] of the token after each text."""
         chunk = self.config.prefill_chunk_size
         rows = [(seq, self.texts[seq.id]) for seq in sequences]
-        tables = [self.cache.tables[seq.id] for seq in sequences]
-        while any(len(text) - table.length > chunk for (_, text), table in zip(rows, tables, strict=True)):
-            self._forward_texts(
-                [row for row, table in zip(rows, tables, strict=True) if len(row[1]) - table.length > chunk], chunk
-            )
+        while long := [(seq, text) for seq, text in rows if len(text) - self.num_read(seq) > chunk]:
+            self._forward_texts(long, chunk)
         logits = self._forward_texts(rows, chunk)
         for seq, text in rows:
             self.cache.register_prefix(seq.id, text, len(text))
@@ -294,11 +291,12 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         """Read up to `chunk` new tokens of each text, and `after_text` where that is all; logits [R, V] of the last tokens."""
         inputs, ends = [], []
         for seq, text in rows:
-            start = self.cache.tables[seq.id].length
-            ends.append(min(start + chunk, len(text)))
-            after = self.after_text(seq) if ends[-1] == len(text) else []
-            tokens = np.asarray(text[start : ends[-1]] + after, dtype=np.int64)
-            prompt = seq.num_chunked(start, ends[-1])
+            start = self.num_read(seq)
+            end = min(start + chunk, len(text))
+            ends.append(end)
+            after = self.after_text(seq) if end == len(text) else []
+            tokens = np.asarray(text[start:end] + after, dtype=np.int64)
+            prompt = seq.num_chunked(start, end)
             inputs.append(RowInput(seq.id, tokens, start, logits=1 + len(after), prompt=prompt))
         logits = self.drafter.forward(inputs, self.cache).logits
         for row, end in zip(inputs, ends, strict=True):
