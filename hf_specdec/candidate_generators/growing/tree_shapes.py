@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import heapq
+import itertools
 import json
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -75,13 +76,8 @@ class TreeTemplate:
         """Every node at depth d has `widths[d]` children. Raises ValueError: there are more than MOST_DRAFT_NODES nodes."""
         if has_too_many_nodes(widths):
             raise ValueError(f"A tree of {widths} children per depth has more than {MOST_DRAFT_NODES} nodes.")
-        parents, ranks, level = [], [], [-1]
-        for width in widths:
-            start = len(parents)
-            parents += [node for node in level for _ in range(width)]
-            ranks += list(range(width)) * len(level)
-            level = list(range(start, len(parents)))
-        return cls(np.asarray(parents, dtype=np.int64), np.asarray(ranks, dtype=np.int64), keep_paths)
+        tree = cls.from_paths(itertools.product(*map(range, widths)))
+        return dataclasses.replace(tree, keep_paths=keep_paths)
 
     @classmethod
     def from_paths(cls, paths: Iterable[SequenceOf[int]]) -> TreeTemplate:
@@ -354,9 +350,9 @@ class TreeDraftingConfig(SpeculativeConfig):
             if given:
                 raise self.fail("total_tokens", f"is for dynamic trees and cannot be combined with {given[0]!r}.")
             self.top_k = 8
-        if self.top_k is not None and self.total_tokens is None:
-            self.total_tokens = 60
-        self._check_dynamic_tree()
+        if self.top_k is not None:
+            self.total_tokens = 60 if self.total_tokens is None else self.total_tokens
+            self._check_dynamic_tree(self.top_k, self.total_tokens)
         if self.draft_sinks is not None and self.draft_window is None:
             raise self.fail("draft_sinks", "is for drafters with a window: give 'draft_window' too.")
 
@@ -386,15 +382,13 @@ class TreeDraftingConfig(SpeculativeConfig):
             )
         self._fix_depth(key, len(factors))
 
-    def _check_dynamic_tree(self) -> None:
-        if self.top_k is None or self.total_tokens is None:
-            return
-        if self.total_tokens > MOST_DRAFT_NODES:
-            raise self.fail("total_tokens", f"is {self.total_tokens}; at most {MOST_DRAFT_NODES} are verified a step.")
-        if self.top_k**2 * self.longest_draft > _MOST_CANDIDATES:
+    def _check_dynamic_tree(self, top_k: int, total_tokens: int) -> None:
+        if total_tokens > MOST_DRAFT_NODES:
+            raise self.fail("total_tokens", f"is {total_tokens}; at most {MOST_DRAFT_NODES} are verified a step.")
+        if top_k**2 * self.longest_draft > _MOST_CANDIDATES:
             raise self.fail(
                 "top_k",
-                f"is {self.top_k}, so trees {self.longest_draft} deep would be chosen from {self.top_k**2 * self.longest_draft} nodes; "
+                f"is {top_k}, so trees {self.longest_draft} deep would be chosen from {top_k**2 * self.longest_draft} nodes; "
                 f"at most {_MOST_CANDIDATES} are grown: lower it, or num_speculative_tokens.",
             )
 
