@@ -43,12 +43,8 @@ _HEAD_KEYS = {
     "domino": {**keys(integer(0), "emb_dim", "gru_hidden_dim"), "pure_draft_prefix_len": Key(integer(0))},
     "dflash2": keys(integer(), "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
 }
-_DFLASH2 = {
-    "conv_kernel_size": 2,
-    "conv_group_size": 16,
-    "selector_rank": 256,
-    "selector_top_k": 16,
-}  # its writers' defaults
+# its writers' defaults
+_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _TABLE = Table(
     {
         "kind": Key(one_of(*_KINDS), places=(".speculators_model_type", "speculators_config.algorithm")),
@@ -294,10 +290,8 @@ def _mask_embedding(checkpoint: Checkpoint, plan: Plan, layout: DFlashLayout) ->
 
 
 def _canonical(name: str) -> str | None:
-    name = _RENAMED.get(name, name)
-    name = name.removeprefix("logit_head.").removeprefix(
-        "domino_head."
-    )  # of the extra heads in early files, of speculators' Domino
+    # prefixes of the extra heads in early files, and of speculators' Domino
+    name = _RENAMED.get(name, name).removeprefix("logit_head.").removeprefix("domino_head.")
     if name in _NOT_IN_MODULE:
         return None
     return f"domino.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else name

@@ -26,13 +26,12 @@ from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.architectures import has_repository_code
 from ...model.encoder_decoder import FAMILIES, is_encoder_decoder
-from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
 from ..base import DrafterContext, MayMissSteps, RunsModel
 from ..checkpoints.draft_vocabulary import draft_ids
-from ..checkpoints.files import Checkpoint, register_format, versions_of
-from ..checkpoints.target_parts import once_per, rows_of
+from ..checkpoints.files import Checkpoint, register_format
+from ..checkpoints.target_parts import load_once, rows_of
 from ..growing.own_cache import OwnsCache
 from ..growing.tree_growth import Draft, DraftLevel
 from ..growing.tree_shapes import TreeDraftingConfig
@@ -105,9 +104,6 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         from transformers.distributed.configuration_utils import DistributedConfig
 
         sharding["distributed_config"] = DistributedConfig(tp_size=shards)
-    quantization = config.quantization and (config.quantization, quantizes_natively(config))
-    key = (name, versions_of(name), config.revision, quantization, target.model.dtype, target.device, len(sharding))
-    key = (*key, ids is not None and ids.numpy().tobytes())
 
     def load() -> Any:
         try:
@@ -126,7 +122,7 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
 
     # transformers patches its own classes while it loads: two loads at once would leave them patched.
     with _loading:
-        return once_per(target.model, ("draft_model", *key), load)
+        return load_once(config, target, load, len(sharding), ids is not None and ids.numpy().tobytes())
 
 
 def is_known(name: str, revision: str) -> bool:

@@ -124,11 +124,7 @@ class TreeTemplate:
     @cached_property
     def depths(self) -> np.ndarray:
         """int64 [N]: 1 for the root's children."""
-        depths = np.ones(len(self.parents), dtype=np.int64)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                depths[node] = depths[parent] + 1
-        return depths
+        return self.ancestors.sum(axis=1)
 
     @cached_property
     def ancestors(self) -> np.ndarray:
