@@ -306,6 +306,17 @@ def _unwrapped(names: Iterable[str]) -> list[str]:
     )
 
 
+def renaming(prefixes: dict[str, str]) -> Callable[[str], str]:
+    """A renaming for `Plan`, by the beginnings of names without the prefix `model.`, which some files have."""
+
+    def canonical(name: str) -> str:
+        name = name.removeprefix("model.")
+        old = next(filter(name.startswith, prefixes), None)
+        return name if old is None else prefixes[old] + name.removeprefix(old)
+
+    return canonical
+
+
 def counted(checkpoint: Checkpoint, numbers: Iterable[int], what: str) -> int:
     """How many parts of a kind a file has, from the numbers in its tensors' names. Raises CheckpointError: a number below the greatest
     is missing."""

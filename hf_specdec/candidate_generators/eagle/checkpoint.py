@@ -5,16 +5,19 @@ from __future__ import annotations
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints import layers, target_parts
-from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.files import Checkpoint, Plan, register_format, renaming
 from ..checkpoints.keys import FLAG, LAYERS, Key, Table, integer, one_of
 from .head import EagleHead
 
-_RENAMED = {
-    "fusion_fc.": "fc.",
-    "transformer.": "layers.0.",
-    "embedding_layernorm.": "enorm.",
-    "pre_lm_head_layernorm.": "norm.",
-}
+# Names as in EAGLE's own files; speculators v0.1 has others.
+_canonical = renaming(
+    {
+        "fusion_fc.": "fc.",
+        "transformer.": "layers.0.",
+        "embedding_layernorm.": "enorm.",
+        "pre_lm_head_layernorm.": "norm.",
+    }
+)
 _TABLE = Table(
     {
         "speculators_model_type": Key(
@@ -31,15 +34,6 @@ _TABLE = Table(
     only={"transformer_layer_architecture": "LlamaDecoderLayer"},
     nothing=frozenset({"attention_bias"}),
 )
-
-
-def _canonical(name: str) -> str:
-    """Names as in EAGLE's own files; speculators v0.1 has others, and some files have a prefix `model.`."""
-    name = name.removeprefix("model.")
-    for old, canonical in _RENAMED.items():
-        if name.startswith(old):
-            return canonical + name[len(old) :]
-    return name
 
 
 def is_eagle(checkpoint: Checkpoint) -> bool:

@@ -11,13 +11,14 @@ from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints import layers as head_layers
 from ..checkpoints import target_parts
-from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.files import Checkpoint, Plan, register_format, renaming
 from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
 from ..checkpoints.target_parts import trained_for
 from .head import Eagle3Head, Eagle3Options, is_joining
 
 _SPECFORGE = {"LlamaForCausalLMEagle3", "DeepseekV3ForCausalLMEagle3"}
 _IDS = "eagle_aux_hidden_state_layer_ids"
+canonical_name = renaming({"midlayer.": "layers.0."})
 _TABLE = Table(
     {
         "kind": Key(one_of("eagle3", "peagle"), places=(".speculators_model_type", "speculators_config.algorithm")),
@@ -53,14 +54,6 @@ _TABLE = Table(
         "parallel_draft_heads_num_layers",
     }),
 )  # fmt: skip
-
-
-def canonical_name(name: str) -> str:
-    """The module's name of a tensor: `layers.0` for `midlayer`, no prefix `model.`."""
-    name = name.removeprefix("model.")
-    if name.startswith("midlayer."):
-        return "layers.0." + name.removeprefix("midlayer.")
-    return name
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:

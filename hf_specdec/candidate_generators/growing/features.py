@@ -35,7 +35,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     text is read once with the target's own features, accepted drafts included: this overwrites the keys and values
     written while drafting. While drafting, the head's own output takes the place of the feature.
 
-    A subclass sets `vocabulary`, `head` (see `captured`) and `lm_head` in its `__init__`, and overrides `logits` (with
+    A subclass calls `use` in its `__init__`, or sets `vocabulary`, `lm_head` and `head` (see `captured`). It overrides `logits` (with
     `scoring_modules`), `fed_back` and (with `taps`) `features` where it differs from EAGLE-1.
 
     Attributes:

@@ -11,7 +11,7 @@ from torch import nn
 from ...config import config_key
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, HasHead
-from ..checkpoints.target_parts import DraftVocabulary, load_once
+from ..checkpoints.target_parts import load_once
 from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from ..growing.tree_growth import DraftLevel
 from ..growing.tree_shapes import TreeShape, TreeTemplate
@@ -82,9 +82,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
         self.head_module = self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
         super().__init__(config, target, self.speculator, self.speculator.n_predict)
         given = TABLE.read(checkpoint)
-        vocab_size = given.vocab_size
-        self.vocabulary = DraftVocabulary(target.vocab_size)
-        self.last_token = vocab_size - 1 if vocab_size < target.vocab_size else None
+        self.last_token = given.vocab_size - 1 if given.vocab_size < target.vocab_size else None
         if config.use_checkpoint_tree:
             kept = config.n_candidates or given.n_candidates
             factors, n_predict = given.top_k_tokens_per_head, self.speculator.n_predict
