@@ -209,18 +209,18 @@ def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] |
             values[key] = used[0]
 
 
+_LAYERS_OF = {
+    Gemma4TextConfig: Gemma4TextDecoderLayer, DeepseekV3Config: DeepseekV3DecoderLayer, Qwen3Config: Qwen3DecoderLayer,
+    LlamaConfig: LlamaDecoderLayer,
+}  # fmt: skip
+
+
 def decoder_layer(config: PretrainedConfig, index: int) -> nn.Module:
     """transformers' decoder layer for a configuration of `read_layer_config`."""
+    layer: Any = _LAYERS_OF[type(config)](config, index)
     if isinstance(config, Gemma4TextConfig):
-        gemma4 = Gemma4TextDecoderLayer(config, index)
-        gemma4.self_attn.store_full_length_kv = False  # no layer reads another's keys
-        return gemma4
-    if isinstance(config, DeepseekV3Config):
-        return DeepseekV3DecoderLayer(config, index)
-    if isinstance(config, Qwen3Config):
-        return Qwen3DecoderLayer(config, index)
-    assert isinstance(config, LlamaConfig)
-    return LlamaDecoderLayer(config, index)
+        layer.self_attn.store_full_length_kv = False  # no layer reads another's keys
+    return layer
 
 
 def fit_biases(module: nn.Module, plan: Plan, prefix: str = "") -> None:

@@ -43,8 +43,6 @@ _HEAD_KEYS = {
     "domino": {**keys(integer(0), "emb_dim", "gru_hidden_dim"), "pure_draft_prefix_len": Key(integer(0))},
     "dflash2": keys(integer(), "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
 }
-# its writers' defaults
-_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _TABLE = Table(
     {
         "kind": Key(one_of(*_KINDS), places=(".speculators_model_type", "speculators_config.algorithm")),
@@ -206,29 +204,30 @@ def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
                 raise checkpoint.error(f"config.json has {key} = {value!r}, but it is no drafter with this head.")
     if projector is None:
         return {}
-    heads = {"projector_type": projector} | {key: getattr(given, key) for key in _HEAD_KEYS[projector]}
+    is_own = given.kind is None
+    defaults = {
+        "dspark": {
+            "markov_rank": 0 if is_own else 256,
+            "enable_confidence_head": given.confidence_head_alpha > 0 or not is_own,
+            "confidence_head_with_markov": not is_own,
+        },
+        "domino": {"pure_draft_prefix_len": 0 if is_own else 1},
+        "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
+    }[projector]
+    heads = {key: getattr(given, key) for key in _HEAD_KEYS[projector]}
+    heads |= {key: value for key, value in defaults.items() if heads[key] is None}
     if projector == "domino":
         if given.kind is not None and given.shift_label is False:
             raise checkpoint.error("has shift_label false, with which Domino's head was shown the tokens it predicts.")
-        if heads["pure_draft_prefix_len"] is None:
-            heads["pure_draft_prefix_len"] = 0 if given.kind is None else 1
         # Weights that are read: the state by the GRU, the bottleneck by the last layer.
         for key, tensor in (("emb_dim", "embed_proj.2.weight"), ("gru_hidden_dim", "prefix_gru.weight_hh_l0")):
             held = plan.matrix(f"domino.{tensor}")[1] if f"domino.{tensor}" in plan else heads[key]
             if not heads[key] or heads[key] != held:
                 raise checkpoint.error(f"has {key} = {heads[key]}, but its {tensor} reads {held} numbers.")
-        return heads
-    if projector == "dflash2":
-        return heads | {key: default if heads[key] is None else heads[key] for key, default in _DFLASH2.items()}
-    is_own = given.kind is None
-    defaults = (0, given.confidence_head_alpha > 0, False) if is_own else (256, True, True)
-    for key, default in zip(
-        ("markov_rank", "enable_confidence_head", "confidence_head_with_markov"), defaults, strict=True
-    ):
-        heads[key] = default if heads[key] is None else heads[key]
-    if heads["enable_confidence_head"] and heads["confidence_head_with_markov"] and not heads["markov_rank"]:
+    reads_markov = heads.get("enable_confidence_head") and heads["confidence_head_with_markov"]
+    if reads_markov and not heads["markov_rank"]:
         raise checkpoint.error("has confidence_head_with_markov true and no Markov head (markov_rank 0).")
-    return heads
+    return {"projector_type": projector} | heads
 
 
 def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: PackedModel) -> None:
