@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from .files import Checkpoint
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of 4 bits that holds the i-th of eight columns
 _FP8_BLOCK = (128, 128)  # DeepSeek-V3's, if config.json gives none
@@ -18,6 +15,17 @@ _FP8_BLOCK = (128, 128)  # DeepSeek-V3's, if config.json gives none
 _BESIDE = re.compile(r"\.((input|output|activation|[kvq])_(scale|zero_point|global_scale)(_inv)?|weight_format)$")
 
 _SIGN = re.compile(r"scale|packed|qweight|absmax|_blocks")  # in names of tensors that only quantized weights have
+
+
+class Stored(Protocol):
+    """What is needed of a `files.Checkpoint`, where these are documented."""
+
+    files: Any  # a dict by the tensors' names, computed once
+
+    def section(self, key: str) -> dict[str, Any]: ...
+    def stored_shape(self, name: str) -> tuple[int, ...]: ...
+    def stored(self, name: str) -> torch.Tensor: ...
+    def error(self, what: str) -> Exception: ...
 
 
 class QuantizedWeight:
@@ -33,7 +41,7 @@ class QuantizedWeight:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, module: str, roles: str, shape: tuple[int, ...], compute: Callable[..., torch.Tensor]
+        self, checkpoint: Stored, module: str, roles: str, shape: tuple[int, ...], compute: Callable[..., torch.Tensor]
     ):  # fmt: skip
         self.checkpoint, self.name, self.shape, self.compute = checkpoint, f"{module}.weight", shape, compute
         self._by_role = {role: f"{module}.{role}" for role in roles.split() if f"{module}.{role}" in checkpoint.files}
@@ -44,7 +52,7 @@ class QuantizedWeight:
         return self.compute({role: self.checkpoint.stored(name) for role, name in self._by_role.items()})
 
 
-def quantized_weights(checkpoint: Checkpoint) -> dict[str, QuantizedWeight]:
+def quantized_weights(checkpoint: Stored) -> dict[str, QuantizedWeight]:
     """The quantized weights of a checkpoint by name, as its quantization_config says. Raises CheckpointError: they are in a form that is
     not known here."""
     config = checkpoint.section("quantization_config") or checkpoint.section("compression_config")
@@ -64,7 +72,7 @@ def quantized_weights(checkpoint: Checkpoint) -> dict[str, QuantizedWeight]:
     return weights
 
 
-def _modules(checkpoint: Checkpoint, ending: str) -> list[str]:
+def _modules(checkpoint: Stored, ending: str) -> list[str]:
     """Names of the modules that have a tensor with this ending."""
     return [name.removesuffix(ending) for name in checkpoint.files if name.endswith(ending)]
 
@@ -72,7 +80,7 @@ def _modules(checkpoint: Checkpoint, ending: str) -> list[str]:
 # ---- one function per method -----------------------------------------------------------------------------------------
 
 
-def _fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
+def _fp8(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """DeepSeek-V3's: a factor for each block of a matrix in float8."""
     high, wide = config.get("weight_block_size") or _FP8_BLOCK
     for module in _modules(checkpoint, ".weight_scale_inv"):
@@ -92,7 +100,7 @@ def _fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[QuantizedWe
         yield QuantizedWeight(checkpoint, module, "weight weight_scale_inv", shape, read)
 
 
-def _compressed(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
+def _compressed(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """compressed-tensors: integers of 8 bits or float8 as they are, integers of fewer bits packed in integers of 32."""
     roles = "weight weight_packed weight_scale weight_zero_point weight_g_idx weight_shape"
     for module in _modules(checkpoint, ".weight_scale"):
@@ -122,7 +130,7 @@ def _compressed(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[Quan
         yield QuantizedWeight(checkpoint, module, roles, shape, read)
 
 
-def _form(checkpoint: Checkpoint, config: dict[str, Any], module: str) -> dict[str, Any]:
+def _form(checkpoint: Stored, config: dict[str, Any], module: str) -> dict[str, Any]:
     """How compressed-tensors quantized a module's weight: that of the group that names it, by pattern, by name or by its class."""
     groups = [group for group in (config.get("config_groups") or {}).values() if isinstance(group.get("weights"), dict)]
     for group in groups:
@@ -135,7 +143,7 @@ def _form(checkpoint: Checkpoint, config: dict[str, Any], module: str) -> dict[s
     return by_class[0]
 
 
-def _awq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
+def _awq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """AWQ of version "gemm": 4 bits, packed along the outputs in an order of its own."""
     form = config.get("bits", 4), str(config.get("version", "gemm")).lower()
     modules = _modules(checkpoint, ".qweight")
@@ -154,7 +162,7 @@ def _awq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[QuantizedWe
         yield QuantizedWeight(checkpoint, module, "qweight qzeros scales", (8 * outputs, inputs), read)
 
 
-def _gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
+def _gptq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """GPTQ: packed along the inputs; in the first version of the format, zero points are stored less one."""
     bits, less = config.get("bits") or 0, int(config.get("checkpoint_format", "gptq") != "gptq_v2")
     modules = _modules(checkpoint, ".qweight")
@@ -173,7 +181,7 @@ def _gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[QuantizedW
         yield QuantizedWeight(checkpoint, module, "qweight qzeros scales g_idx", (outputs, rows * 32 // bits), read)
 
 
-def _bitsandbytes(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
+def _bitsandbytes(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """bitsandbytes: rows of int8 with their greatest magnitudes, or blocks of 4-bit codes with theirs, which may be quantized too."""
     for module in _modules(checkpoint, ".SCB"):
 
