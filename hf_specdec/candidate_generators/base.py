@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
@@ -243,7 +242,7 @@ class HasDrafters:
 class HasHead:
     """Has a head that can go on learning, `head_module`."""
 
-    head_module: nn.Module
+    head_module: Any  # an nn.Module
 
 
 def active_drafter(generator: CandidateGenerator) -> contextlib.AbstractContextManager:

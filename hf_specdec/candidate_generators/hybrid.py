@@ -93,8 +93,12 @@ class HybridGenerator(CombinedGenerator):
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """The first drafter's proposal, extended or replaced by the second's."""
         first = self._ask(0, sequences, [min(n, self.first.config.num_speculative_tokens or 0) for n in limits])
-        if self.extends:
-            return self._extended(sequences, limits, first)
+        if isinstance(self.second, ContinuesDrafts) and self.extends:
+            if not first.is_chain:
+                raise self.config.fail(
+                    "first", "drafts trees, which cannot be extended: give it a chain, or use 'fallback'."
+                )
+            return self.second.continued(first, sequences, limits)
         scores = self.first.draft_scores(first) if isinstance(self.first, ScoresDrafts) else first.row_depths
         weak = [score < self.threshold for score in scores]
         if not any(weak):
@@ -111,11 +115,3 @@ class HybridGenerator(CombinedGenerator):
         trees = self.parts[which].propose(sequences, limits)
         self.note(which, sequences, trees)
         return trees
-
-    def _extended(self, sequences: list[Sequence], limits: list[int], first: DraftTrees) -> DraftTrees:
-        if not first.is_chain:
-            raise self.config.fail(
-                "first", "drafts trees, which cannot be extended: give it a chain, or use 'fallback'."
-            )
-        assert isinstance(self.second, ContinuesDrafts)
-        return self.second.continued(first, sequences, limits)

@@ -159,6 +159,8 @@ class LookaheadGenerator(CandidateGenerator, KeepsTables):
     def __init__(self, config: LookaheadConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.chains_only = context is not None and context.chains_only
+        # Without a window, which is a tree, the text is the only source of n-grams.
+        self.reads_text = config.pool_from_prompt or self.chains_only
         self.rows: dict[int, _Row] = {}
         size = config.guess_set_size
         # at most `guess_set_size` n-grams per token of the vocabulary
@@ -185,13 +187,8 @@ class LookaheadGenerator(CandidateGenerator, KeepsTables):
     def start(self, seq: Sequence) -> None:
         pool = self.spaces.enter(seq) if self.config.share_pool else NGramPool(self.config.guess_set_size)
         self.rows[seq.id] = row = _Row(pool, Window(self.config, seq))
-        if self._reads_text:
+        if self.reads_text:
             row.pool.add_text(seq.tokens, self.config.ngram_size)
-
-    @property
-    def _reads_text(self) -> bool:
-        # Without a window, which is a tree, the text is the only source of n-grams.
-        return self.config.pool_from_prompt or self.chains_only
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         drafts = [self._draft(seq, limit) for seq, limit in zip(sequences, limits, strict=True)]
@@ -216,7 +213,7 @@ class LookaheadGenerator(CandidateGenerator, KeepsTables):
         for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
             row = self.rows[seq.id]
             row.num_guesses = row.num_columns = 0  # the next step may have no proposal
-            if self._reads_text:
+            if self.reads_text:
                 row.pool.add_text(seq.tokens[-len(new) - n + 1 :], n)
 
     def _advance(self, outcome: StepOutcome) -> None:

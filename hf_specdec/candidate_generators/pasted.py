@@ -33,44 +33,28 @@ METHOD_NAMES = {
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _WITHOUT_MODEL = ("ngram", "suffix", "none", "extract_hidden_states")  # vLLM fills in "model" for these
 
-_BATCHES = "batches are never padded"
-_SHARDS = "every device has a whole drafter"
-_LOADING = "drafters are loaded from safetensors or plain pickles, and their repository's code is never run"
-_KERNELS = "attention is chosen by the device and the model"
-_GRAPHS = "'cuda_graphs' says what runs as CUDA graphs"
-_CONFIDENCE = '\'draft_confidence_threshold\' and "num_speculative_tokens": "auto" shorten drafts'
 _CANDIDATES = "a token is never accepted merely because it is among the likeliest; see 'rejection_sample_method'"
-_SERVER = "it concerns a server's memory and workers"
-# Keys without a meaning here, and what to use instead.
-IGNORED_KEYS = {
-    # vLLM, vLLM-Ascend
-    "disable_padded_drafter_batch": _BATCHES,
-    "enforce_eager": _GRAPHS,
-    "code_revision": _LOADING,
-    "draft_load_config": _LOADING,
-    "draft_model_config": "the drafter's own config.json is read",
-    "moe_backend": "experts run as in transformers",
-    "attention_backend": _KERNELS,
-    "kv_cache_dtype": "keys and values are in the model's dtype",
-    "use_local_argmax_reduction": _SHARDS,
-    "index_share_for_mtp_iteration": _KERNELS,
-    "disable_eagle_block_drop": "a prefix is shared as far as the drafter has read it",
-    "disable_mqa_scorer": _KERNELS,
-    "disable_logprobs": "scores are returned where output_scores asks for them",
-    "disable_log_stats": "statistics are in the output's .speculation",
-    "enable_adaptive_verification": _CONFIDENCE,
-    "adaptive_verification": _CONFIDENCE,
-    "dspark_draft_topk": _CONFIDENCE,
-    # FastDeploy
-    "max_candidate_len": _CANDIDATES,
-    "verify_window": _CANDIDATES,
-    "num_gpu_block_expand_ratio": _SERVER,
-    "num_extra_cache_layer": _SERVER,
-    "model_type": _SERVER,
-    "sharing_model": _SERVER,
-    "benchmark_mode": "see 'rejection_sample_method' \"synthetic\"",
-    "prefill_one_step_stop": _SERVER,
-}
+# Keys of vLLM, vLLM-Ascend and FastDeploy without a meaning here, by what to use instead, or why.
+_IGNORED = {
+    "batches are never padded": "disable_padded_drafter_batch",
+    "every device has a whole drafter": "use_local_argmax_reduction",
+    "drafters are loaded from safetensors or plain pickles, and their repository's code is never run": "code_revision draft_load_config",
+    "the drafter's own config.json is read": "draft_model_config",
+    "experts run as in transformers": "moe_backend",
+    "attention is chosen by the device and the model": "attention_backend index_share_for_mtp_iteration disable_mqa_scorer",
+    "keys and values are in the model's dtype": "kv_cache_dtype",
+    "'cuda_graphs' says what runs as CUDA graphs": "enforce_eager",
+    "a prefix is shared as far as the drafter has read it": "disable_eagle_block_drop",
+    "scores are returned where output_scores asks for them": "disable_logprobs",
+    "statistics are in the output's .speculation": "disable_log_stats",
+    '\'draft_confidence_threshold\' and "num_speculative_tokens": "auto" shorten drafts':
+        "enable_adaptive_verification adaptive_verification dspark_draft_topk",
+    _CANDIDATES: "max_candidate_len verify_window",
+    "it concerns a server's memory and workers":
+        "num_gpu_block_expand_ratio num_extra_cache_layer model_type sharing_model prefill_one_step_stop",
+    "see 'rejection_sample_method' \"synthetic\"": "benchmark_mode",
+}  # fmt: skip
+IGNORED_KEYS = {key: why for why, keys in _IGNORED.items() for key in keys.split()}
 _FLAGS = (
     "disable_padded_drafter_batch", "enforce_eager", "use_local_argmax_reduction", "disable_eagle_block_drop",
     "use_heterogeneous_vocab", "parallel_drafting", "disable_mqa_scorer", "disable_logprobs", "disable_log_stats",

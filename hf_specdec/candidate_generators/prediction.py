@@ -98,12 +98,12 @@ class Prediction:
 
 def _replaced(ids: list[int], old: list[int], new: list[int]) -> list[int]:
     """The ids with all occurrences of `old` replaced."""
-    found, start = [], 0
+    out, start = [], 0
     while start < len(ids):
         is_old = ids[start] == old[0] and ids[start : start + len(old)] == old
-        found += new if is_old else ids[start : start + 1]
+        out += new if is_old else ids[start : start + 1]
         start += len(old) if is_old else 1
-    return found
+    return out
 
 
 def predictions_of(config: SpeculativeConfig, num_rows: int, tokenizer: Any, vocab_size: int) -> list[list[int]] | None:
@@ -117,24 +117,24 @@ def predictions_of(config: SpeculativeConfig, num_rows: int, tokenizer: Any, voc
         return None
     rows = [given] if isinstance(given, str) or are_ids(given) else given
     if not isinstance(rows, (list, tuple)) or not all(
-        each is None or isinstance(each, str) or are_ids(each) for each in rows
+        row is None or isinstance(row, str) or are_ids(row) for row in rows
     ):
         raise config.fail(
             "prediction", "must be a text, a list of token ids, or a list with one of them, or None, for each row."
         )
     if num_rows % len(rows):
         raise config.fail("prediction", f"has {len(rows)} entries for a batch of {num_rows} rows: give one for each.")
-    found = []
-    for each in rows:
-        if isinstance(each, str) and tokenizer is None:
+    predictions = []
+    for row in rows:
+        if isinstance(row, str) and tokenizer is None:
             raise config.fail("prediction", "is text: pass generate(..., tokenizer=...), or give token ids.")
-        found.append(
-            tokenizer(each, add_special_tokens=False)["input_ids"] if isinstance(each, str) else list(each or ())
+        predictions.append(
+            tokenizer(row, add_special_tokens=False)["input_ids"] if isinstance(row, str) else list(row or ())
         )
-    wrong = [token for ids in found for token in ids if not 0 <= token < vocab_size]
+    wrong = [token for ids in predictions for token in ids if not 0 <= token < vocab_size]
     if wrong:
         raise config.fail("prediction", f"holds the id {wrong[0]}; the model has ids 0 to {vocab_size - 1}.")
-    return [found[row * len(rows) // num_rows] for row in range(num_rows)]
+    return [predictions[row * len(rows) // num_rows] for row in range(num_rows)]
 
 
 def are_ids(value: Any) -> bool:

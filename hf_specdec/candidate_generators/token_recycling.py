@@ -60,10 +60,8 @@ class TokenRecyclingConfig(LookupCacheConfig):
         if self.use_tree and self.num_speculative_tokens is None and self.num_speculative_tokens_per_batch_size is None:
             self.num_speculative_tokens = self.depth
         super().__post_init__()
-        if self.use_tree:
-            self._check_tree()
-
-    def _check_tree(self) -> None:
+        if not self.use_tree:
+            return
         if (self.num_speculative_tokens or 0) > self.depth:
             raise self.fail(
                 "num_speculative_tokens", f"is {self.num_speculative_tokens}, but the tree is {self.depth} tokens deep."

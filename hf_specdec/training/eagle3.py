@@ -152,7 +152,7 @@ class Eagle3Trainer(HeadTrainer):
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The input of the language-model head [n, H], from the head's output [n, H]."""
-        return hidden if self.head.norm_output else self.head.norm(hidden)
+        return hidden if self.head.options.norm_output else self.head.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] over the draft vocabulary, from the head's output [n, H]."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...config import config_key
-from ..growing.tree_shapes import TreeDraftingConfig, TreeShape, cut_shape
+from ..growing.tree_shapes import DynamicTree, TreeDraftingConfig, TreeShape, TreeTemplate
 from .files import Checkpoint, infer_format, open_checkpoint
 
 _Config = TypeVar("_Config", bound="HeadConfig")
@@ -67,9 +67,12 @@ class HeadConfig(TreeDraftingConfig):
         """
         shape = self.shape()
         is_bound = not self.length_given or (self.draft_length == "auto" and self.depth is None)
-        cut = cut_shape(shape, longest) if is_bound or shape.depth <= longest else None
-        if cut is not None:
-            return cut
+        if shape.depth <= longest:
+            return shape
+        if is_bound and isinstance(shape, DynamicTree):
+            return dataclasses.replace(shape, depth=longest)
+        if is_bound and shape.is_chain:
+            return TreeTemplate.from_widths([1] * longest)
         asked = max(shape.depth, self.num_speculative_tokens or 0)  # the shape's depth is bounded
         raise self.fail(
             "num_speculative_tokens",

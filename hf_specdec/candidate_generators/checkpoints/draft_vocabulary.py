@@ -52,17 +52,17 @@ def _read(config: TreeDraftingConfig, path: str) -> list[int]:
     file = Path(path).expanduser()
     try:
         if file.suffix == ".npy":
-            found = np.load(file, allow_pickle=False).tolist()
+            ids = np.load(file, allow_pickle=False).tolist()
         elif file.suffix == ".pt":
-            found = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True)).tolist()
+            ids = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True)).tolist()
         else:
             text = file.read_text(encoding="utf-8")
-            found = json.loads(text) if text.lstrip()[:1] in ("[", "{") else [int(line) for line in text.split()]
+            ids = json.loads(text) if text.lstrip()[:1] in ("[", "{") else [int(line) for line in text.split()]
     except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise config.fail(_KEY, f"cannot be read from {path!r}: {error}.") from None
-    if not isinstance(found, list) or not all(type(token) is int for token in found):
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise config.fail(_KEY, f"is {path!r}, which holds no list of token ids (JSON, .npy, .pt, or an id a line).")
-    return found
+    return ids
 
 
 def _of_prompts(

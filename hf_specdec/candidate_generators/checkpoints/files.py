@@ -125,7 +125,11 @@ class Checkpoint:
     def files(self) -> dict[str, tuple[Path, str]]:
         """Which file each tensor is in, and its name there, which may have the prefix of a wrapper."""
         out: dict[str, tuple[Path, str]] = {}
-        for path in self._weight_files():
+        if self.index is not None:
+            paths = [self.folder / shard for shard in self.shards(self.index)]
+        else:
+            paths = next(filter(None, map(self.unsharded, _SUFFIXES)), [])
+        for path in paths:
             stored = list(self._read(path).keys())
             for name, there in zip(_unwrapped(stored), stored, strict=True):
                 if self.wanted is None or self.wanted(name):
@@ -144,11 +148,6 @@ class Checkpoint:
     def unsharded(self, suffix: str) -> list[Path]:
         """The weight files of one kind, if there is no index."""
         return sorted(path for path in self.folder.glob(f"*{suffix}") if path.stem not in _NO_WEIGHTS)
-
-    def _weight_files(self) -> list[Path]:
-        if self.index is not None:
-            return [self.folder / shard for shard in self.shards(self.index)]
-        return next(filter(None, map(self.unsharded, _SUFFIXES)), [])
 
     def _read(self, path: Path) -> Any:
         """A file's tensors by name: a dictionary, or safetensors' reader."""
@@ -305,6 +304,17 @@ def _unwrapped(names: Iterable[str]) -> list[str]:
     return (
         [name.removeprefix(_WRAPPED) for name in names] if all(name.startswith(_WRAPPED) for name in names) else names
     )
+
+
+def renaming(prefixes: dict[str, str]) -> Callable[[str], str]:
+    """A renaming for `Plan`, by the beginnings of names without the prefix `model.`, which some files have."""
+
+    def canonical(name: str) -> str:
+        name = name.removeprefix("model.")
+        old = next(filter(name.startswith, prefixes), None)
+        return name if old is None else prefixes[old] + name.removeprefix(old)
+
+    return canonical
 
 
 def counted(checkpoint: Checkpoint, numbers: Iterable[int], what: str) -> int:

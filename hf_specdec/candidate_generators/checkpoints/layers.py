@@ -209,18 +209,18 @@ def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] |
             values[key] = used[0]
 
 
+_LAYERS_OF = {
+    Gemma4TextConfig: Gemma4TextDecoderLayer, DeepseekV3Config: DeepseekV3DecoderLayer, Qwen3Config: Qwen3DecoderLayer,
+    LlamaConfig: LlamaDecoderLayer,
+}  # fmt: skip
+
+
 def decoder_layer(config: PretrainedConfig, index: int) -> nn.Module:
     """transformers' decoder layer for a configuration of `read_layer_config`."""
+    layer: Any = _LAYERS_OF[type(config)](config, index)
     if isinstance(config, Gemma4TextConfig):
-        gemma4 = Gemma4TextDecoderLayer(config, index)
-        gemma4.self_attn.store_full_length_kv = False  # no layer reads another's keys
-        return gemma4
-    if isinstance(config, DeepseekV3Config):
-        return DeepseekV3DecoderLayer(config, index)
-    if isinstance(config, Qwen3Config):
-        return Qwen3DecoderLayer(config, index)
-    assert isinstance(config, LlamaConfig)
-    return LlamaDecoderLayer(config, index)
+        layer.self_attn.store_full_length_kv = False  # no layer reads another's keys
+    return layer
 
 
 def fit_biases(module: nn.Module, plan: Plan, prefix: str = "") -> None:
@@ -244,35 +244,40 @@ def add_tables(module: nn.Module, plan: Plan, width: int) -> None:
 
 @dataclass(eq=False)
 class LoadedHead:
-    """A head, `module`, over packed rows; its language-model head, or the target's; and the vocabulary of the logits."""
+    """A head over packed rows; its language-model head, or the target's; and the vocabulary of the logits."""
 
     head: PackedHead
-    module: Any
     lm_head: nn.Module
     vocabulary: DraftVocabulary
 
+    @property
+    def module(self) -> Any:
+        return self.head.module
+
 
 def loaded(
-    checkpoint: Checkpoint, plan: Plan, target: PackedModel, config: PretrainedConfig, make: Callable[[], nn.Module],
-    prepack_weights: bool | None, stated: tuple[int | None, ...] = (), fuses: bool = False,
+    checkpoint: Checkpoint, plan: Plan, target: PackedModel, config: PretrainedConfig, make: Callable[[int], nn.Module],
+    run: Callable[[Any], PackedHead], stated: tuple[int | None, int | None] = (None, None), scale: float | None = None,
 ) -> LoadedHead:  # fmt: skip
-    """Load the head that `make` builds, with rotary positions, and the target's embeddings and language-model head if it has none.
+    """Load a head, with rotary positions, and the target's embeddings and language-model head if it has none.
 
     Args:
+        make: builds its module for that many logits.
+        run: makes it run over packed rows.
         stated: see `vocabulary_of`.
-        fuses: texts are read with `module.fuse`.
+        scale: of the embeddings' rows; None: as the head's kind has it.
     """
     vocabulary, lm_head = vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
-    module: Any = built(checkpoint, plan, target, make)
+    shared: Any = lm_head
+    size = len(shared.weight) if shared is not None else plan.matrix("lm_head.weight")[0]
+    module: Any = built(checkpoint, plan, target, lambda: make(size))
     pair_rotated(module.layers, config)
-    device, dtype = device_and_dtype(target)
-    module.rotary = RotaryPositions(checkpoint, config, device)
+    module.rotary = RotaryPositions(checkpoint, config, device_and_dtype(target)[0])
     table = getattr(module, "embed_tokens", None)
-    scale = None if table is None else table_scale(config)
+    if scale is None and table is not None:
+        scale = table_scale(config)
     module.embeddings = embeddings_of(checkpoint, target, table, config.hidden_size, scale)
-    options: Any = {"prepack_weights": prepack_weights, "device": device, "dtype": dtype}
-    head = PackedHead(module, config, config.num_hidden_layers, fuse=module.fuse if fuses else None, **options)
-    return LoadedHead(head, module, lm_head or module.lm_head, vocabulary)
+    return LoadedHead(run(module), lm_head or module.lm_head, vocabulary)
 
 
 def capped(logits: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
@@ -320,6 +325,18 @@ class RotaryPositions(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
 
+class LayeredHead(nn.Module):
+    """A head of decoder layers with embeddings, which may be the target's, and rotary positions; `lm_head` if the file has one."""
+
+    embeddings: Embeddings
+    rotary: RotaryPositions
+    layers: nn.ModuleList
+    lm_head: nn.Linear
+
+    def borrowed(self) -> list[nn.Module]:
+        return [self.embeddings.table]
+
+
 class Embeddings:
     """Embeds ids of the target's vocabulary with the head's own table or the target's.
 
@@ -357,8 +374,8 @@ def embeddings_of(
         last = table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None
         return Embeddings(table, last, scale)
     shared: Any = target_embeddings(target)
-    if (own := shared.weight.shape[1]) != width:
+    if (held := shared.weight.shape[1]) != width:
         raise checkpoint.error(
-            f"has no embed_tokens.weight, and the target's embeddings have width {own}, not {width}."
+            f"has no embed_tokens.weight, and the target's embeddings have width {held}, not {width}."
         )
     return Embeddings(shared, scale=scale)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -29,19 +28,28 @@ class Stored(Protocol):
     def error(self, what: str) -> Exception: ...
 
 
-@dataclass(frozen=True)
 class QuantizedWeight:
     """A weight that a file stores in parts.
 
-    Attributes:
+    Args:
+        roles: what the parts' names may have after the module's name.
         shape: of the weight.
+        compute: the weight in float32, from the stored parts by role.
+
+    Attributes:
         parts: names of the stored tensors.
-        read: computes the weight in float32.
     """
 
-    shape: tuple[int, ...]
-    parts: frozenset[str]
-    read: Callable[[], torch.Tensor]
+    def __init__(
+        self, checkpoint: Stored, module: str, roles: str, shape: tuple[int, ...], compute: Callable[..., torch.Tensor]
+    ):  # fmt: skip
+        self.checkpoint, self.name, self.shape, self.compute = checkpoint, f"{module}.weight", shape, compute
+        self._by_role = {role: f"{module}.{role}" for role in roles.split() if f"{module}.{role}" in checkpoint.files}
+        self.parts = set(self._by_role.values())
+
+    def read(self) -> torch.Tensor:
+        """The weight in float32."""
+        return self.compute({role: self.checkpoint.stored(name) for role, name in self._by_role.items()})
 
 
 def quantized_weights(checkpoint: Stored) -> dict[str, QuantizedWeight]:
@@ -56,28 +64,12 @@ def quantized_weights(checkpoint: Stored) -> dict[str, QuantizedWeight]:
     if method not in _READERS:
         known = ", ".join(_READERS)
         raise checkpoint.error(f"is quantized by {method!r}; {known} are supported: use the original weights.")
-    weights = {f"{weight.module}.weight": weight.done() for weight in _READERS[method](checkpoint, config)}
+    weights = {weight.name: weight for weight in _READERS[method](checkpoint, config)}
     for name in checkpoint.files:
         of = f"{name.rpartition('.')[0]}.weight"
         if _BESIDE.search(name) and of in weights:
-            weights[of] = replace(weights[of], parts=weights[of].parts | {name})
+            weights[of].parts.add(name)
     return weights
-
-
-class _Parts:
-    """The stored tensors of one module's weight, by role; `read` computes the weight from them."""
-
-    def __init__(
-        self, checkpoint: Stored, module: str, roles: str, shape: tuple[int, ...], read: Callable[..., torch.Tensor]
-    ):
-        self.checkpoint, self.module, self.shape, self._read = checkpoint, module, shape, read
-        self.names = {role: f"{module}.{role}" for role in roles.split() if f"{module}.{role}" in checkpoint.files}
-
-    def done(self) -> QuantizedWeight:
-        return QuantizedWeight(self.shape, frozenset(self.names.values()), self._computed)
-
-    def _computed(self) -> torch.Tensor:
-        return self._read({role: self.checkpoint.stored(name) for role, name in self.names.items()})
 
 
 def _modules(checkpoint: Stored, ending: str) -> list[str]:
@@ -88,7 +80,7 @@ def _modules(checkpoint: Stored, ending: str) -> list[str]:
 # ---- one function per method -----------------------------------------------------------------------------------------
 
 
-def _fp8(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
+def _fp8(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """DeepSeek-V3's: a factor for each block of a matrix in float8."""
     high, wide = config.get("weight_block_size") or _FP8_BLOCK
     for module in _modules(checkpoint, ".weight_scale_inv"):
@@ -105,10 +97,10 @@ def _fp8(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
         def read(stored: dict[str, torch.Tensor]) -> torch.Tensor:
             return scaled(stored["weight"], stored["weight_scale_inv"], None, (high, wide))
 
-        yield _Parts(checkpoint, module, "weight weight_scale_inv", shape, read)
+        yield QuantizedWeight(checkpoint, module, "weight weight_scale_inv", shape, read)
 
 
-def _compressed(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
+def _compressed(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """compressed-tensors: integers of 8 bits or float8 as they are, integers of fewer bits packed in integers of 32."""
     roles = "weight weight_packed weight_scale weight_zero_point weight_g_idx weight_shape"
     for module in _modules(checkpoint, ".weight_scale"):
@@ -135,7 +127,7 @@ def _compressed(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
                 zero = unpacked(zero, bits, 0)[: shape[0]] - half
             return scaled(values, stored["weight_scale"], zero, block, stored.get("weight_g_idx"))
 
-        yield _Parts(checkpoint, module, roles, shape, read)
+        yield QuantizedWeight(checkpoint, module, roles, shape, read)
 
 
 def _form(checkpoint: Stored, config: dict[str, Any], module: str) -> dict[str, Any]:
@@ -151,7 +143,7 @@ def _form(checkpoint: Stored, config: dict[str, Any], module: str) -> dict[str, 
     return by_class[0]
 
 
-def _awq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
+def _awq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """AWQ of version "gemm": 4 bits, packed along the outputs in an order of its own."""
     form = config.get("bits", 4), str(config.get("version", "gemm")).lower()
     modules = _modules(checkpoint, ".qweight")
@@ -167,10 +159,10 @@ def _awq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
             )
             return scaled(values.T, stored["scales"].T, zero.T, (1, len(values) // len(zero)))
 
-        yield _Parts(checkpoint, module, "qweight qzeros scales", (8 * outputs, inputs), read)
+        yield QuantizedWeight(checkpoint, module, "qweight qzeros scales", (8 * outputs, inputs), read)
 
 
-def _gptq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
+def _gptq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """GPTQ: packed along the inputs; in the first version of the format, zero points are stored less one."""
     bits, less = config.get("bits") or 0, int(config.get("checkpoint_format", "gptq") != "gptq_v2")
     modules = _modules(checkpoint, ".qweight")
@@ -186,17 +178,17 @@ def _gptq(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
             group = stored.get("g_idx")
             return scaled(values.T, stored["scales"].T, zero.T, (1, len(values) // len(zero)), group)
 
-        yield _Parts(checkpoint, module, "qweight qzeros scales g_idx", (outputs, rows * 32 // bits), read)
+        yield QuantizedWeight(checkpoint, module, "qweight qzeros scales g_idx", (outputs, rows * 32 // bits), read)
 
 
-def _bitsandbytes(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts]:
+def _bitsandbytes(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
     """bitsandbytes: rows of int8 with their greatest magnitudes, or blocks of 4-bit codes with theirs, which may be quantized too."""
     for module in _modules(checkpoint, ".SCB"):
 
         def read_rows(stored: dict[str, torch.Tensor]) -> torch.Tensor:
             return stored["weight"].to(torch.float32) * stored["SCB"].view(-1, 1) / 127.0
 
-        yield _Parts(checkpoint, module, "weight SCB", checkpoint.stored_shape(f"{module}.weight"), read_rows)
+        yield QuantizedWeight(checkpoint, module, "weight SCB", checkpoint.stored_shape(f"{module}.weight"), read_rows)
     for kind in ("nf4", "fp4"):
         ending = f"weight.quant_state.bitsandbytes__{kind}"
         roles = f"weight weight.absmax weight.quant_map weight.nested_absmax weight.nested_quant_map {ending}"
@@ -215,7 +207,7 @@ def _bitsandbytes(checkpoint: Stored, config: dict[str, Any]) -> Iterator[_Parts
                 values = stored["weight.quant_map"][codes.long()]
                 return (values * greatest.repeat_interleave(state["blocksize"])[: len(values)]).view(state["shape"])
 
-            yield _Parts(checkpoint, module, roles, tuple(state["shape"]), read_blocks)
+            yield QuantizedWeight(checkpoint, module, roles, tuple(state["shape"]), read_blocks)
 
 
 _READERS = {

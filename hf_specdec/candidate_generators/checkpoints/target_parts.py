@@ -19,7 +19,6 @@ from ...model.architectures import has_repository_code
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.sharding import whole
-from .config import HeadConfig
 from .files import BAD_VALUES, Checkpoint, Plan, load_module, versions_of
 
 logger = logging.getLogger(__name__)
@@ -30,28 +29,18 @@ _loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tupl
 _PADDING = 512  # embeddings and heads may be padded to a multiple of this, or of a smaller power of two
 
 
-def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded], *more: Any) -> Loaded:
-    """The result of `load`, called once per target and checkpoint, so that configurations with other draft lengths share it.
+def load_once(config: Any, target: PackedModel, load: Callable[[], Loaded], *more: Any) -> Loaded:
+    """The result of `load`, called once per target and checkpoint, so that configurations with other draft lengths share it. It is kept
+    as long as the target and some user of it are.
 
     Args:
+        config: of a drafter that is loaded from `model`.
         more: other values that the result depends on.
     """
-    key = (
-        config.method,
-        config.model,
-        config.revision,
-        config.model and versions_of(config.model),
-        config.quantization and (config.quantization, quantizes_natively(config)),
-        target.model.dtype,
-        target.device,
-        *more,
-    )
-    return once_per(target.model, key, load)
-
-
-def once_per(model: nn.Module, key: tuple, load: Callable[[], Loaded]) -> Loaded:
-    """The result of `load`, which is kept by this key as long as the model and some user of the result are."""
-    loaded = _loaded.setdefault(model, weakref.WeakValueDictionary())
+    versions = config.model and versions_of(config.model)
+    quantization = config.quantization and (config.quantization, quantizes_natively(config))
+    key = config.method, config.model, config.revision, versions, quantization, target.model.dtype, target.device, *more
+    loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
     made = loaded.get(key)
     if made is None:
         made = loaded[key] = load()
@@ -91,8 +80,7 @@ def gather_features(
     """
     first = layers[0]
     if any((states.device, states.dtype) != (first.device, first.dtype) for states in layers):
-        each_alone = [gather_features([states], index, device, dtype) for states in layers]
-        return torch.cat(each_alone, dim=-1)
+        return torch.cat([gather_features([states], index, device, dtype) for states in layers], dim=-1)
     return drafting.gather_features(layers, index.to(first.device), dtype).to(device)
 
 

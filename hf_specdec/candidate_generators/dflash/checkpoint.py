@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import logging
 import pickle
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
 from ..checkpoints.files import MASK_EMBEDDING, Checkpoint, Plan, register_format
 from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
-from ..checkpoints.layers import (
-    Embeddings,
-    RotaryPositions,
-    embeddings_of,
-    keys_of_layers,
-    pair_rotated,
-    read_layer_config,
-    table_scale,
-)
-from ..checkpoints.target_parts import DraftVocabulary, trained_for
+from ..checkpoints.layers import LoadedHead, keys_of_layers, loaded, read_layer_config, table_scale
+from ..checkpoints.target_parts import trained_for
 from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
 
 logger = logging.getLogger(__name__)
@@ -52,12 +43,6 @@ _HEAD_KEYS = {
     "domino": {**keys(integer(0), "emb_dim", "gru_hidden_dim"), "pure_draft_prefix_len": Key(integer(0))},
     "dflash2": keys(integer(), "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
 }
-_DFLASH2 = {
-    "conv_kernel_size": 2,
-    "conv_group_size": 16,
-    "selector_rank": 256,
-    "selector_top_k": 16,
-}  # its writers' defaults
 _TABLE = Table(
     {
         "kind": Key(one_of(*_KINDS), places=(".speculators_model_type", "speculators_config.algorithm")),
@@ -177,7 +162,8 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     cap = getattr(target.config, "final_logit_softcapping", None) if scales_rows and scale is None else None
     layout = DFlashLayout(
         layers=config,
-        block_size=_block_size(given, is_dflash2),
+        # its writer's default: 8 of speculators, 16 of z-lab's DFlash2; 0: there is none
+        block_size=(8 if given.kind else 16 if is_dflash2 else 0) if given.block_size is None else given.block_size,
         mask_token_id=given.mask_token_id,
         tapped=tuple(tapped or ()),
         # DSpark is trained to predict from the anchor's slot too; others only if config.json says so
@@ -200,13 +186,6 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel, embedding_scale: fl
     return layout
 
 
-def _block_size(given: Any, is_dflash2: bool) -> int:
-    """What the file states, or its writer's default: 8 of speculators, 16 of z-lab's DFlash2; 0: there is none."""
-    if given.block_size is not None:
-        return given.block_size
-    return 8 if given.kind else 16 if is_dflash2 else 0
-
-
 def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
     """The keys of the DSpark, Domino or DFlash2 parts, `projector_type` tells which; {} if the file has none of these."""
     named = {_PROJECTORS.get(name, name) for name in given.architectures} | {given.projector, given.kind}
@@ -225,29 +204,30 @@ def _heads(checkpoint: Checkpoint, given: Any, plan: Plan) -> dict[str, Any]:
                 raise checkpoint.error(f"config.json has {key} = {value!r}, but it is no drafter with this head.")
     if projector is None:
         return {}
-    heads = {"projector_type": projector} | {key: getattr(given, key) for key in _HEAD_KEYS[projector]}
+    is_own = given.kind is None
+    defaults = {
+        "dspark": {
+            "markov_rank": 0 if is_own else 256,
+            "enable_confidence_head": given.confidence_head_alpha > 0 or not is_own,
+            "confidence_head_with_markov": not is_own,
+        },
+        "domino": {"pure_draft_prefix_len": 0 if is_own else 1},
+        "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
+    }[projector]
+    heads = {key: getattr(given, key) for key in _HEAD_KEYS[projector]}
+    heads |= {key: value for key, value in defaults.items() if heads[key] is None}
     if projector == "domino":
         if given.kind is not None and given.shift_label is False:
             raise checkpoint.error("has shift_label false, with which Domino's head was shown the tokens it predicts.")
-        if heads["pure_draft_prefix_len"] is None:
-            heads["pure_draft_prefix_len"] = 0 if given.kind is None else 1
         # Weights that are read: the state by the GRU, the bottleneck by the last layer.
         for key, tensor in (("emb_dim", "embed_proj.2.weight"), ("gru_hidden_dim", "prefix_gru.weight_hh_l0")):
             held = plan.matrix(f"domino.{tensor}")[1] if f"domino.{tensor}" in plan else heads[key]
             if not heads[key] or heads[key] != held:
                 raise checkpoint.error(f"has {key} = {heads[key]}, but its {tensor} reads {held} numbers.")
-        return heads
-    if projector == "dflash2":
-        return heads | {key: default if heads[key] is None else heads[key] for key, default in _DFLASH2.items()}
-    is_own = given.kind is None
-    defaults = (0, given.confidence_head_alpha > 0, False) if is_own else (256, True, True)
-    for key, default in zip(
-        ("markov_rank", "enable_confidence_head", "confidence_head_with_markov"), defaults, strict=True
-    ):
-        heads[key] = default if heads[key] is None else heads[key]
-    if heads["enable_confidence_head"] and heads["confidence_head_with_markov"] and not heads["markov_rank"]:
+    reads_markov = heads.get("enable_confidence_head") and heads["confidence_head_with_markov"]
+    if reads_markov and not heads["markov_rank"]:
         raise checkpoint.error("has confidence_head_with_markov true and no Markov head (markov_rank 0).")
-    return heads
+    return {"projector_type": projector} | heads
 
 
 def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: PackedModel) -> None:
@@ -286,52 +266,39 @@ def _check(checkpoint: Checkpoint, given: Any, layout: DFlashLayout, target: Pac
 def _mask_embedding(checkpoint: Checkpoint, plan: Plan, layout: DFlashLayout) -> torch.Tensor | None:
     """What a file has in place of the mask token's embedding [H], a tensor or a file beside the weights; None: nothing."""
     source, there = plan.sources.pop("mask_embedding", None), checkpoint.folder / MASK_EMBEDDING
-    found: Any = None if source is None else checkpoint.tensor(source)
+    mask: Any = None if source is None else checkpoint.tensor(source)
     if there.exists():
-        if found is not None:
+        if mask is not None:
             raise checkpoint.error(f"has both a tensor {source} and a file {MASK_EMBEDDING}.")
         try:
-            found = torch.load(there, map_location="cpu", weights_only=True)
+            mask = torch.load(there, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
             raise checkpoint.error(f"its {MASK_EMBEDDING} is no plain file of a tensor: {error}") from error
-        if isinstance(found, dict):
-            if found.get("mask_token_id", layout.mask_token_id) != layout.mask_token_id:
+        if isinstance(mask, dict):
+            if mask.get("mask_token_id", layout.mask_token_id) != layout.mask_token_id:
                 raise checkpoint.error(
-                    f"its {MASK_EMBEDDING} is for token {found['mask_token_id']}, config.json has mask_token_id {layout.mask_token_id}."
+                    f"its {MASK_EMBEDDING} is for token {mask['mask_token_id']}, config.json has mask_token_id {layout.mask_token_id}."
                 )
-            found = found.get("embedding", found.get("mask_embedding"))
-    elif found is None:
+            mask = mask.get("embedding", mask.get("mask_embedding"))
+    elif mask is None:
         return None
     width = layout.layers.hidden_size
-    if not isinstance(found, torch.Tensor) or found.numel() != width or not found.is_floating_point():
+    if not isinstance(mask, torch.Tensor) or mask.numel() != width or not mask.is_floating_point():
         raise checkpoint.error(f"its mask embedding is no tensor of {width} numbers.")
-    return found.flatten()
+    return mask.flatten()
 
 
 def _canonical(name: str) -> str | None:
-    name = _RENAMED.get(name, name)
-    name = name.removeprefix("logit_head.").removeprefix(
-        "domino_head."
-    )  # of the extra heads in early files, of speculators' Domino
+    # prefixes of the extra heads in early files, and of speculators' Domino
+    name = _RENAMED.get(name, name).removeprefix("logit_head.").removeprefix("domino_head.")
     if name in _NOT_IN_MODULE:
         return None
     return f"domino.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else name
 
 
-@dataclass(eq=False)
-class LoadedDFlash:
-    """A loaded drafter; the target's embeddings and lm_head where the file has none. `mask`: the mask token's embedding [H], if apart."""
-
-    head: BlockHead
-    embeddings: Embeddings
-    lm_head: nn.Module
-    vocabulary: DraftVocabulary
-    mask: torch.Tensor | None
-
-
 def load_dflash(
     checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel, prepack_weights: bool | None
-) -> LoadedDFlash:
+) -> LoadedHead:
     """Load the drafter of a checkpoint on the target's device and in its dtype. Raises CheckpointError: it is inconsistent or does not
     fit the target; nothing was loaded."""
     config = layout.layers
@@ -350,25 +317,19 @@ def load_dflash(
     if layout.fused_by_layer and feature_size != config.hidden_size:
         raise checkpoint.error(f"has width {config.hidden_size}, but sums hidden states of width {feature_size}.")
     mask = _mask_embedding(checkpoint, plan, layout)
-    stated = layout.draft_vocab_size, config.vocab_size
-    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
-    shared: Any = lm_head
-    size = (owns["lm_head"] or shared.weight.shape)[0]
     table: Any = target_parts.target_embeddings(target)
     rows = (owns["embed_tokens"] or table.weight.shape)[0]
     if layout.mask_token_id >= rows:
         raise checkpoint.error(f"has mask_token_id {layout.mask_token_id}, but there are {rows} embeddings.")
-    rotary = RotaryPositions(checkpoint, config, target_parts.device_and_dtype(target)[0])
-    drafter = target_parts.built(checkpoint, plan, target, lambda: DFlashDrafter(layout, feature_size, size, owns))
-    pair_rotated(drafter.layers, config)
-    for layer in drafter.layers if layout.value_scale != 1.0 else ():
-        attention: Any = layer.self_attn
-        attention.o_proj.weight.mul_(layout.value_scale)
-    embeddings = embeddings_of(checkpoint, target, drafter.embed_tokens, config.hidden_size, layout.embedding_scale)
-    return LoadedDFlash(
-        head=BlockHead(drafter, layout, rotary, prepack_weights),
-        embeddings=embeddings,
-        lm_head=drafter.lm_head or shared,
-        vocabulary=vocabulary,
-        mask=None if mask is None else mask.to(drafter.norm.weight) * (layout.embedding_scale or 1.0),
-    )
+
+    def run(drafter: DFlashDrafter) -> BlockHead:
+        for layer in drafter.layers if layout.value_scale != 1.0 else ():
+            attention: Any = layer.self_attn
+            attention.o_proj.weight.mul_(layout.value_scale)
+        if mask is not None:
+            drafter.mask = mask.to(drafter.norm.weight) * (layout.embedding_scale or 1.0)
+        return BlockHead(drafter, layout, prepack_weights)
+
+    stated = layout.draft_vocab_size, config.vocab_size
+    make = partial(DFlashDrafter, layout, feature_size, owns=owns)
+    return loaded(checkpoint, plan, target, config, make, run, stated, layout.embedding_scale)

@@ -51,8 +51,15 @@ class DFlashGenerator(FeatureGenerator):
     each node's path. A block has the slots that `num_speculative_tokens` needs, whatever the rows' own limits, so that a
     row's draft does not depend on the rest of the batch. Blocks shorter than the trained one are cut, as in z-lab's code and
     vLLM.
+
+    Attributes:
+        hidden: [R, depths, H], of the current round, for the heads.
+        base: [R, depths, Vd], the block's own logits.
+        survival: [R, F], log-probabilities that the token after a node is accepted.
     """
 
+    hidden: torch.Tensor
+    base: torch.Tensor
     drafts_twice = True
     tokens_ahead = 0
 
@@ -63,19 +70,15 @@ class DFlashGenerator(FeatureGenerator):
         config = config.with_default_length(proposed_length(checkpoint) or layout.num_tokens)
         shape = config.shape_within(layout.num_tokens)
         super().__init__(config, target, context, shape, has_loop=False)  # one forward has drafted all depths
-        self.loaded = load_once(
+        loaded = load_once(
             config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights), scale
         )
-        self.vocabulary, self.lm_head = self.loaded.vocabulary, self.loaded.lm_head
         # not native: its blocks are packed once per kind of attention
-        self.head = self.block = self.captured(self.loaded.head, native=False)
+        self.block = self.use(loaded, native=False)
         self.sequential, self.confidence = self.block.module.sequential, self.block.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(layout.tapped)))
         self.num_slots = shape.depth + (not layout.from_anchor)
-        # of the current round:
-        self.hidden: torch.Tensor | None = None  # [R, depths, H], for the heads
-        self.base: torch.Tensor | None = None  # [R, depths, Vd], the block's own logits
-        self.survival: torch.Tensor | None = None  # [R, F], log-probabilities that the token after a node is accepted
+        self.survival: torch.Tensor | None = None
 
     def moved_caches(self) -> None:
         """None: moving the rows of its cache is not supported."""
@@ -110,9 +113,9 @@ class DFlashGenerator(FeatureGenerator):
         ids[:, 0] = anchors
         rows = [RowInput(seq.id, block, self.num_read(seq)) for seq, block in zip(sequences, ids, strict=True)]
         embedded = self._embed(ids.flatten())
-        if self.loaded.mask is not None:
-            embedded.view(*ids.shape, -1)[:, 1:] = self.loaded.mask
-        hidden = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
+        if self.block.module.mask is not None:
+            embedded.view(*ids.shape, -1)[:, 1:] = self.block.module.mask
+        hidden: torch.Tensor = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
         self.base = self.layout.capped(self.lm_head(self.hidden))
@@ -128,7 +131,6 @@ class DFlashGenerator(FeatureGenerator):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""
-        assert self.base is not None and self.hidden is not None
         state, survival = self.carried(level), self.survival
         if len(level.kept) < len(self.base):
             kept = upload(level.kept, self.base.device)
@@ -140,10 +142,10 @@ class DFlashGenerator(FeatureGenerator):
 
     def _follow_paths(self, depth: int, previous: torch.Tensor, state: torch.Tensor, survival) -> torch.Tensor:
         """Logits [R, F or 1, Vd] at `depth`, after the tokens `previous` [R, F]. Updates the paths' states and survival."""
-        assert self.base is not None and self.hidden is not None
         base, hidden = self.base[:, depth - 1 : depth], self.hidden[:, depth - 1]
         if self.confidence is not None and self.config.draft_confidence_threshold:
-            accepted = self._confidence(hidden, previous)
+            of_paths = hidden[:, None].expand(-1, previous.shape[1], -1)
+            accepted = self.confidence(self.block.module.confidence_features(of_paths, previous))
             self.survival = accepted if survival is None else survival + accepted
         if self.sequential is None:
             return base
@@ -157,20 +159,14 @@ class DFlashGenerator(FeatureGenerator):
         assert self.sequential is not None
         rows, count = previous.shape
         flat = previous.flatten()
-        hidden, base = (each[:, None].expand(-1, count, -1).flatten(0, 1) for each in (hidden, base))
+        hidden, base = (row[:, None].expand(-1, count, -1).flatten(0, 1) for row in (hidden, base))
         new, bias = self.sequential(state.flatten(0, 1), flat, hidden, base, self._embed, depth)
         self.state = new.view(rows, count, -1)
         return None if bias is None else bias.view(rows, count, -1)
 
-    def _confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities [R, F] that the token after each of `previous` [R, F] is accepted."""
-        assert self.confidence is not None
-        hidden = hidden[:, None].expand(-1, previous.shape[1], -1)
-        return self.confidence(self.block.module.confidence_features(hidden, previous))
-
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device
-        return self.loaded.embeddings(ids[None].to(device), self.block.module.norm.weight)[0]
+        return self.block.module.embeddings(ids[None].to(device), self.block.module.norm.weight)[0]
 
     def log_survival(self) -> torch.Tensor | None:
         """The confidence head's estimates, if the checkpoint has one."""

@@ -22,7 +22,7 @@ from ...kernels.transfer import upload
 from ...model.graphs import CapturedBatch, GraphRunner
 from ...model.packed_batch import PackedBatch
 from ...model.packed_head import PackedHead
-from ..checkpoints.layers import RotaryPositions, capped, decoder_layer
+from ..checkpoints.layers import Embeddings, RotaryPositions, capped, decoder_layer
 from .convolved import ConvolvedLayer
 
 if TYPE_CHECKING:
@@ -223,7 +223,14 @@ class DFlashDrafter(nn.Module):
     Args:
         vocab: Vd, width of the logits.
         owns: shapes of `embed_tokens` and `lm_head` in the checkpoint; None: the target's is used.
+
+    Attributes:
+        mask: the mask token's embedding [H], if it is stored apart.
     """
+
+    embeddings: Embeddings
+    rotary: RotaryPositions
+    mask: torch.Tensor | None = None
 
     def __init__(self, layout: DFlashLayout, feature_size: int, vocab: int, owns: dict[str, tuple[int, ...] | None]):
         super().__init__()
@@ -297,11 +304,9 @@ class BlockHead(PackedHead):
 
     module: DFlashDrafter
 
-    def __init__(
-        self, module: DFlashDrafter, layout: DFlashLayout, rotary: RotaryPositions, prepack_weights: bool | None
-    ):
-        super().__init__(module, layout.layers, layout.layers.num_hidden_layers, prepack_weights=prepack_weights)
-        self.layout, self.rotary = layout, rotary
+    def __init__(self, module: DFlashDrafter, layout: DFlashLayout, prepack_weights: bool | None):
+        super().__init__(module, layout.layers, layout.layers.num_hidden_layers, prepack_weights)
+        self.layout = layout
         self.kinds = list(dict.fromkeys(self.config.layer_types))  # of attention, without repetition
 
     @torch.no_grad()
@@ -330,7 +335,7 @@ class BlockHead(PackedHead):
 
     def write_context(self, batch: PackedBatch | CapturedBatch, features: torch.Tensor) -> torch.Tensor:
         """`read` for a packed batch; returns `features`."""
-        cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
+        cos, sin = (x[:, None] for x in self.module.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
         parts = features.split(self.config.hidden_size, dim=1)
         with batch.cache.running(batch):
             for index, layer in enumerate(self.module.layers):
@@ -367,7 +372,7 @@ class BlockHead(PackedHead):
         hidden, more = features[None], {}
         if self.module.is_convolved:
             hidden, more = hidden[:, :, :-1], {"slots": features[:, -1]}
-        position_embeddings = self.rotary(batch.position_ids, hidden.dtype)
+        position_embeddings = self.module.rotary(batch.position_ids, hidden.dtype)
         with batch.cache.running(batch):
             for kind, layer in zip(self.config.layer_types, self.module.layers, strict=True):
                 sinks = getattr(layer.self_attn, "attention_sink_bias", None)

@@ -26,13 +26,12 @@ from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.architectures import has_repository_code
 from ...model.encoder_decoder import FAMILIES, is_encoder_decoder
-from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
 from ..base import DrafterContext, MayMissSteps, RunsModel
 from ..checkpoints.draft_vocabulary import draft_ids
-from ..checkpoints.files import Checkpoint, register_format, versions_of
-from ..checkpoints.target_parts import once_per, rows_of
+from ..checkpoints.files import Checkpoint, register_format
+from ..checkpoints.target_parts import load_once, rows_of
 from ..growing.own_cache import OwnsCache
 from ..growing.tree_growth import Draft, DraftLevel
 from ..growing.tree_shapes import TreeDraftingConfig
@@ -105,9 +104,6 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         from transformers.distributed.configuration_utils import DistributedConfig
 
         sharding["distributed_config"] = DistributedConfig(tp_size=shards)
-    quantization = config.quantization and (config.quantization, quantizes_natively(config))
-    key = (name, versions_of(name), config.revision, quantization, target.model.dtype, target.device, len(sharding))
-    key = (*key, ids is not None and ids.numpy().tobytes())
 
     def load() -> Any:
         try:
@@ -126,7 +122,7 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
 
     # transformers patches its own classes while it loads: two loads at once would leave them patched.
     with _loading:
-        return once_per(target.model, ("draft_model", *key), load)
+        return load_once(config, target, load, len(sharding), ids is not None and ids.numpy().tobytes())
 
 
 def is_known(name: str, revision: str) -> bool:
@@ -185,7 +181,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
                 "model", f"needs what an encoder has read, and {type(target.model).__name__} has no encoder."
             )
         if not is_encoder_decoder(model) and self.drafter.family is not None:
-            width, theirs = (each.model.config.hidden_size for each in (self.drafter, target))
+            width, theirs = (packed.model.config.hidden_size for packed in (self.drafter, target))
             if width != theirs:
                 raise config.fail(
                     "model", f"reads the output of an encoder of width {width}, and the target's has {theirs}."
@@ -280,11 +276,8 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         """Read all new tokens of the texts, a chunk at a time; logits [R, V] of the token after each text."""
         chunk = self.config.prefill_chunk_size
         rows = [(seq, self.texts[seq.id]) for seq in sequences]
-        tables = [self.cache.tables[seq.id] for seq in sequences]
-        while any(len(text) - table.length > chunk for (_, text), table in zip(rows, tables, strict=True)):
-            self._forward_texts(
-                [row for row, table in zip(rows, tables, strict=True) if len(row[1]) - table.length > chunk], chunk
-            )
+        while long := [(seq, text) for seq, text in rows if len(text) - self.num_read(seq) > chunk]:
+            self._forward_texts(long, chunk)
         logits = self._forward_texts(rows, chunk)
         for seq, text in rows:
             self.cache.register_prefix(seq.id, text, len(text))
@@ -294,13 +287,12 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         """Read up to `chunk` new tokens of each text, and `after_text` where that is all; logits [R, V] of the last tokens."""
         inputs, ends = [], []
         for seq, text in rows:
-            start = self.cache.tables[seq.id].length
-            ends.append(min(start + chunk, len(text)))
-            after = self.after_text(seq) if ends[-1] == len(text) else []
-            tokens, prompt = (
-                np.asarray(text[start : ends[-1]] + after, dtype=np.int64),
-                seq.num_chunked(start, ends[-1]),
-            )
+            start = self.num_read(seq)
+            end = min(start + chunk, len(text))
+            ends.append(end)
+            after = self.after_text(seq) if end == len(text) else []
+            tokens = np.asarray(text[start:end] + after, dtype=np.int64)
+            prompt = seq.num_chunked(start, end)
             inputs.append(RowInput(seq.id, tokens, start, logits=1 + len(after), prompt=prompt))
         logits = self.drafter.forward(inputs, self.cache).logits
         for row, end in zip(inputs, ends, strict=True):
@@ -318,7 +310,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         if loop is not None:
             output = self.drafter.forward_batch(loop.batch(level.depth, tokens, level.ancestors))
         else:
-            output = self.drafter.forward(self.level_inputs(level, tokens), self.cache)
+            output = self.drafter.forward(self.node_inputs(level, tokens, level.ancestors), self.cache)
         return output.logits.view(rows, count, -1)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:

@@ -134,7 +134,7 @@ class TokenizerBridge(SharedVocabulary):
 
     nodes_are_drafter_tokens = False
 
-    def __init__(self, ours, theirs, target: PackedModel, given: tuple = (None, None)):
+    def __init__(self, ours, theirs, target: PackedModel, given: tuple):
         super().__init__(target.vocab_size, len(theirs))
         self.target, self.read = target, {}
         self._ours, self._theirs = (
@@ -163,7 +163,7 @@ class IntersectionBridge(TokenizerBridge):
 
     read: dict[int, tuple[int, list[int]]]  # number of tokens, and these in the drafter's tokens
 
-    def __init__(self, pairs: dict[int, int], ours, theirs, target: PackedModel, given: tuple = (None, None)):
+    def __init__(self, pairs: dict[int, int], ours, theirs, target: PackedModel, given: tuple):
         super().__init__(ours, theirs, target, given)
         device = target.device
         self.pairs = pairs

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints import layers, target_parts
-from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.files import Checkpoint, Plan, register_format, renaming
 from ..checkpoints.keys import FLAG, LAYERS, Key, Table, integer, one_of
 from .head import EagleHead
 
-_RENAMED = {
-    "fusion_fc.": "fc.",
-    "transformer.": "layers.0.",
-    "embedding_layernorm.": "enorm.",
-    "pre_lm_head_layernorm.": "norm.",
-}
+# Names as in EAGLE's own files; speculators v0.1 has others.
+_canonical = renaming(
+    {
+        "fusion_fc.": "fc.",
+        "transformer.": "layers.0.",
+        "embedding_layernorm.": "enorm.",
+        "pre_lm_head_layernorm.": "norm.",
+    }
+)
 _TABLE = Table(
     {
         "speculators_model_type": Key(
@@ -32,15 +36,6 @@ _TABLE = Table(
 )
 
 
-def _canonical(name: str) -> str:
-    """Names as in EAGLE's own files; speculators v0.1 has others, and some files have a prefix `model.`."""
-    name = name.removeprefix("model.")
-    for old, canonical in _RENAMED.items():
-        if name.startswith(old):
-            return canonical + name[len(old) :]
-    return name
-
-
 def is_eagle(checkpoint: Checkpoint) -> bool:
     plan = Plan(checkpoint, _canonical)
     if "fc.weight" not in plan or "layers.0.self_attn.q_proj.weight" not in plan or "hidden_norm.weight" in plan:
@@ -52,7 +47,7 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
 register_format("EAGLE-1/2, HASS (yuhuili/EAGLE-*: fc [H, 2H], layers.0; speculators: fusion_fc)", "eagle", is_eagle)
 
 
-def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> layers.LoadedHead:
+def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None) -> layers.LoadedHead:
     """Load an EAGLE-1/2 head on the target's device, in its dtype."""
     plan = Plan(checkpoint, _canonical)
     settings = _TABLE.read(checkpoint, plan)
@@ -60,4 +55,7 @@ def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: boo
     has_embeddings = "embed_tokens.weight" in plan
     vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else settings.vocab_size
     target_parts.check_target(checkpoint, target, config.hidden_size, vocab_size)
-    return layers.loaded(checkpoint, plan, target, config, lambda: EagleHead(config, plan), prepack_weights)
+    return layers.loaded(
+        checkpoint, plan, target, config, lambda size: EagleHead(config, plan),
+        lambda head: PackedHead(head, config, config.num_hidden_layers, prepack_weights),
+    )  # fmt: skip

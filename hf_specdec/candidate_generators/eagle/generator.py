@@ -29,6 +29,4 @@ class EagleGenerator(FeatureGenerator):
     def __init__(self, config: EagleConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_eagle)
         super().__init__(config.with_default_length(proposed_length(checkpoint)), target, context)
-        self.loaded = load_once(config, target, lambda: load_eagle(checkpoint, target, config.prepack_weights))
-        self.head = self.captured(self.loaded.head)
-        self.lm_head, self.vocabulary = self.loaded.lm_head, self.loaded.vocabulary
+        self.use(load_once(config, target, lambda: load_eagle(checkpoint, target, config.prepack_weights)))

@@ -8,10 +8,10 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..checkpoints.files import Plan
-from ..checkpoints.layers import Embeddings, RotaryPositions, add_tables, decoder_layer
+from ..checkpoints.layers import LayeredHead, add_tables, decoder_layer
 
 
-class EagleHead(nn.Module):
+class EagleHead(LayeredHead):
     """Decoder layers over fc([embedding; feature]), with the norms and biases that the checkpoint has.
 
     enorm, hnorm: on the embedding and on the feature (HASS's `add_para_norm`, speculators' `layernorms`).
@@ -21,10 +21,6 @@ class EagleHead(nn.Module):
     Args:
         plan: the checkpoint's tensors by these names.
     """
-
-    embeddings: Embeddings
-    rotary: RotaryPositions
-    lm_head: nn.Linear  # if the file has one
 
     def __init__(self, config: PretrainedConfig, plan: Plan):
         super().__init__()
@@ -39,9 +35,6 @@ class EagleHead(nn.Module):
         if "layers.0.input_layernorm.weight" not in plan:
             self.layers[0].input_layernorm = nn.Identity()
         add_tables(self, plan, width)
-
-    def borrowed(self) -> list[nn.Module]:
-        return [self.embeddings.table]
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
         """The feature after each token, [1, T, H]: a prediction of the target's final hidden state."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from ...core.output import PackedOutput, Taps
+from ...core.output import Taps
+from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints import layers as head_layers
 from ..checkpoints import target_parts
-from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.files import Checkpoint, Plan, register_format, renaming
 from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
 from ..checkpoints.target_parts import trained_for
 from .head import Eagle3Head, Eagle3Options, is_joining
 
 _SPECFORGE = {"LlamaForCausalLMEagle3", "DeepseekV3ForCausalLMEagle3"}
 _IDS = "eagle_aux_hidden_state_layer_ids"
+canonical_name = renaming({"midlayer.": "layers.0."})
 _TABLE = Table(
     {
         "kind": Key(one_of("eagle3", "peagle"), places=(".speculators_model_type", "speculators_config.algorithm")),
@@ -56,14 +56,6 @@ _TABLE = Table(
 )  # fmt: skip
 
 
-def canonical_name(name: str) -> str:
-    """The module's name of a tensor: `layers.0` for `midlayer`, no prefix `model.`."""
-    name = name.removeprefix("model.")
-    if name.startswith("midlayer."):
-        return "layers.0." + name.removeprefix("midlayer.")
-    return name
-
-
 def is_eagle3(checkpoint: Checkpoint) -> bool:
     plan = Plan(checkpoint, canonical_name)
     return "layers.0.hidden_norm.weight" in plan and "layers.0.self_attn.o_proj.weight" in plan
@@ -76,32 +68,10 @@ register_format(
 )
 
 
-@dataclass(eq=False)
-class LoadedEagle3(head_layers.LoadedHead):
-    """A loaded head. `mask_features`: [H], in place of features in P-EAGLE's mask rows; None for EAGLE-3."""
-
-    options: Eagle3Options
-    mask_features: torch.Tensor | None
-
-    def logits(self, hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
-        """Logits [n, Vd] from the module's outputs [n, H], by the head's `lm_head` or rows of it."""
-        is_ready = self.options.norm_output or not self.options.norm_before_head
-        logits = lm_head(hidden if is_ready else self.module.norm(hidden))
-        return head_layers.capped(logits, self.options.logit_scale, self.options.softcap)
-
-    def joined_states(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The tapped hidden states [n, L * Ht], concatenated, of the packed tokens `index` [n] in a target forward."""
-        layers = [output.layers[i] for i in self.options.taps.layers]
-        if not layers:
-            assert output.last_hidden is not None
-            layers = [output.last_hidden]
-        return target_parts.gather_features(layers, index, self.head.device, self.head.dtype)
-
-
 def load_eagle3(
-    checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None, mask_token: int | None = None,
-    recycle_normed: bool | None = None,
-) -> LoadedEagle3:  # fmt: skip
+    checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None, mask_token: int | None,
+    recycle_normed: bool | None,
+) -> head_layers.LoadedHead:  # fmt: skip
     """Load an EAGLE-3 or P-EAGLE head on the target's device, in its dtype.
 
     Args:
@@ -119,25 +89,26 @@ def load_eagle3(
         if not is_joining(plan, i, config.hidden_size):
             plan.sources.pop(f"layers.{i}.hidden_norm.weight", None)
     _check_target(checkpoint, given, plan, options, target)
-    stated, sizes = (
-        (given.draft_vocab_size, given.vocab_size),
-        (max(1, len(options.taps.layers)), target.config.hidden_size),
-    )
-    # P-EAGLE's mask rows have no target states to fuse, so its generator fuses the features of the text.
+    sizes = max(1, len(options.taps.layers)), target.config.hidden_size
+
+    def run(head: Eagle3Head) -> PackedHead:
+        # P-EAGLE's mask rows have no target states to fuse, so its generator fuses the features of the text.
+        fuse = head.fuse if options.mask_token is None else None
+        return PackedHead(head, config, config.num_hidden_layers, prepack_weights, fuse=fuse)
+
+    stated = given.draft_vocab_size, given.vocab_size
     loaded = head_layers.loaded(
-        checkpoint, plan, target, config, lambda: Eagle3Head(config, plan, options, *sizes), prepack_weights, stated,
-        fuses=options.mask_token is None,
-    )  # fmt: skip
-    mask_features, module = None, loaded.module
+        checkpoint, plan, target, config, lambda size: Eagle3Head(config, plan, options, *sizes), run, stated
+    )
     if options.mask_token is not None:
-        rows = len(module.embeddings.table.weight)
+        rows = len(loaded.module.embeddings.table.weight)
         if options.mask_token >= rows:
             raise checkpoint.error(
                 f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
             )
         with torch.no_grad():
-            mask_features = module.fuse(module.mask_hidden.flatten())
-    return LoadedEagle3(**vars(loaded), options=options, mask_features=mask_features)
+            loaded.module.mask_features = loaded.module.fuse(loaded.module.mask_hidden.flatten())
+    return loaded
 
 
 def _options(

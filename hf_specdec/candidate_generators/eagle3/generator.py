@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from ...kernels.transfer import upload
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, HasHead
 from ..checkpoints.config import HeadConfig, proposed_length
-from ..checkpoints.target_parts import load_once
+from ..checkpoints.target_parts import gather_features, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.tree_growth import AllDepths, DraftLevel
 from ..registry import register
@@ -63,8 +64,9 @@ class Eagle3Generator(FeatureGenerator, HasHead):
         loaded = load_once(
             config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *given), *given
         )
-        self.loaded, self.head_module, self.mask_token = loaded, loaded.module, loaded.options.mask_token
-        drafts_at_once, self.window_stays = self.mask_token is not None, loaded.options.window_stays
+        self.head_module, options = loaded.module, loaded.module.options
+        self.mask_token, self.window_stays = options.mask_token, options.window_stays
+        drafts_at_once = self.mask_token is not None
         if config.parallel_drafting not in (None, drafts_at_once):
             how = "all depths at once" if drafts_at_once else "step by step"
             raise config.fail(
@@ -75,31 +77,30 @@ class Eagle3Generator(FeatureGenerator, HasHead):
         # graphs have one position per token, used for rotation and window
         has_loop = not drafts_at_once and not self.window_stays
         super().__init__(config.with_default_length(proposed_length(checkpoint)), target, context, has_loop=has_loop)
-        self.vocabulary, self.taps, self.lm_head = loaded.vocabulary, loaded.options.taps, loaded.lm_head
-        self.head = self.captured(loaded.head, graphs=not self.window_stays)
+        self.taps = options.taps
+        self.use(loaded, graphs=not self.window_stays)
         self.made: AllDepths | None = None  # P-EAGLE's logits of the current round
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """The target's hidden states, concatenated [n, L * Ht], which the head projects when it reads them; P-EAGLE's features [n, H]
         are projected already."""
-        states = self.loaded.joined_states(output, index)
+        layers: Any = [output.layers[i] for i in self.taps.layers] or [output.last_hidden]
+        states = gather_features(layers, index, self.head.device, self.head.dtype)
         if self.mask_token is None:
             return states
         with torch.no_grad():
-            return self.loaded.module.fuse(states)
+            return self.head_module.fuse(states)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.loaded.logits(hidden, self.lm_head)
+        return self.head_module.logits(hidden, self.lm_head)
 
     def scoring_modules(self) -> list[nn.Module]:
-        return [self.loaded.module.norm, self.lm_head]
+        return [self.head_module.norm, self.lm_head]
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """As in the base. P-EAGLE: read all unread rows of each text, then its mask rows; logits [R, Vd] of the token after each text."""
         if self.mask_token is None:
             return super().roots(sequences, limits)
-        mask_features = self.loaded.mask_features
-        assert mask_features is not None
         self.read_all_but_last_chunk(sequences)
         inputs, text_features = self.take(sequences, self.config.prefill_chunk_size)
         features, wanted, packed = [], [], 0
@@ -107,7 +108,7 @@ class Eagle3Generator(FeatureGenerator, HasHead):
             end = packed + len(taken)
             row.tokens = np.concatenate([row.tokens, np.full(limit - 1, self.mask_token)])
             row.num_tokens += limit - 1
-            features += [taken, mask_features.expand(limit - 1, -1)]
+            features += [taken, self.head_module.mask_features.expand(limit - 1, -1)]
             wanted.append(np.arange(end - 1, end - 1 + limit))
             packed = end + limit - 1
         hidden = self.head.forward(inputs, torch.cat(features), self.cache)

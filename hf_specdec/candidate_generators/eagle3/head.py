@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...core.output import Taps
 from ..checkpoints.files import Plan
-from ..checkpoints.layers import Embeddings, RotaryPositions, add_tables, decoder_layer
+from ..checkpoints.layers import LayeredHead, add_tables, capped, decoder_layer
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class JoiningLayer(nn.Module):
         return (hidden + part.post_feedforward_layernorm(made)) * part.layer_scalar
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(LayeredHead):
     """Decoder layers over embeddings and features; `fuse` makes features from the target's hidden states.
 
     Args:
@@ -87,14 +87,12 @@ class Eagle3Head(nn.Module):
         num_states, state_width: number and width of the target's hidden states that are concatenated.
     """
 
-    embeddings: Embeddings
-    rotary: RotaryPositions
-    lm_head: nn.Linear  # if the file has one
+    mask_features: torch.Tensor  # [H], in place of features in P-EAGLE's mask rows
 
     def __init__(self, config: PretrainedConfig, plan: Plan, options: Eagle3Options, num_states: int, state_width: int):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.norm_output = options.norm_output
+        self.options = options
         self.layers = nn.ModuleList(
             JoiningLayer(config, i, options.norm_before_residual)
             if is_joining(plan, i, width)
@@ -120,14 +118,17 @@ class Eagle3Head(nn.Module):
             states = self.input_norm(states)
         return states if self.fc is None else self.fc(states)
 
-    def borrowed(self) -> list[nn.Module]:
-        return [self.embeddings.table]
+    def logits(self, hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+        """Logits [n, Vd] from outputs [n, H], by the head's `lm_head` or rows of it."""
+        is_ready = self.options.norm_output or not self.options.norm_before_head
+        logits = lm_head(hidden if is_ready else self.norm(hidden))
+        return capped(logits, self.options.logit_scale, self.options.softcap)
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
-        """The output that is fed back, [1, T, H]: before the last norm, or after it with `norm_output`."""
+        """The output that is fed back, [1, T, H]: before the last norm, or after it with `options.norm_output`."""
         attention["position_embeddings"] = self.rotary(position_ids, features.dtype)
         embedded, hidden = self.embeddings(input_ids, features), features
         for layer in self.layers:
             inputs = (embedded, hidden) if isinstance(layer, JoiningLayer) else (hidden,)
             hidden = layer(*inputs, position_ids=position_ids, **attention)
-        return self.norm(hidden) if self.norm_output else hidden
+        return self.norm(hidden) if self.options.norm_output else hidden

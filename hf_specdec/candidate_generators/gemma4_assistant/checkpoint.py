@@ -57,8 +57,8 @@ def load_assistant(checkpoint: Checkpoint, target: PackedModel) -> PreTrainedMod
         )
     except (*BAD_VALUES, OSError) as error:
         raise checkpoint.error(f"transformers cannot load it: {error}") from error
-    model, found = loaded
-    problems = [f"{kind.removesuffix('_keys')} {name}" for kind, names in found.items() for name in names]
+    model, report = loaded
+    problems = [f"{kind.removesuffix('_keys')} {name}" for kind, names in report.items() for name in names]
     if problems:
         raise checkpoint.error(f"does not fit {type(model).__name__}: {'; '.join(problems[:12])}.")
     layers = model.config.text_config
@@ -81,22 +81,22 @@ def _check_keys(checkpoint: Checkpoint, model: Any, target: PackedModel) -> None
     if target.ranks is not None:
         raise checkpoint.error("reads keys of the whole target, and this target is sharded over several processes.")
     read, device = layers_with_keys(target), device_and_dtype(target)[0]
-    for own in (layer.self_attn for layer in model.model.layers):
-        kind = own.layer_type
+    for reader in (layer.self_attn for layer in model.model.layers):
+        kind = reader.layer_type
         if kind not in read:
             raise checkpoint.error(
                 f"reads keys of {kind}, and no layer of the target has any. It is for another target."
             )
         attention: Any = architectures.decoder_layers(target.model)[read[kind]].self_attn
         there = attention.q_proj.weight.device
-        if there not in (device, own.q_proj.weight.device):
+        if there not in (device, reader.q_proj.weight.device):
             raise checkpoint.error(
                 f"drafts on {device}, and the keys that it reads are on {there}: load the target on one device."
             )
         num_keys = attention.k_proj.weight.shape[0] // attention.head_dim
-        if own.head_dim != attention.head_dim or own.config.num_attention_heads % num_keys:
+        if reader.head_dim != attention.head_dim or reader.config.num_attention_heads % num_keys:
             raise checkpoint.error(
-                f"has {own.config.num_attention_heads} heads of width {own.head_dim} for {kind}; the target has {num_keys} of width "
+                f"has {reader.config.num_attention_heads} heads of width {reader.head_dim} for {kind}; the target has {num_keys} of width "
                 f"{attention.head_dim}. It is for another target."
             )
 

@@ -19,7 +19,7 @@ from ...model.attention import replaced_attention
 from ...model.packed_batch import PackedBatch
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..checkpoints.target_parts import DraftVocabulary, load_once, target_embeddings
+from ..checkpoints.target_parts import load_once, target_embeddings
 from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from ..growing.tree_growth import DraftLevel
 from ..registry import register
@@ -58,7 +58,7 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
         settings: GenerationConfig = self.assistant.generation_config
         config = config.with_default_length(settings.num_assistant_tokens)
         super().__init__(config, target, self.assistant, _DEEPEST, has_loop=False)
-        self.vocabulary, self.embeddings = DraftVocabulary(target.vocab_size), target_embeddings(target)
+        self.embeddings = target_embeddings(target)
         self.suppressed = torch.tensor(settings.suppress_tokens or [], dtype=torch.long, device=self.device)
         self.keys: PagedStaticCache | None = None
         self._texts: list[Sequence] = []  # of the current round

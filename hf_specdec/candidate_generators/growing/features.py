@@ -20,6 +20,7 @@ from ...model.native import natively
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, RunsModel, SharesPrefixes, Transferable
+from ..checkpoints.layers import LoadedHead
 from .own_cache import OwnsCache
 from .tree_growth import DraftLevel
 from .tree_shapes import TreeDraftingConfig, TreeShape
@@ -34,19 +35,17 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     text is read once with the target's own features, accepted drafts included: this overwrites the keys and values
     written while drafting. While drafting, the head's own output takes the place of the feature.
 
-    A subclass sets `vocabulary`, `head` (see `captured`) and `lm_head` in its `__init__`, and overrides `logits` (with
+    A subclass calls `use` in its `__init__`, or sets `vocabulary`, `lm_head` and `head` (see `captured`). It overrides `logits` (with
     `scoring_modules`), `fed_back` and (with `taps`) `features` where it differs from EAGLE-1.
 
     Attributes:
         unread: per sequence, features [n, F] that the head has not read yet.
-        window_stays: sliding windows end at the text's last token while drafting.
     """
 
     AT_ONCE = 64  # steps whose features are sorted into `unread` together
     taps = Taps(last_hidden=True)
     head: PackedHead
     lm_head: nn.Module
-    window_stays = False
     tokens_ahead = 1  # the head reads the feature of a token together with the token so many places after it
     drafts_twice = False  # whether it can draft again for a text that it has read to its end
 
@@ -102,6 +101,13 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         if not self.has_graphs:
             self.rounds = None
         return natively(head, self.config.native) if native else head
+
+    def use(self, loaded: LoadedHead, native: bool = True, graphs: bool = True) -> Any:
+        """Draft with a loaded head, `captured`; returns it."""
+        self.loaded = loaded  # which others that load it share as long as somebody holds it
+        self.lm_head, self.vocabulary = loaded.lm_head, loaded.vocabulary
+        self.head = self.captured(loaded.head, native, graphs)
+        return self.head
 
     def modules(self) -> list[nn.Module]:
         """The head's layers, and modules it may share with the target."""
@@ -300,7 +306,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         if loop is not None:
             hidden = self.head.forward_batch(loop.batch(level.depth, level.tokens, level.ancestors), features=features)
         else:
-            inputs = self.level_inputs(level, level.tokens, self.window_stays)
+            inputs = self.node_inputs(level, level.tokens, level.ancestors)
             hidden = self.head.forward(inputs, features, self.cache)
         self.state = self.fed_back(hidden).view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)

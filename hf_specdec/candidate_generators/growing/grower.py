@@ -7,6 +7,7 @@ tokens, states and, in dynamic trees, paths stay on the device.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from abc import ABC, abstractmethod
@@ -163,7 +164,7 @@ class CapturedRounds:
     def __init__(self, drafter: GrowsDrafts):
         self.drafter = owner = weakref.proxy(drafter)  # whose weights go when it does
         self.captures = Captures(f"The drafting loop of {type(drafter).__name__}", lambda: owner.modules())
-        self._forwards_of: dict[int, list[LevelForward]] = {}  # by depth
+        self._forwards = functools.cache(lambda depth: owner.level_forwards(depth))
         self._probs = torch.zeros(0)  # the distributions of the last round, shared by all buckets
 
     def clear(self) -> None:
@@ -173,7 +174,8 @@ class CapturedRounds:
 
     def draft(self, growth: Growth, roots: tuple[torch.Tensor, ...]) -> Draft:
         """Run a round through a graph, or eagerly if it cannot be captured; `roots`: of `GrowsDrafts.roots`, for the rows with a limit."""
-        draft = self._replayed(growth, roots) if growth.is_replayable else None
+        depends_on_tensors = growth.least is None and growth.only_sampling
+        draft = self._replayed(growth, roots) if depends_on_tensors else None
         return growth.draft(*growth.levels(self.drafter.begin(*roots))) if draft is None else draft
 
     def _replayed(self, growth: Growth, roots: tuple[torch.Tensor, ...]) -> Draft | None:
@@ -237,11 +239,6 @@ class CapturedRounds:
         if len(self._probs) < math.prod(shape):
             self._probs = torch.zeros(math.prod(shape), device=device)
         return self._probs[: math.prod(shape)].view(shape)
-
-    def _forwards(self, depth: int) -> list[LevelForward]:
-        if depth not in self._forwards_of:
-            self._forwards_of[depth] = self.drafter.level_forwards(depth)
-        return self._forwards_of[depth]
 
 
 class _RoundBuffers:

@@ -21,7 +21,7 @@ from ...model.options.replaced_linears import few_row_linears
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, RunsModel
 from ..checkpoints.config import HeadConfig
-from ..checkpoints.target_parts import device_and_dtype
+from ..checkpoints.target_parts import DraftVocabulary, device_and_dtype
 from .grower import GrowsDrafts
 
 
@@ -39,7 +39,7 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
     the layer in `taps`) that produced the sequence's newest token. A sequence without one, because its prompt is still being read or it was
     evicted, gets no draft.
 
-    A subclass sets `vocabulary` in its `__init__`, and implements
+    A subclass implements
 
     * `begin(hidden, tokens)`: logits [R, Vd] of the token after each text, from the target's last hidden states [R, H] and
       the newest tokens int64 [R]. It sets `state` [R, 1, S] to the state that nodes below need;
@@ -67,6 +67,7 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
         self.device, self.dtype = device_and_dtype(target)
         self.grow_as(config.shape_within(num_heads), has_loop)
         self.config = config.bounded(self.shape.depth)
+        self.vocabulary = DraftVocabulary(target.vocab_size)
         self.hidden: dict[int, torch.Tensor] = {}  # per sequence, the state [H] that its newest token was chosen from
         self._use(heads)
 
@@ -77,10 +78,10 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
 
     def use_heads(self, name: str, lm_heads: Iterable[nn.Module]) -> Any:
         """Draft with a copy of the drafter's weights whose list of this name holds these language-model heads. Returns the copy."""
-        own = copy.copy(self._heads)
-        own.__dict__["_modules"] = {**own._modules, name: nn.ModuleList(lm_heads)}
-        self._use(own)
-        return own
+        heads = copy.copy(self._heads)
+        heads.__dict__["_modules"] = {**heads._modules, name: nn.ModuleList(lm_heads)}
+        self._use(heads)
+        return heads
 
     def modules(self) -> list[nn.Module]:
         return self.and_shared(self._heads)

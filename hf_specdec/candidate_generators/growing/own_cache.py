@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from ...model.draft_loop import LevelForward
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, DrafterContext
 from .grower import GrowsDrafts
-from .tree_growth import DraftLevel, on_host
+from .tree_growth import DraftLevel
 from .tree_shapes import TreeDraftingConfig
 
 
@@ -25,11 +26,13 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
         pages: the cache; None: the drafter has not needed it yet.
         num_heads: heads that draft in turn, each with a layer of the cache.
         has_graphs: the drafter's forwards are CUDA graphs, which refer to the pools: these are kept for the next run.
+        window_stays: sliding windows end at the text's last token while drafting.
         outlives_texts: prefixes of texts that have ended are kept, because later texts may share them.
     """
 
     num_heads = 1
     has_graphs = False
+    window_stays = False
     outlives_texts = False
 
     def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
@@ -116,21 +119,32 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
             return False
         return True
 
-    def level_inputs(self, level: DraftLevel, tokens: torch.Tensor, window_stays: bool = False) -> list[RowInput]:
-        """The input rows of a forward over a level's nodes, after the cached tokens of each sequence.
+    def node_inputs(
+        self, level: DraftLevel, tokens: torch.Tensor, ancestors: np.ndarray | torch.Tensor, shift: int = 0
+    ) -> list[RowInput]:
+        """The input rows of a forward over the last F of the E nodes that have been expanded in each draft. They follow the cached tokens
+        of each sequence.
 
         Args:
             tokens: int64 [R, F] ids in the drafter's vocabulary.
-            window_stays: sliding windows end at the text's last token while drafting.
+            ancestors: bool [R, F, E], the nodes on each node's path, itself included.
+            shift: see `LevelForward`.
         """
-        # None if there are only chains so far
-        ancestors = None if level.ancestors.shape[2] == level.depth else on_host(level.ancestors)
-        ends = [(seq.id, self.cache.tables[seq.id].length) for seq in (self.sequences[row] for row in level.rows)]
-        rows = node_inputs(tokens, ends, level.first, level.depths, ancestors)
-        if window_stays:
-            for row, (_, end) in zip(rows, ends, strict=True):
-                row.window_positions = np.full(tokens.shape[1], end - 1)
-        return rows
+        count, first = tokens.shape[1], ancestors.shape[2] - tokens.shape[1]
+        is_chain = ancestors.shape[2] == level.depth
+        seen: Any = ancestors.cpu().numpy() if isinstance(ancestors, torch.Tensor) and not is_chain else ancestors
+        ids = tokens.numpy() if tokens.device.type == "cpu" else tokens
+        inputs = []
+        for i, seq in enumerate(self.sequences[row] for row in level.rows):
+            end = self.num_read(seq) - shift  # a node at depth d has that position plus d - 1
+            row = RowInput(seq.id, ids[i], end + first, logits=count)
+            row.positions = end - 1 + level.depths[first:]
+            if not is_chain:
+                row.visibility, row.region_positions = seen[i], end - 1 + level.depths
+            if self.window_stays:
+                row.window_positions = np.full(count, end - 1)
+            inputs.append(row)
+        return inputs
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
         """One for each depth but the last: the head whose turn it is reads all nodes it has not read."""
@@ -142,25 +156,3 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
             seen = None if ancestors is None else ancestors[first:end, :end]
             out.append(LevelForward(level, first, depths[:end], seen, shift=head))
         return out
-
-
-def node_inputs(
-    tokens: torch.Tensor, ends: list[tuple[int, int]], first: int, depths: np.ndarray, ancestors: np.ndarray | None
-) -> list[RowInput]:
-    """The input rows of a forward over the nodes `first`, `first` + 1, .. of each draft.
-
-    Args:
-        tokens: int64 [R, F] ids.
-        ends: (sequence id, number of cache slots that its text takes). A node at depth d has that position plus d - 1.
-        depths: of all nodes so far.
-        ancestors: bool [R, F, first + F], the nodes on each node's path; None if there are only chains.
-    """
-    on_host = tokens.numpy() if tokens.device.type == "cpu" else None
-    rows = []
-    for i, (seq_id, end) in enumerate(ends):
-        row = RowInput(seq_id, tokens[i] if on_host is None else on_host[i], end + first, logits=tokens.shape[1])
-        row.positions = end - 1 + depths[first:]
-        if ancestors is not None:
-            row.visibility, row.region_positions = ancestors[i], end - 1 + depths
-        rows.append(row)
-    return rows

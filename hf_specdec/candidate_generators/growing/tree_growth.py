@@ -48,10 +48,6 @@ class DraftLevel:
     depths: np.ndarray
 
 
-def on_host(ancestors: np.ndarray | torch.Tensor) -> np.ndarray:
-    return ancestors.cpu().numpy() if isinstance(ancestors, torch.Tensor) else ancestors
-
-
 class AllDepths:
     """Logits of all depths of a round, which one forward has made: all nodes of one depth share them.
 
@@ -125,9 +121,8 @@ class Growth(ABC):
         threshold = config.draft_confidence_threshold
         self.least = math.log(threshold) if threshold else None
         self.depths = np.zeros(0, dtype=np.int64)  # of the expanded nodes
-        self.paths: torch.Tensor | None = (
-            None  # int64 [R, F, depth] ids on the frontier's paths, if processors need them
-        )
+        # int64 [R, F, depth] ids on the frontier's paths, if processors need them
+        self.paths: torch.Tensor | None = None
 
     @abstractmethod
     def levels(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -138,11 +133,6 @@ class Growth(ABC):
     def draft(self, *tensors: torch.Tensor) -> Draft:
         """The draft, cut to each row's limit. The tensors may come from a growth with greater limits."""
 
-    @property
-    def is_replayable(self) -> bool:
-        """Whether `levels` depends on tensors only: no processors besides sampling parameters, no confidence threshold."""
-        return self.least is None and self.only_sampling
-
     def sampling_kind(self, parameters: bool = True) -> SamplingKind:
         """Which sampling tensors the round needs.
 
@@ -150,11 +140,6 @@ class Growth(ABC):
             parameters: apply temperature, top-k, top-p and min-p from tensors, not through the processors.
         """
         return SamplingKind.of(self.sequences if self.processed and parameters else [], self.draws)
-
-    @property
-    def num_expanded(self) -> int:
-        """Nodes per row that the drafter has expanded."""
-        return len(self.depths)
 
     def choose(self, logits: torch.Tensor, rows: list[int], depth: int, frontier: int, width: int, rank: bool):
         """The `width` best children of every frontier node: ids [R, F, width] and, if `rank`, their log-probabilities.
@@ -210,7 +195,7 @@ class Growth(ABC):
         if self.probs is None:
             size = 1 + self.shape.num_expanded(max(self.limits))
             self.probs = torch.zeros(len(self.sequences), size, scores.shape[2], device=scores.device)
-        end = self.num_expanded + 1
+        end = len(self.depths) + 1
         where = slice(None) if index is None else index
         self.probs[where, end - scores.shape[1] : end] = torch.softmax(scores, dim=-1, dtype=torch.float32)
 
@@ -233,7 +218,7 @@ class Growth(ABC):
                 above = self.paths.gather(1, parents[:, :, None].expand(-1, -1, self.paths.shape[2]))
                 paths = torch.cat([above, paths], dim=2)
             self.paths = paths
-        first, self.depths = self.num_expanded, np.append(self.depths, [depth] * tokens.shape[1])
+        first, self.depths = len(self.depths), np.append(self.depths, [depth] * tokens.shape[1])
         return self.drafter.expand(DraftLevel(depth, deeper, kept, tokens, parents, first, ancestors, self.depths))
 
     def confident(self, rows: list[int], best: torch.Tensor, depth: int) -> None:
@@ -350,7 +335,7 @@ class DynamicGrowth(Growth):
             deeper = [i for i in rows if self.limits[i] >= depth]
             if not deeper:
                 break
-            first = self.num_expanded
+            first = len(self.depths)
             ancestors = _with_children(ancestors, parent)
             logits = self.expand(rows, deeper, depth - 1, frontier_tokens, parent, ancestors)
             if len(deeper) < len(rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import heapq
+import itertools
 import json
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -75,13 +76,8 @@ class TreeTemplate:
         """Every node at depth d has `widths[d]` children. Raises ValueError: there are more than MOST_DRAFT_NODES nodes."""
         if has_too_many_nodes(widths):
             raise ValueError(f"A tree of {widths} children per depth has more than {MOST_DRAFT_NODES} nodes.")
-        parents, ranks, level = [], [], [-1]
-        for width in widths:
-            start = len(parents)
-            parents += [node for node in level for _ in range(width)]
-            ranks += list(range(width)) * len(level)
-            level = list(range(start, len(parents)))
-        return cls(np.asarray(parents, dtype=np.int64), np.asarray(ranks, dtype=np.int64), keep_paths)
+        tree = cls.from_paths(itertools.product(*map(range, widths)))
+        return dataclasses.replace(tree, keep_paths=keep_paths)
 
     @classmethod
     def from_paths(cls, paths: Iterable[SequenceOf[int]]) -> TreeTemplate:
@@ -128,11 +124,7 @@ class TreeTemplate:
     @cached_property
     def depths(self) -> np.ndarray:
         """int64 [N]: 1 for the root's children."""
-        depths = np.ones(len(self.parents), dtype=np.int64)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                depths[node] = depths[parent] + 1
-        return depths
+        return self.ancestors.sum(axis=1)
 
     @cached_property
     def ancestors(self) -> np.ndarray:
@@ -182,17 +174,12 @@ class TreeTemplate:
 
     def num_expanded(self, depth: int) -> int:
         """Nodes that the drafter expands in a draft of that depth."""
-        return self._expanded_before[min(depth, self.depth)]
-
-    @cached_property
-    def _expanded_before(self) -> list[int]:
-        """By depth of a draft, from 0 on, how many nodes the drafter expands in it."""
-        return [sum(len(level.inner) for level in self.levels[: max(depth - 1, 0)]) for depth in range(self.depth + 1)]
+        return int(np.searchsorted(self.depths[self.expanded], depth))
 
     @cached_property
     def widest(self) -> int:
         """The most nodes of one depth that the drafter expands."""
-        return max(len(level.inner) for level in self.levels)
+        return int(np.bincount(self.depths[self.expanded]).max(initial=0))
 
     @cached_property
     def expanded(self) -> np.ndarray:
@@ -280,15 +267,6 @@ _MOST_CANDIDATES = 2**20  # most nodes that a dynamic tree is chosen from
 _TREE_KEYS = ("branching_factors", "speculative_token_tree", "top_k")  # at most one may be given
 
 
-def cut_shape(shape: TreeShape, longest: int) -> TreeShape | None:
-    """The shape with paths of at most `longest` nodes; None if it is a deeper tree whose nodes were given one by one."""
-    if shape.depth <= longest:
-        return shape
-    if isinstance(shape, DynamicTree):
-        return dataclasses.replace(shape, depth=longest)
-    return TreeTemplate.from_widths([1] * longest) if shape.is_chain else None
-
-
 def has_too_many_nodes(widths: list[int]) -> bool:
     """Whether a tree in which every node at depth d has `widths[d]` children has more than MOST_DRAFT_NODES."""
     total, level = 0, 1
@@ -368,9 +346,9 @@ class TreeDraftingConfig(SpeculativeConfig):
             if given:
                 raise self.fail("total_tokens", f"is for dynamic trees and cannot be combined with {given[0]!r}.")
             self.top_k = 8
-        if self.top_k is not None and self.total_tokens is None:
-            self.total_tokens = 60
-        self._check_dynamic_tree()
+        if self.top_k is not None:
+            self.total_tokens = 60 if self.total_tokens is None else self.total_tokens
+            self._check_dynamic_tree(self.top_k, self.total_tokens)
         if self.draft_sinks is not None and self.draft_window is None:
             raise self.fail("draft_sinks", "is for drafters with a window: give 'draft_window' too.")
 
@@ -400,15 +378,13 @@ class TreeDraftingConfig(SpeculativeConfig):
             )
         self._fix_depth(key, len(factors))
 
-    def _check_dynamic_tree(self) -> None:
-        if self.top_k is None or self.total_tokens is None:
-            return
-        if self.total_tokens > MOST_DRAFT_NODES:
-            raise self.fail("total_tokens", f"is {self.total_tokens}; at most {MOST_DRAFT_NODES} are verified a step.")
-        if self.top_k**2 * self.longest_draft > _MOST_CANDIDATES:
+    def _check_dynamic_tree(self, top_k: int, total_tokens: int) -> None:
+        if total_tokens > MOST_DRAFT_NODES:
+            raise self.fail("total_tokens", f"is {total_tokens}; at most {MOST_DRAFT_NODES} are verified a step.")
+        if top_k**2 * self.longest_draft > _MOST_CANDIDATES:
             raise self.fail(
                 "top_k",
-                f"is {self.top_k}, so trees {self.longest_draft} deep would be chosen from {self.top_k**2 * self.longest_draft} nodes; "
+                f"is {top_k}, so trees {self.longest_draft} deep would be chosen from {top_k**2 * self.longest_draft} nodes; "
                 f"at most {_MOST_CANDIDATES} are grown: lower it, or num_speculative_tokens.",
             )
 
@@ -444,7 +420,10 @@ def read_token_tree(config: SpeculativeConfig, value: Any) -> list[list[int]]:
     paths = value
     if isinstance(value, str):
         if not value.lstrip().startswith(("[", "(")):
-            return _published(config, value)
+            if value in PUBLISHED_TREES:
+                return PUBLISHED_TREES[value]
+            hint, names = nearest_hint(value, PUBLISHED_TREES), ", ".join(PUBLISHED_TREES)
+            raise config.fail(_TREE_KEY, f"names no published tree: {value!r}{hint}; there are {names}.")
         try:  # vLLM writes the tree as the text of a Python list of tuples
             paths = ast.literal_eval(value)
         except (ValueError, SyntaxError) as error:
@@ -472,10 +451,3 @@ def _has_too_many_prefixes(paths: Iterable[SequenceOf[int]]) -> bool:
         if len(nodes) > MOST_DRAFT_NODES:
             return True
     return False
-
-
-def _published(config: SpeculativeConfig, name: str) -> list[list[int]]:
-    if name not in PUBLISHED_TREES:
-        hint, names = nearest_hint(name, PUBLISHED_TREES), ", ".join(PUBLISHED_TREES)
-        raise config.fail(_TREE_KEY, f"names no published tree: {name!r}{hint}; there are {names}.")
-    return PUBLISHED_TREES[name]

@@ -63,7 +63,7 @@ class HydraGenerator(HydraDrafting, LastHiddenGenerator):
 
     def __init__(self, config: HydraConfig, target: PackedModel, heads: HydraHeads):
         super().__init__(config, target, heads, len(heads.heads))
-        self.heads, self.vocabulary = heads, DraftVocabulary(target.vocab_size)
+        self.heads = heads
 
 
 class HydraPrefixGenerator(HydraDrafting, FeatureGenerator):

@@ -82,10 +82,6 @@ class HydraHeads(nn.Module):
         assert self.prefix is not None
         return self.prefix(features, position_ids, **attention)
 
-    def borrowed(self) -> list[nn.Module]:
-        """Empty: the prefix layer reads no embeddings."""
-        return []
-
     def with_tokens(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The states [.., S + H] after tokens [..], from states [.., S]."""
         return torch.cat([state, self.embeddings(tokens, state)], dim=-1) if self.grounded else state

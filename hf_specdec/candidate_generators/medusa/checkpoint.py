@@ -89,11 +89,11 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     """Load the heads of a checkpoint in any layout, on the target's device, in its dtype. Raises CheckpointError: tensors are missing,
     unused or of another shape, or the heads are for another target."""
     # a merged checkpoint has the target's config.json
-    own = Checkpoint(checkpoint.folder, checkpoint.name)
+    described = Checkpoint(checkpoint.folder, checkpoint.name)
     if checkpoint.config.get("model_type", "medusa") != "medusa" and "speculators_model_type" not in checkpoint.config:
-        own.config = {}
-    plan, *numbers, num_lm_heads = _planned(checkpoint, bool(own.config.get("original_lm_head")))
-    given, first = _TABLE.read(own, plan), "blocks.0.layers.0.weight"
+        described.config = {}
+    plan, *numbers, num_lm_heads = _planned(checkpoint, bool(described.config.get("original_lm_head")))
+    given, first = _TABLE.read(described, plan), "blocks.0.layers.0.weight"
     if given.num_heads not in (None, numbers[0]):
         logger.info("%s: config.json says %s heads; the file has %d.", checkpoint.name, given.num_heads, numbers[0])
     if first not in plan:

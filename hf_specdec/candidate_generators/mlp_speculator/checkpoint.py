@@ -108,7 +108,11 @@ def _load_sum(
     """
     n_predict, vocab_size, tied = given.n_predict, given.vocab_size, given.tie_weights
     hidden_size, width = target.config.hidden_size, inner[0]
-    check_steps(checkpoint, n_predict, tied)
+    heads = {match[1] for name in checkpoint.names() if (match := re.match(r"head\.(\d+)\.", unprefixed(name)))}
+    if not tied and n_predict > len(heads):
+        raise checkpoint.error(
+            f"config.json has n_predict = {n_predict}, but the file has the heads of {len(heads)} steps."
+        )
     count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
 
     def make() -> Speculator:
@@ -169,13 +173,3 @@ def tied_name(name: str, n_predict: int) -> str:
         return name
     first = min(int(match[2]), 1) if match[1].endswith("proj") else 0
     return f"{match[1]}.{first}.{match[3]}"
-
-
-def check_steps(checkpoint: Checkpoint, n_predict: int, tied: bool) -> None:
-    """Raise CheckpointError if config.json gives more steps than the file has weights for."""
-    matches = [re.match(r"head\.(\d+)\.", unprefixed(name)) for name in checkpoint.names()]
-    numbers = {int(match[1]) for match in matches if match}
-    if not tied and n_predict > len(numbers):
-        raise checkpoint.error(
-            f"config.json has n_predict = {n_predict}, but the file has the heads of {len(numbers)} steps."
-        )

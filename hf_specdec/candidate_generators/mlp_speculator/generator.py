@@ -11,8 +11,7 @@ from torch import nn
 from ...config import config_key
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, HasHead
-from ..checkpoints.files import Checkpoint
-from ..checkpoints.target_parts import DraftVocabulary, load_once
+from ..checkpoints.target_parts import load_once
 from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from ..growing.tree_growth import DraftLevel
 from ..growing.tree_shapes import TreeShape, TreeTemplate
@@ -83,22 +82,16 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
         self.head_module = self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
         super().__init__(config, target, self.speculator, self.speculator.n_predict)
         given = TABLE.read(checkpoint)
-        vocab_size = given.vocab_size
-        self.vocabulary = DraftVocabulary(target.vocab_size)
-        self.last_token = vocab_size - 1 if vocab_size < target.vocab_size else None
+        self.last_token = given.vocab_size - 1 if given.vocab_size < target.vocab_size else None
         if config.use_checkpoint_tree:
             kept = config.n_candidates or given.n_candidates
-            factors = self._checkpoint_factors(checkpoint, given.top_k_tokens_per_head)
+            factors, n_predict = given.top_k_tokens_per_head, self.speculator.n_predict
+            if factors is None or len(factors) != n_predict or min(factors) < 1:
+                raise checkpoint.error(
+                    f"config.json has top_k_tokens_per_head = {factors!r} for n_predict = {n_predict}: 'use_checkpoint_tree' needs "
+                    "as many integers; give 'top_k_tokens_per_head' instead."
+                )
             self.shape = TreeTemplate.from_widths(factors[: self.shape.depth], kept)
-
-    def _checkpoint_factors(self, checkpoint: Checkpoint, factors: list[int] | None) -> list[int]:
-        n_predict = self.speculator.n_predict
-        if factors is None or len(factors) != n_predict or min(factors) < 1:
-            raise checkpoint.error(
-                f"config.json has top_k_tokens_per_head = {factors!r} for n_predict = {n_predict}: 'use_checkpoint_tree' needs "
-                "as many integers; give 'top_k_tokens_per_head' instead."
-            )
-        return factors
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
         self.head_module = self.speculator = self.use_heads("head", map(rows, self.speculator.head))

@@ -63,7 +63,6 @@ class LoadedMtp:
     """
 
     layout: MtpLayout
-    modules: list[MtpModule]
     heads: list[PackedHead]
     target_ids: torch.Tensor | None
     proposed_length: int | None
@@ -121,7 +120,7 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
             module.add_rotary(family.rotary)
         module.share(target_embeddings(target), lm_head)
     heads = [PackedHead(module, module.config, count, prepack_weights, device, dtype) for module in modules]
-    return LoadedMtp(layout, modules, heads, ids, proposed_length(source))
+    return LoadedMtp(layout, heads, ids, proposed_length(source))
 
 
 def _check_other_head(source: Checkpoint, size: int, target: PackedModel) -> None:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ from ..checkpoints.config import HeadConfig
 from ..checkpoints.files import Checkpoint, open_checkpoint
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.features import FeatureGenerator
-from ..growing.own_cache import node_inputs
-from ..growing.tree_growth import DraftLevel, on_host
+from ..growing.tree_growth import DraftLevel
 from ..registry import register
 from .checkpoint import load_mtp
 from .layouts import is_mtp_tensor
@@ -97,24 +96,23 @@ class MtpGenerator(FeatureGenerator):
     """
 
     config: MtpConfig
+    draft: DraftNodes  # of the current round
 
     def __init__(self, config: MtpConfig, target: PackedModel, context: DrafterContext | None = None):
         loaded = self.loaded = load_once(
             config, target, lambda: load_mtp(config.open_for(target), target, config.prepack_weights)
         )
-        length = loaded.proposed_length or len(loaded.modules)
+        length = loaded.proposed_length or len(loaded.heads)
         super().__init__(config.with_default_length(length), target, context)
-        used = min(len(loaded.modules), self.shape.depth)
-        self.mtp_modules = loaded.modules[:used]
-        self.lm_heads = [module.shared["lm_head"] for module in self.mtp_modules]
-        self.heads = [self.captured(head) for head in loaded.heads[:used]]
+        self.heads = [self.captured(head) for head in loaded.heads[: self.shape.depth]]
         self.head, self.num_heads = self.heads[0], len(self.heads)
+        self.mtp_modules: list[Any] = [head.module for head in self.heads]
+        self.lm_heads = [module.shared["lm_head"] for module in self.mtp_modules]
         normed = config.recycle_normed
         self.hands_on_normed = loaded.layout.normed_output if normed is None else normed
         self.vocabulary = DraftVocabulary(target.vocab_size, loaded.target_ids)
         self.boundaries = BlockEnds()
         self.reached: dict[int, list[torch.Tensor | None]] = {}
-        self.draft: DraftNodes | None = None
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
         """A cache with one layer per module in use, which grows up to `num_blocks`. Slot s of module j holds token s + 1 + j, so the
@@ -135,7 +133,7 @@ class MtpGenerator(FeatureGenerator):
         )
 
     def modules(self) -> list[nn.Module]:
-        return [*(head.module for head in self.heads[1:]), *self.lm_heads, *super().modules()]
+        return [*self.mtp_modules[1:], *self.lm_heads, *super().modules()]
 
     # ---- the modules' outputs ---------------------------------------------------------------------------------------
 
@@ -260,11 +258,6 @@ class MtpGenerator(FeatureGenerator):
             below[i] = states[:-1] if before is None else torch.cat([before[None], states[:-1]])
         return below
 
-    def _roots(self, sequences: list[Sequence], like: torch.Tensor, module: int) -> torch.Tensor:
-        """x at each text's last token [R, H]; zeros if the text is too short for the module, which then has no turn."""
-        reached = [self.reached[seq.id][module] for seq in sequences]
-        return torch.stack([torch.zeros_like(like[0]) if state is None else state for state in reached])
-
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
@@ -275,9 +268,12 @@ class MtpGenerator(FeatureGenerator):
         ]
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
-        """Read all unread rows of each text; every module's x [R, H] at the last token."""
+        """Read all unread rows of each text; every module's x [R, H] at the last token: zeros if the text is too short for the module,
+        which then has no turn."""
         first = self.read_all(sequences)
-        return first, *(self._roots(sequences, first, j) for j in range(1, self.num_heads))
+        reached = zip(*(self.reached[seq.id][1:] for seq in sequences), strict=True)
+        none = torch.zeros_like(first[0])
+        return first, *(torch.stack([none if state is None else state for state in states]) for states in reached)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         self.draft = DraftNodes(list(roots))
@@ -286,22 +282,17 @@ class MtpGenerator(FeatureGenerator):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
         draft, loop = self.draft, self.loop
-        assert draft is not None
         draft.add(level)
         assert draft.ancestors is not None
         module, (rows, width) = level.depth % self.num_heads, level.tokens.shape
         first = draft.num_read(module)
         features = draft.features(module).flatten(0, 1)
         tokens, head = draft.tokens[:, first:], self.heads[module]
+        ancestors = draft.ancestors[:, first:]
         if loop is not None:
-            hidden = head.forward_batch(loop.batch(level.depth, tokens, draft.ancestors[:, first:]), features=features)
+            hidden = head.forward_batch(loop.batch(level.depth, tokens, ancestors), features=features)
         else:
-            read = [self.sequences[row] for row in level.rows]
-            ends = [(seq.id, self.num_read(seq) - module) for seq in read]  # in this module's slots
-            is_chain = draft.num_nodes == level.depth
-            ancestors = None if is_chain else on_host(draft.ancestors)[:, first:]
-            inputs = node_inputs(tokens, ends, first, level.depths, ancestors)
-            hidden = head.forward(inputs, features, self.cache)
+            hidden = head.forward(self.node_inputs(level, tokens, ancestors, shift=module), features, self.cache)
         hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
         draft.made(module, hidden, width)
         return self.score_of(module, hidden[:, -width:].flatten(0, 1)).view(rows, width, -1)

@@ -19,11 +19,6 @@ from .layouts import MtpLayout
 class PlainLayer(nn.Module):
     """A pre-norm layer with one attention and one dense MLP, for targets whose layers have several of each (LongCat-Flash)."""
 
-    self_attn: nn.Module
-    mlp: nn.Module
-    input_layernorm: nn.Module
-    post_attention_layernorm: nn.Module
-
     def __init__(self, parts: Any, config: PretrainedConfig, layer_idx: int):
         super().__init__()
         self.self_attn = type(parts.self_attn[0])(config, layer_idx)
@@ -64,11 +59,7 @@ class MtpModule(nn.Module):
         shapes: [V, H] of the module's own embeddings and head; others are the target's (see `share`).
     """
 
-    enorm: nn.Module
-    hnorm: nn.Module
-    norm: nn.Module
     layer: Any
-    rotary_emb: nn.Module | None
 
     def __init__(
         self, family: TargetFamily, layout: MtpLayout, index: int, sparse: bool, shapes: dict[str, tuple[int, int]]

@@ -60,28 +60,29 @@ class MtpLayout:
         return None
 
 
-def _rules(
-    stem: str, renamed: dict[str, str | None], kept: tuple[str, ...] = (), others: str | None = None
-) -> tuple[tuple[str, str | None], ...]:
+def _rules(stem: str, renamed: dict[str, str | None], others: str | None = None) -> tuple[tuple[str, str | None], ...]:
     """Rules for the tensors whose names begin with `stem`.
 
     Args:
         renamed: canonical prefixes by the pattern after the stem.
-        kept: parts that already have canonical names.
         others: pattern before the layer's own names, for all other tensors; None: there are no others.
     """
     rules = [(rf"{stem}{theirs}\.(?P<rest>.+)", canonical) for theirs, canonical in renamed.items()]
-    if kept:
-        rules.append((rf"{stem}(?P<rest>(?:{'|'.join(kept)})\..+)", ""))
     if others is not None:
         rules.append((rf"{stem}{others}(?P<rest>.+)", "layer."))
     return tuple(rules)
+
+
+def _named(*names: str) -> dict[str, str | None]:
+    """Parts that already have canonical names."""
+    return {name: f"{name}." for name in names}
 
 
 _I = r"(?P<i>\d+)"
 _LAYER = rf"(?:model\.)?(?:language_model\.)?layers\.{_I}\.(?:transformer\.)?"
 _MTP = r"(?:model\.)?mtp\."
 _MTP_LAYER = rf"{_MTP}layers\.{_I}\."
+_FUSION = _named("enorm", "hnorm", "eh_proj")
 
 _FINAL_LAYERNORM = MtpLayout(
     name="Hunyuan V3 (model.layers.{L}.eh_proj, .final_layernorm)",
@@ -89,8 +90,7 @@ _FINAL_LAYERNORM = MtpLayout(
     rules=_rules(
         _LAYER,
         # The reference uses the target's head, not the stored one.
-        {"shared_head": None, "final_layernorm": "norm."},
-        kept=("enorm", "hnorm", "eh_proj", "embed_tokens"),
+        {"shared_head": None, "final_layernorm": "norm.", **_FUSION, **_named("embed_tokens")},
         others="",
     ),
     numbered_after_target=True,
@@ -102,8 +102,12 @@ _DEEPSEEK = MtpLayout(
     marker=_LAYER + r"shared_head\.norm\.weight",
     rules=_rules(
         _LAYER,
-        {r"shared_head\.norm": "norm.", r"shared_head\.(?:head|output)": "lm_head."},
-        kept=("enorm", "hnorm", "eh_proj", "embed_tokens"),
+        {
+            r"shared_head\.norm": "norm.",
+            r"shared_head\.(?:head|output)": "lm_head.",
+            **_FUSION,
+            **_named("embed_tokens"),
+        },
         others="",
     ),
     numbered_after_target=True,
@@ -118,8 +122,8 @@ _QWEN = MtpLayout(
             "fc": "eh_proj.",
             "pre_fc_norm_embedding": "enorm.",
             "pre_fc_norm_hidden": "hnorm.",
+            **_named("norm", "embed_tokens", "lm_head"),
         },
-        kept=("norm", "embed_tokens", "lm_head"),
     ),
     shared=("eh_proj.", "enorm.", "hnorm.", "norm.", "embed_tokens.", "lm_head."),
 )
@@ -145,11 +149,10 @@ _LONGCAT = MtpLayout(
     name="LongCat-Flash (model.mtp.layers.0.enorm.m)",
     marker=_MTP + r"layers\.\d+\.enorm\.m\.weight",
     rules=(
-        *_rules(_MTP, {}, kept=("norm", "embed_tokens")),
+        *_rules(_MTP, _named("norm", "embed_tokens")),
         *_rules(
             _MTP_LAYER,
-            {r"enorm\.m": "enorm.", r"hnorm\.m": "hnorm."},
-            kept=("eh_proj",),
+            {r"enorm\.m": "enorm.", r"hnorm\.m": "hnorm.", **_named("eh_proj")},
             others=r"(?:transformer_layer\.)?",
         ),
     ),
@@ -160,8 +163,7 @@ _MIMO_V2 = MtpLayout(
     marker=_MTP + r"layers\.\d+\.pre_mlp_layernorm\.weight",
     rules=_rules(
         _MTP_LAYER,
-        {"final_layernorm": "norm.", "pre_mlp_layernorm": "layer.post_attention_layernorm."},
-        kept=("enorm", "hnorm", "eh_proj"),
+        {"final_layernorm": "norm.", "pre_mlp_layernorm": "layer.post_attention_layernorm.", **_FUSION},
         others="",
     ),
     attention="sliding_attention",
@@ -188,7 +190,7 @@ _NEMOTRON = MtpLayout(
     marker=_BLOCKS + r"\d+\.mixer\..+",
     # numbers are those of the one module's blocks: the first holds what comes before them, the last the norm
     rules=(
-        *_rules(_BLOCKS + r"0\.", {}, kept=("enorm", "hnorm", "eh_proj")),
+        *_rules(_BLOCKS + r"0\.", _FUSION),
         *_rules(_BLOCKS + r"\d+\.", {"final_layernorm": "norm."}),
         (_BLOCKS + "(?P<rest>.+)", "layer.blocks."),
     ),

@@ -72,10 +72,6 @@ class DraftNodes:
         self.drafted = self.hidden[0]
         self._previous = 0  # index of the first node of the previous level
 
-    @property
-    def num_nodes(self) -> int:
-        return self.tokens.shape[1]
-
     def num_read(self, module: int) -> int:
         """How many nodes a module has read."""
         return self.hidden[module].shape[1] - 1
