@@ -70,7 +70,8 @@ class Batch:
 class Places:
     """The places u >= 1 in a batch whose next token x_{u+1} counts, latest first.
 
-    Step s guesses x_{u+1} in column u - 1 - s; places that have this column come first.
+    Step s guesses x_{u+1} in column u - 1 - s; places that have this column come first. With `stride` 0 all steps guess in
+    column u - 1, as a draft does, and step s guesses x_{u+1+s}.
 
     Attributes:
         rows, places: int64 [N].
@@ -79,25 +80,25 @@ class Places:
 
     rows: torch.Tensor
     places: torch.Tensor
-    counts: list[int]
+    num_steps: int
     width: int
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        counts = [(self.places > step * self.stride).sum() for step in range(self.num_steps)]
+        self.counts: list[int] = torch.stack(counts).tolist()
 
     @classmethod
-    def of(cls, batch: Batch, num_steps: int) -> Places:
+    def of(cls, batch: Batch, num_steps: int, stride: int = 1) -> Places:
         mask = batch.ahead(batch.loss_mask, 1)
         mask[:, 0] = False
         rows, places = mask.nonzero(as_tuple=True)
         order = places.argsort(descending=True, stable=True)
-        return cls._counted(rows[order], places[order], num_steps, batch.input_ids.shape[1])
-
-    @classmethod
-    def _counted(cls, rows: torch.Tensor, places: torch.Tensor, num_steps: int, width: int) -> Places:
-        counts = torch.stack([(places > step).sum() for step in range(num_steps)]).tolist()
-        return cls(rows, places, counts, width)
+        return cls(rows[order], places[order], num_steps, batch.input_ids.shape[1], stride)
 
     def keep(self, mask: torch.Tensor) -> Places:
         """The places where `mask` [N] is True."""
-        return self._counted(self.rows[mask], self.places[mask], len(self.counts), self.width)
+        return replace(self, rows=self.rows[mask], places=self.places[mask])
 
     def at(self, states: torch.Tensor) -> torch.Tensor:
         """Values [N, ..] of a tensor [B, S, ..] at the places u."""
@@ -110,7 +111,7 @@ class Places:
     def columns(self, step: int) -> torch.Tensor:
         """The columns that guess at `step`, int64 [counts[step]], numbered through all rows."""
         count = self.counts[step]
-        return self.rows[:count] * self.width + self.places[:count] - 1 - step
+        return self.rows[:count] * self.width + self.places[:count] - 1 - step * self.stride
 
 
 def batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, Qwen3Config
+from transformers import DynamicCache, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from ..candidate_generators.dflash.head import DFlashDrafter, DFlashLayout
@@ -22,9 +22,8 @@ from .draft_layer import embedding_table, last_norm_scale, layer_numbers, layer_
 from .losses import TAUGHT, Depth, acceptance, draft_loss, probabilities, token_loss
 from .options import DFlashOptions, TrainingError
 from .target import TargetModel
-from .unrolled import attend, widened
+from .unrolled import ATTENTION_NAME
 
-ATTENTION_NAME = "hf_specdec_blocks"  # registered with transformers under this name
 _BLOCKS_AT_ONCE = 32  # blocks of a text that share a row of the attention mask
 # what makes a head's correction, or a convolution's change, nothing at first
 _ZERO = ("markov_w2.weight", "embed_proj.2.weight", "successor_codebook", "kernel_projection.weight")
@@ -98,7 +97,8 @@ class DFlashTrainer(HeadTrainer):
         ids, anchors = ids.view(-1, together * size), anchors.view(-1, together)
         positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).flatten(1)
         hidden = self._embed(ids)
-        cache = BlocksCache(self._context_keys_values(context, batch.position_ids), parts)
+        pairs = self._context_keys_values(context, batch.position_ids)
+        cache = DynamicCache([tuple(states.repeat_interleave(parts, dim=0) for states in pair) for pair in pairs])
         mask = blocks_mask(anchors, batch.input_ids.shape[1], size)
         rotary, more = self.rotary(hidden, positions), {}
         if head.is_convolved:
@@ -239,31 +239,6 @@ class DFlashTrainer(HeadTrainer):
             "sliding_window_non_causal": False,
         }
         return Exported(tensors, config)
-
-
-class BlocksCache:
-    """The layers' cache: a text's context keys and values [B, heads, S, D] before those of its blocks, spread over `parts` rows."""
-
-    def __init__(self, context: list[tuple[torch.Tensor, torch.Tensor]], parts: int):
-        self.context, self.parts = context, parts
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values [B * parts, heads, S + T, D] of a layer, from those of its blocks [B * parts, heads, T, D]."""
-        context = [states.to(keys).repeat_interleave(self.parts, dim=0) for states in self.context[layer_idx]]
-        return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
-
-
-def blocks_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """transformers' attention function: each block's slots attend to the keys of `blocks_mask`."""
-    with torch.autocast(query.device.type, enabled=False):
-        wide_query, wide_key, wide_value = widened(query, key, value)
-        out = attend(wide_query, wide_key, wide_value, scaling, attention_mask)
-    return out.transpose(1, 2).to(query.dtype), None
-
-
-AttentionInterface.register(ATTENTION_NAME, blocks_attention)
 
 
 def blocks_mask(anchors: torch.Tensor, length: int, size: int) -> torch.Tensor:

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss, register
-from .batch import Batch
+from .base import Exported, register
+from .batch import Batch, Places
 from .draft_layer import (
     Shapes,
     embedding_table,
@@ -24,9 +24,9 @@ from .draft_layer import (
     prepare,
     state_sizes,
 )
-from .losses import Lesson, argmax_of
+from .losses import LogitsOf, StepTrainer
 from .options import Eagle3TrainingOptions, TrainingError
-from .unrolled import greedy_guesses, unroll
+from .unrolled import unroll
 
 _WHOLE_VOCABULARY = 8192  # up to this vocabulary of the target the head drafts all tokens
 _DRAFT_VOCABULARY = 32000  # default size of the draft vocabulary for larger targets
@@ -71,7 +71,7 @@ def pass_on(fc: nn.Linear, width: int) -> None:
 
 
 @register(Eagle3TrainingOptions)
-class Eagle3Trainer(HeadTrainer):
+class Eagle3Trainer(StepTrainer):
     """Trains the head to draft `num_steps` tokens from every position, reading the text's tokens and its own hidden states, or with
     `parallel` (P-EAGLE) the mask token and `mask_hidden`."""
 
@@ -85,8 +85,6 @@ class Eagle3Trainer(HeadTrainer):
         if options.mask_token_id is not None and not options.parallel:
             raise TrainingError("--mask-token-id is for --parallel.")
         self.taps = Taps(last_hidden=True, layers=self._layers())
-        self.draft_ids: torch.Tensor | None = None  # int64 [Vd]; None: all tokens
-        self.draft_places: torch.Tensor | None = None  # int64 [V], each token's index in `draft_ids`, or -1
         self.mask_token: int | None = None  # of P-EAGLE; set by `build`
 
     def _layers(self) -> tuple[int, ...]:
@@ -105,6 +103,7 @@ class Eagle3Trainer(HeadTrainer):
             target, options.intermediate_size, options.num_layers, options.num_key_value_heads
         )
         self.num_guesses = options.draft_length
+        self.weights = [options.step_decay**step for step in range(options.num_steps)]
         size = target.vocab_size if self.draft_ids is None else len(self.draft_ids)
         shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (size, target.hidden_size)}
         if options.fc_norm:
@@ -158,31 +157,17 @@ class Eagle3Trainer(HeadTrainer):
         """Logits [n, Vd] over the draft vocabulary, from the head's output [n, H]."""
         return self.head.lm_head(self.normed(hidden))
 
-    def loss(self, batch: Batch) -> StepLoss:
-        """The sum over steps of step_decay^s (the tokens' loss + feature_weight SmoothL1)."""
-        options = self.options
-        lesson = Lesson.of(self, batch, options.num_steps, self.draft_ids, self.draft_places)
+    def whole_loss(self, losses: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The tokens' loss + feature_weight SmoothL1."""
+        if not self.options.feature_weight:
+            return losses
+        away = F.smooth_l1_loss(self.normed(hidden).float(), wanted, reduction="none").mean(-1)
+        return losses + self.options.feature_weight * away
 
-        def steps():
-            for step, output in enumerate(self.unrolled(batch, options.num_steps)):
-                hidden, added = lesson.places.guessed(output, step), 0.0
-                if options.feature_weight:
-                    wanted = lesson.places.at(batch.hidden())[: len(hidden)]
-                    away = F.smooth_l1_loss(self.normed(hidden).float(), wanted, reduction="none").mean(-1)
-                    added = options.feature_weight * away
-                yield self.logits, hidden, added
-
-        weights = [options.step_decay**step for step in range(options.num_steps)]
-        return lesson.graded(weights, self.head.lm_head.out_features, steps())
-
-    def guesses(self, batch: Batch) -> Guesses:
-        """Greedy guesses under teacher forcing: as in drafting, but reading the text's tokens."""
-
-        def choose(hidden: torch.Tensor) -> torch.Tensor:
-            tokens = argmax_of(self.logits, hidden, self.head.lm_head.out_features)
-            return tokens if self.draft_ids is None else self.draft_ids[tokens]
-
-        return greedy_guesses(self.unrolled(batch, self.num_guesses), choose, batch)
+    def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
+        """The head's outputs, which its own lm_head reads."""
+        for step, output in enumerate(self.unrolled(batch, places.num_steps)):
+            yield self.logits, places.guessed(output, step)
 
     def exported(self, form: str) -> Exported:
         """yuhuili's and SpecForge's files (midlayer.*, d2t, t2d; embeddings are the target's), or speculators'."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .base import HeadTrainer, StepLoss
+from .base import Guesses, HeadTrainer, StepLoss
 from .batch import Batch, Places
 
 TAUGHT = ("kl", "lk")  # losses that read the target's distributions
@@ -103,79 +102,81 @@ def scored(
     return torch.cat(losses), torch.cat(rights)
 
 
-@dataclass
-class Lesson:
-    """What a head that drafts from every place of a text learns: tokens [N] at `places`, and the target's distributions [N, V] there."""
+class StepTrainer(HeadTrainer):
+    """Trains a head that guesses a token at every step, from every place of a text, which it learns with the weights of the steps.
 
-    loss: str
-    batch: Batch
-    places: Places
-    labels: torch.Tensor
-    teacher: torch.Tensor | None
+    Attributes:
+        weights: of the steps trained in the loss, set by `build` at the latest.
+        draft_ids, draft_places: the tokens [Vd] that the head can draft, and every token's place among them, or -1. None: all. Places
+            with other labels are left out; distributions are renormalised.
+    """
 
-    @classmethod
-    def of(
-        cls, trainer: HeadTrainer, batch: Batch, num_steps: int, draft_ids: Any = None, draft_places: Any = None
-    ) -> Lesson:
-        """The lesson in a batch. The labels are the text's tokens, or if distributions are learnt, the target's choices.
+    weights: Sequence[float]
+    draft_ids: torch.Tensor | None = None
+    draft_places: torch.Tensor | None = None
 
-        Args:
-            draft_ids, draft_places: the tokens [Vd] that the head can draft, and every token's place among them, or -1. Places with other
-                labels are left out; distributions are renormalised.
+    @abstractmethod
+    def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
+        """For each step of `places`, the function from hidden states to logits, and the states [n, H] in the columns that guess. The head
+        reads the text's own tokens.
         """
-        target, loss = trainer.target, trainer.options.loss
-        places, teacher, is_taught = Places.of(batch, num_steps), None, loss in TAUGHT
-        labels, hidden = places.at(batch.ahead(batch.input_ids, 1)), places.at(batch.hidden())
-        if draft_places is not None:
-            labels = draft_places[argmax_of(target.logits, hidden, target.vocab_size) if is_taught else labels]
+
+    def whole_loss(self, losses: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The losses [n] of tokens, with what else is learnt from the states [n, H] and the target's states there."""
+        return losses
+
+    def loss(self, batch: Batch) -> StepLoss:
+        """The sum over steps of their weight times the tokens' losses. The labels are the text's tokens, or if distributions are learnt,
+        the target's choices.
+        """
+        loss, target, ids, teacher = self.options.loss, self.target, self.draft_ids, None
+        places, size = Places.of(batch, len(self.weights)), target.vocab_size
+        labels, wanted = places.at(batch.ahead(batch.input_ids, 1)), places.at(batch.hidden())
+        if self.draft_places is not None:
+            labels = self.draft_places[argmax_of(target.logits, wanted, size) if loss in TAUGHT else labels]
             known = labels >= 0
-            places, labels, hidden = places.keep(known), labels[known], hidden[known]
-        if is_taught:
-            teacher = probabilities(target.logits, hidden, target.vocab_size, draft_ids)
+            places, labels, wanted = places.keep(known), labels[known], wanted[known]
+        if loss in TAUGHT:
+            teacher = probabilities(target.logits, wanted, size, ids)
             labels = teacher.argmax(-1)
-        return cls(loss, batch, places, labels, teacher)
 
-    def graded(
-        self,
-        weights: Sequence[float],
-        size: int,
-        steps: Iterable[tuple[LogitsOf, torch.Tensor, Any]],
-        share: float = 1.0,
-    ) -> StepLoss:
-        """The loss of a head that makes, at every step, logits over `size` tokens from hidden states [n, H] of the columns that guess.
+        def depths() -> Iterator[Depth]:
+            for k, (logits_of, hidden) in enumerate(self.steps(batch, places)):
+                count = places.counts[k]
+                taught = None if teacher is None else teacher[:count]
+                losses, right = scored(
+                    loss, logits_of, size if ids is None else len(ids), hidden, labels[:count], taught
+                )
+                yield places.columns(k), losses, self.whole_loss(losses, hidden, wanted[:count]), right
 
-        Args:
-            weights: of the steps.
-            steps: for each, the function from hidden states to logits, these states, and what is added to their losses [n].
-            share: factor of the tokens' losses.
-        """
-        depths = self._depths(size, steps, share)
-        return draft_loss(self.loss, weights, self.batch.input_ids.numel(), depths)
+        return draft_loss(loss, self.weights, batch.input_ids.numel(), depths())
 
-    def _depths(self, size: int, steps: Iterable[tuple[LogitsOf, torch.Tensor, Any]], share: float) -> Iterator[Depth]:
-        for k, (logits_of, hidden, added) in enumerate(steps):
-            count = self.places.counts[k]
-            teacher = None if self.teacher is None else self.teacher[:count]
-            losses, right = scored(self.loss, logits_of, size, hidden, self.labels[:count], teacher)
-            yield self.places.columns(k), losses, share * losses + added, right
+    def guesses(self, batch: Batch) -> Guesses:
+        """Greedy guesses under teacher forcing, in the columns whose first guess counts: others are never compared."""
+        places, size = Places.of(batch, self.num_guesses, stride=0), self.target.vocab_size
+        tokens = torch.stack([argmax_of(*step, size) for step in self.steps(batch, places)], dim=1)
+        return Guesses(tokens if self.draft_ids is None else self.draft_ids[tokens], places.rows, places.places)
 
 
 def follow_text(
     batch: Batch,
     places: Places,
-    state: Callable[[torch.Tensor], torch.Tensor],
+    states: torch.Tensor,
     step: Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[torch.Tensor]:
     """What a recurrence over the text's own tokens makes at every step, [n, ..] for the columns that guess.
 
     Args:
-        state: the first state [m, H] of the columns, bool [B, S], that some step uses.
-        step: from k, the state and the tokens x_{t+1+k} [m], what it makes [m, ..] and the next state.
+        states: the first states [B, S, H].
+        step: from k, the states [m, H] and the tokens x_{t+1+k} [m] of the columns t that some step uses, what it makes [m, ..] and the
+            next states.
     """
-    used = torch.stack([batch.labels(k)[1] for k in range(len(places.counts))]).any(0)
-    rows, current = used.flatten().cumsum(0) - 1, state(used)
-    for k in range(len(places.counts)):
-        made, current = step(k, current, batch.ahead(batch.input_ids, 1 + k)[used])
+    used = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=states.device)
+    for k in range(places.num_steps):
+        used[places.columns(k)] = True
+    rows, current = used.cumsum(0) - 1, states.flatten(0, 1)[used]
+    for k in range(places.num_steps):
+        made, current = step(k, current, batch.ahead(batch.input_ids, 1 + k).flatten()[used])
         yield made.index_select(0, rows[places.columns(k)])
 
 

@@ -8,7 +8,7 @@ and its own rows of steps 1 .. s. So a query attends to step 0 causally, and to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from .base import Guesses
-from .batch import Batch, Places
+from .batch import Batch
 
 ATTENTION_NAME = "hf_specdec_unrolled"  # registered with transformers under this name
 
@@ -77,15 +76,18 @@ def _with_sink(states: torch.Tensor, group: int) -> torch.Tensor:
     return out.repeat_interleave(group, dim=1)
 
 
-def unrolled_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, *, unrolled, **kwargs):
-    """transformers' attention function. `unrolled` is the dictionary {layer: LayerSteps} of the running `unroll`."""
+def unrolled_attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, *, unrolled=None, **kwargs
+):
+    """transformers' attention function. `unrolled` is the dictionary {layer: LayerSteps} of the running `unroll`; None: a mask says all."""
     scaling, dtype = query.shape[-1] ** -0.5 if scaling is None else scaling, query.dtype
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = widened(query, key, value)
-        steps = unrolled.get(module.layer_idx)
+        steps = None if unrolled is None else unrolled.get(module.layer_idx)
         if steps is None:
-            unrolled[module.layer_idx] = LayerSteps(key, value)
-            out = attend(query, key, value, scaling)
+            out = attend(query, key, value, scaling, attention_mask)
+            if unrolled is not None:
+                unrolled[module.layer_idx] = LayerSteps(key, value)
         else:
             steps.own_keys.append(key)
             steps.own_values.append(value)
@@ -117,14 +119,3 @@ def unroll(
             tokens, features = torch.full_like(tokens, mask[0]), mask[1].expand_as(features)
         features = head(tokens, features, batch.position_ids + step, attention_mask=None, unrolled=steps)
         yield features
-
-
-def greedy_guesses(
-    outputs: Iterator[torch.Tensor], choose: Callable[[torch.Tensor], torch.Tensor], batch: Batch
-) -> Guesses:
-    """Guesses of all steps, at the columns whose first guess counts (others are never compared). `outputs`: the result of `unroll`;
-    `choose`: tokens [N] from outputs [N, H].
-    """
-    places = Places.of(batch, 1)
-    tokens = [choose(places.guessed(output, 0)) for output in outputs]
-    return Guesses(torch.stack(tokens, dim=1), places.rows, places.places)
