@@ -40,13 +40,13 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the command line. An option that the subcommand does not have is an error with the nearest one that it has."""
-        found, unknown = self.parse_known_args(args, namespace)
-        parser = getattr(found, "parser", self)
+        parsed, unknown = self.parse_known_args(args, namespace)
+        parser = getattr(parsed, "parser", self)
         if unknown:
             parser.error(
                 f"unrecognized arguments: {' '.join(unknown)}{nearest_hint(unknown[0], parser._option_string_actions)}"
             )
-        return found
+        return parsed
 
     def _check_value(self, action, value):
         if action.choices is not None and value not in action.choices:

@@ -30,8 +30,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     options.add_ranks_option(parser)
     options.add_config_option(parser, f"{CONFIG_HELP}; repeat it to compare several", action="append", required=True)
     group = parser.add_argument_group("measurement")
-    options.add_prompts_option(group)
-    group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
+    options.add_prompts_options(group)
     group.add_argument("--repeats", type=positive_int, default=3, metavar="R", help="default: %(default)s")
     steps = "decode the first batch once more with each configuration, and show what every step drafted, accepted and rejected, and "
     group.add_argument("--trace", action="store_true", help=f"{steps}its milliseconds")

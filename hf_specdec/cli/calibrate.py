@@ -43,9 +43,8 @@ def add_command(commands) -> argparse.ArgumentParser:
     options.add_model_options(parser)
     options.add_config_option(parser)
     group = parser.add_argument_group("measurement")
-    options.add_prompts_option(group)
+    options.add_prompts_options(group, batch_size=8)
     options.add_chat_option(group)
-    group.add_argument("--batch-size", type=positive_int, default=8, metavar="B", help="default: %(default)s")
     group.add_argument(
         "--max-new-tokens", type=options.whole_number, default=128, metavar="N",
         help="default: %(default)s; with --draft-vocabulary, 0 counts the ids of the prompts themselves",

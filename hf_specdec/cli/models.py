@@ -98,16 +98,16 @@ def print_methods(console: Output, methods: dict[str, type[SpeculativeConfig]]) 
 
 def sections(methods: dict[str, type[SpeculativeConfig]]) -> list[tuple[str, str, list[dataclasses.Field], Any]]:
     """Title, text, keys and configuration: of what all methods take, of the groups of keys that these take, and of these methods."""
-    found: list[Any] = [("Keys of every method", "", shared_fields(), SpeculativeConfig)]
+    out: list[Any] = [("Keys of every method", "", shared_fields(), SpeculativeConfig)]
     for group, base in key_groups().items():
         if any(issubclass(config, base) for config in methods.values()):
-            found.append((f"Keys of {group}", "", group_fields(base), base))
+            out.append((f"Keys of {group}", "", group_fields(base), base))
     for name, config in methods.items():
         groups = groups_of(config)
         taken = f" Takes the keys of {' and '.join(groups)}." if groups else ""
         needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
-        found.append((f"`{name}`", description(config) + needs + taken, own_fields(config), config))
-    return found
+        out.append((f"`{name}`", description(config) + needs + taken, own_fields(config), config))
+    return out
 
 
 def key_groups() -> dict[str, type[SpeculativeConfig]]:
@@ -138,10 +138,10 @@ def own_fields(config: type[SpeculativeConfig]) -> list[dataclasses.Field]:
     """The keys that only this method has, and `num_speculative_tokens` if its default differs from the common one."""
     shared = {f.name for f in shared_fields()} | {"method"}
     shared |= {f.name for group in groups_of(config) for f in group_fields(key_groups()[group])}
-    own = [f for f in dataclasses.fields(config) if f.name not in shared]
+    fields = [f for f in dataclasses.fields(config) if f.name not in shared]
     if default_length(config) != str(SpeculativeConfig.default_num_speculative_tokens):
-        own += [f for f in dataclasses.fields(config) if f.name == "num_speculative_tokens"]
-    return own
+        fields += [f for f in dataclasses.fields(config) if f.name == "num_speculative_tokens"]
+    return fields
 
 
 def default_length(config: type[SpeculativeConfig]) -> str:

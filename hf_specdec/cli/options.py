@@ -134,11 +134,13 @@ def add_chat_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--chat", action=argparse.BooleanOptionalAction, help=template)
 
 
-def add_prompts_option(group: argparse._ArgumentGroup, limit: int | None = None) -> None:
+def add_prompts_options(group: argparse._ArgumentGroup, limit: int | None = None, batch_size: int = 1) -> None:
     prompts = f"{PROMPTS_HELP} (default: the bundled prompts)"
     group.add_argument("--prompts", default=str(BUNDLED_PROMPTS), metavar="FILE", help=prompts)
     few = "use only N of the prompts" + (" (default: %(default)s)" if limit else "")
     group.add_argument("--limit", type=positive_int, default=limit, metavar="N", help=few)
+    usual = "default: %(default)s"
+    group.add_argument("--batch-size", type=positive_int, default=batch_size, metavar="B", help=usual)
 
 
 def add_config_option(group: Any, help: str = CONFIG_HELP, **more: Any) -> None:

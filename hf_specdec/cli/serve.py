@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         hf_specdec.parse_config(args.speculative_config)  # report errors before the model is loaded
     transfer = _transfer_config(args.kv_transfer_config)
     if args.replicas > 1:
-        return _run_replicas(args, transfer)
+        return _run_replicas(args)
     template = _text_of("--response-template", args.response_template)
     limits = Limits(
         max_body_bytes=args.max_body_bytes, max_queued_requests=args.max_num_queued_reqs,
@@ -144,9 +144,9 @@ def _transfer_config(text: str | None) -> dict | None:
 
     if text is None:
         return None
-    found = json_object(text, "--kv-transfer-config")
-    KVTransferConfig.of(found)
-    return found
+    config = json_object(text, "--kv-transfer-config")
+    KVTransferConfig.of(config)
+    return config
 
 
 def _text_of(option: str, file: str | None) -> str | None:
@@ -172,15 +172,13 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
+def _run_replicas(args: argparse.Namespace) -> int:
     """Serve several engines, in processes of Ray. OSError: the address is in use; ValueError: replicas do not support an option."""
-    unsupported = {
-        "--chat-template": args.chat_template, "--response-template": args.response_template, "--tokenizer": args.tokenizer,
-        "--allowed-origins": args.allowed_origins, "--max-num-queued-reqs": args.max_num_queued_reqs, "--kv-transfer-config": transfer,
-        "--allowed-media-hosts": args.allowed_media_hosts,
-        "--request-read-timeout": args.request_read_timeout, "--shutdown-timeout": args.shutdown_timeout,
-    }  # fmt: skip
-    given = [name for name, value in unsupported.items() if value is not None]
+    unsupported = (
+        "chat_template", "response_template", "tokenizer", "allowed_origins", "max_num_queued_reqs", "kv_transfer_config",
+        "allowed_media_hosts", "request_read_timeout", "shutdown_timeout",
+    )  # fmt: skip
+    given = ["--" + name.replace("_", "-") for name in unsupported if getattr(args, name) is not None]
     if given or len(args.served_model_name or []) > 1:
         raise ValueError(
             f"--replicas does not support {', '.join(given) or 'several names (--served-model-name)'}: start the servers one by one, "

@@ -39,7 +39,7 @@ def inflate_eagle3(
         grown = HeadInflation(old, new, dtype, seed).tensors(tensors)
         offsets(grown, config, target.vocab_size)
     destination.mkdir(parents=True, exist_ok=True)
-    save_file({name: each.contiguous().cpu() for name, each in grown.items()}, destination / "model.safetensors")
+    save_file({name: tensor.contiguous().cpu() for name, tensor in grown.items()}, destination / "model.safetensors")
     config = {**config, **new, **tapped(config[LAYER_IDS], source.num_hidden_layers, target.num_hidden_layers)}
     config |= {
         "rms_norm_eps": config["rms_norm_eps"] * old["hidden_size"] / new["hidden_size"],

@@ -10,7 +10,6 @@ drafting run the same modules. To add a trainer, add its options to options.py, 
 
     @register(MyOptions)
     class MyTrainer(HeadTrainer):              # base.py: the methods to write
-        method = "my_method"
         taps = Taps(last_hidden=True)          # what it reads of the target (or set in __init__)
 
 The framework does the rest, from reading data to the model card, several devices and resuming included.

@@ -19,7 +19,7 @@ from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
 from .draft_layer import embedding_table, last_norm_scale, layer_numbers, layer_shape, mask_token, state_sizes
-from .losses import TAUGHT, Depth, acceptance, draft_loss, probabilities, token_loss
+from .losses import TAUGHT, Depth, acceptance, draft_loss, token_loss
 from .options import DFlashOptions, TrainingError
 from .target import TargetModel
 from .unrolled import ATTENTION_NAME
@@ -36,7 +36,6 @@ class DFlashTrainer(HeadTrainer):
     see the target's hidden states before its anchor, and itself. The weight of the k-th drafted token is exp(-(k - 1) / loss_decay),
     divided by the sum of these. A head that corrects the block's logits reads the text's tokens."""
 
-    method = "dflash"
     formats = ("original", "speculators")
     options: DFlashOptions
     head: DFlashDrafter
@@ -158,18 +157,18 @@ class DFlashTrainer(HeadTrainer):
         rows, anchors = chosen.nonzero()[:, 0], anchors[chosen]
         weights = [math.exp(-k / self.options.loss_decay) for k in range(self.num_guesses)]
         depths = self._depths(batch, rows, anchors, hidden)
-        return draft_loss(self.options.loss, [each / sum(weights) for each in weights], len(rows), depths)
+        return draft_loss(self.options.loss, [weight / sum(weights) for weight in weights], len(rows), depths)
 
     def _depths(self, batch: Batch, rows: torch.Tensor, anchors: torch.Tensor, hidden: torch.Tensor) -> Iterator[Depth]:
         loss, last, teacher = self.options.loss, batch.input_ids.shape[1] - 1, None
-        own = {"domino": max(0.0, 1.0 - 2.0 * self.progress), "dflash2": 0.5}.get(self.options.variant, 0.0)
+        share = {"domino": max(0.0, 1.0 - 2.0 * self.progress), "dflash2": 0.5}.get(self.options.variant, 0.0)
         for k, (slot, before, base, logits) in enumerate(self.logits(batch, rows, anchors, hidden)):
             places = anchors + k + 1
             counts = (places <= last) & batch.loss_mask[rows, places.clamp(max=last)]
             labels = batch.input_ids[rows[counts], places[counts]]
             if self.taps.last_hidden:
                 wanted = batch.hidden()[rows[counts], places[counts] - 1]
-                teacher = probabilities(self.target.logits, wanted, self.target.vocab_size)
+                teacher = self.target.probabilities(wanted)
                 labels = teacher.argmax(-1) if loss in TAUGHT else labels
             right = logits[counts].argmax(-1) == labels
             if (
@@ -178,8 +177,8 @@ class DFlashTrainer(HeadTrainer):
                 logits = torch.where(logits.isneginf(), base, logits)
             logits = logits[counts]
             losses = added = token_loss(loss, logits, labels, teacher)
-            if own:
-                added = (1 - own) * losses + own * token_loss(loss, base[counts], labels, teacher)
+            if share:
+                added = (1 - share) * losses + share * token_loss(loss, base[counts], labels, teacher)
             if self.head.confidence_head is not None and teacher is not None:
                 sure = self.head.confidence_head.proj(self.head.confidence_features(slot, before))[counts, 0]
                 rate = acceptance(logits, teacher).detach()
@@ -215,13 +214,13 @@ class DFlashTrainer(HeadTrainer):
             if options.variant == "dspark":
                 is_plain = self.config.num_key_value_heads == self.config.num_attention_heads
                 heads["attention_mode"] = "mha" if is_plain else "gqa"
-            own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers, **heads}
+            dflash_config = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers, **heads}
             config = {
                 **layers,
                 "architectures": [f"{_NAMES[options.variant]}DraftModel"],
                 "block_size": options.block_size,
                 "num_target_layers": target.num_layers,
-                "dflash_config": own,
+                "dflash_config": dflash_config,
             }
             return Exported(tensors, config)
         tensors["embed_tokens.weight"] = embedding_table(target)

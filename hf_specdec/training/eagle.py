@@ -23,7 +23,6 @@ from .unrolled import unroll
 class EagleTrainer(StepTrainer):
     """From h_t and x_{t+1} the head predicts h_{t+1}, which the target's own lm_head reads."""
 
-    method = "eagle"
     taps = Taps(last_hidden=True)
     options: EagleOptions
     head: EagleHead

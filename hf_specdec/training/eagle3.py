@@ -75,7 +75,6 @@ class Eagle3Trainer(StepTrainer):
     """Trains the head to draft `num_steps` tokens from every position, reading the text's tokens and its own hidden states, or with
     `parallel` (P-EAGLE) the mask token and `mask_hidden`."""
 
-    method = "eagle3"
     formats = ("original", "speculators")
     options: Eagle3TrainingOptions
     head: Eagle3Head

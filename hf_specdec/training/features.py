@@ -98,10 +98,10 @@ class FeatureFiles(FeatureSource):
         patterns = ("config.json", "*.safetensors", "*.bin")
         files = [path for pattern in patterns for path in Path(self.model_name).glob(pattern)]
         changed = max((path.stat().st_mtime for path in files), default=0.0)  # 0 if the name is not that of a folder
-        found, num_old = {}, 0
+        known, num_old = {}, 0
         for path in self.folder.glob("*.safetensors"):
             if len(path.stem) == 32:
-                found[path.stem] = path
+                known[path.stem] = path
                 continue
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -110,12 +110,12 @@ class FeatureFiles(FeatureSource):
                 if path.stat().st_mtime < changed:
                     num_old += 1
                 else:
-                    found[self._key(file.get_tensor("token_ids").numpy())] = path
+                    known[self._key(file.get_tensor("token_ids").numpy())] = path
         if num_old:
             logger.warning(
                 "%s: %d files are older than the target %s: not used.", self.folder, num_old, self.model_name
             )
-        return found
+        return known
 
     def _write(self, samples: list[Sample]) -> None:
         taps = Taps(last_hidden=True, layers=tuple(self.layer_ids[:-1]))

@@ -28,7 +28,6 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 class HydraTrainer(StepTrainer):
     """Head k reads h_t and x_{t+1} .. x_{t+1+k}, and learns the target's distribution of x_{t+2+k}. Hydra++ with --prefix-layer."""
 
-    method = "hydra"
     options: HydraOptions
     head: Any  # a HydraHeads
 

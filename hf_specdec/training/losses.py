@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .base import Guesses, HeadTrainer, StepLoss
 from .batch import Batch, Places
+from .target import LogitsOf, argmax_of
 
 TAUGHT = ("kl", "lk")  # losses that read the target's distributions
-LogitsOf = Callable[[torch.Tensor], torch.Tensor]
 Depth = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _LOGITS_KEPT = 2**26  # more logits than this are recomputed in the backward pass, in parts of this size
@@ -69,15 +69,15 @@ def draft_loss(loss: str, weights: Sequence[float], num_drafts: int, depths: Ite
         depths: for each, the drafts int64 [n] that have it, the losses of their tokens [n], these with all that is added [n], and
             whether the head's likeliest token is right, bool [n].
     """
-    found, whole, there, metrics = [], [], [], {}
+    nats, whole, there, metrics = [], [], [], {}
     for k, (drafts, losses, added, right) in enumerate(depths, 1):
         empty = losses.new_zeros(num_drafts)
-        found.append(empty.index_put((drafts,), losses.detach()))
+        nats.append(empty.index_put((drafts,), losses.detach()))
         whole.append(empty.index_put((drafts,), added))
         there.append(empty.index_fill(0, drafts, 1.0).bool())
         metrics[f"accuracy_{k}"] = (right.sum(), there[-1].sum())
     total, exists = torch.stack(whole, 1), torch.stack(there, 1)
-    by_depth = total.new_tensor(weights) if loss != "dpace" else depth_weights(torch.stack(found, 1), exists)
+    by_depth = total.new_tensor(weights) if loss != "dpace" else depth_weights(torch.stack(nats, 1), exists)
     return StepLoss((by_depth * total).sum(), exists[:, 0].sum(), metrics)
 
 
@@ -137,7 +137,7 @@ class StepTrainer(HeadTrainer):
             known = labels >= 0
             places, labels, wanted = places.keep(known), labels[known], wanted[known]
         if loss in TAUGHT:
-            teacher = probabilities(target.logits, wanted, size, ids)
+            teacher = target.probabilities(wanted, ids)
             labels = teacher.argmax(-1)
 
         def depths() -> Iterator[Depth]:
@@ -178,17 +178,3 @@ def follow_text(
     for k in range(places.num_steps):
         made, current = step(k, current, batch.ahead(batch.input_ids, 1 + k).flatten()[used])
         yield made.index_select(0, rows[places.columns(k)])
-
-
-def argmax_of(logits_of: LogitsOf, hidden: torch.Tensor, size: int) -> torch.Tensor:
-    """Argmax [n] of logits over `size` tokens from hidden states [n, H], a part at a time."""
-    return torch.cat([logits_of(part).argmax(-1) for part in hidden.split(max(1, _LOGITS_KEPT // size))])
-
-
-@torch.no_grad()
-def probabilities(
-    logits_of: LogitsOf, hidden: torch.Tensor, size: int, among: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The target's probabilities, float32 [n, size], from hidden states [n, H]; renormalised over the tokens `among` [Vd]."""
-    parts = [logits_of(part) for part in hidden.split(max(1, _LOGITS_KEPT // size))]
-    return torch.cat([(part if among is None else part[:, among]).softmax(-1, dtype=torch.float32) for part in parts])

@@ -20,7 +20,6 @@ from .options import MedusaOptions
 class MedusaTrainer(StepTrainer):
     """Trains head k to predict x_{t+2+k} from h_t. Blocks are initialised to the identity, linear layers to the target's lm_head."""
 
-    method = "medusa"
     formats = ("original", "vllm")
     options: MedusaOptions
     head: Any  # a MedusaHeads

@@ -28,7 +28,6 @@ _CHILDREN = (4, 3, 2)  # children per depth of the tree proposed in config.json;
 class MLPSpeculatorTrainer(StepTrainer):
     """Trains step k to predict x_{t+2+k} from x_{t+1+k} and a state that starts as h_t. Exports IBM's accelerator format."""
 
-    method = "mlp_speculator"
     options: MLPSpeculatorOptions
     head: SumSpeculator
 

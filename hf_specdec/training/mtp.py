@@ -26,7 +26,6 @@ class MtpTrainer(StepTrainer):
     """Trains one MTP module, a decoder layer of the target's type, to draft several tokens from its own output (FastMTP); unrolled
     over `num_steps` tokens of the text with weights step_decay^k / sum."""
 
-    method = "mtp"
     formats = ("original", "speculators")
     options: MtpOptions
     head: MtpModule

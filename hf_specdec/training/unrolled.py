@@ -59,14 +59,14 @@ def attend_merged(query: torch.Tensor, steps: LayerSteps, scaling: float) -> tor
     grouped = query.unflatten(1, (-1, group))
     scores = torch.einsum("bkgtd,bktsd->bkgts", grouped, own_keys) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    own = torch.einsum("bkgts,bktsd->bkgtd", scores.softmax(-1).to(own_values.dtype), own_values)
+    later = torch.einsum("bkgts,bktsd->bkgtd", scores.softmax(-1).to(own_values.dtype), own_values)
     if steps.widened is None:
         steps.widened = _with_sink(steps.keys, group), _with_sink(steps.values, group)
     wide_keys, wide_values = steps.widened
     sink = (scores.logsumexp(-1, keepdim=True) / scaling).flatten(1, 2).to(query.dtype)
     query = F.pad(torch.cat([query, sink], dim=-1), (0, 0, 1, 0))
     out = F.scaled_dot_product_attention(query, wide_keys, wide_values, is_causal=True, scale=scaling)[:, :, 1:]
-    return out[..., :width] + out[..., width:] * own.flatten(1, 2)
+    return out[..., :width] + out[..., width:] * later.flatten(1, 2)
 
 
 def _with_sink(states: torch.Tensor, group: int) -> torch.Tensor:

@@ -277,6 +277,7 @@ def test_loss_in_parts_is_the_same(model, monkeypatch, method, more):
     batch, found = model.capture(ragged_batch(model), made.taps), []
     for kept in (2**26, 200):
         monkeypatch.setattr(losses, "_LOGITS_KEPT", kept)
+        monkeypatch.setattr("hf_specdec.training.target._LOGITS_AT_ONCE", kept)
         out = made.loss(batch)
         found.append([out.loss, *torch.autograd.grad(out.loss, list(made.head.parameters()))])
         tokens = made.guesses(batch).tokens
