@@ -83,6 +83,8 @@ class Eagle3Trainer(StepTrainer):
         super().__init__(options, target)
         if options.mask_token_id is not None and not options.parallel:
             raise TrainingError("--mask-token-id is for --parallel.")
+        if options.down_sample_ratio < 1 and not options.parallel:
+            raise TrainingError("--down-sample-ratio is for --parallel.")
         self.taps = Taps(last_hidden=True, layers=self._layers())
         self.mask_token: int | None = None  # of P-EAGLE; set by `build`
 
@@ -142,11 +144,11 @@ class Eagle3Trainer(StepTrainer):
     def rate_share(self, name: str) -> float:
         return self.options.lm_head_rate if name.startswith("lm_head.") else 1.0
 
-    def unrolled(self, batch: Batch, num_steps: int) -> Iterator[torch.Tensor]:
+    def unrolled(self, batch: Batch, num_steps: int, places: Places | None = None) -> Iterator[torch.Tensor]:
         """The head's output [B, S, H] of every step, under teacher forcing."""
         features = self.head.fuse(torch.cat([batch.layers[i] for i in self.taps.layers], dim=-1))
         mask = None if self.mask_token is None else (self.mask_token, self.head.fuse(self.head.mask_hidden.flatten()))
-        return unroll(self.head, batch, features, num_steps, mask)
+        return unroll(self.head, batch, features, num_steps, mask, places)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The input of the language-model head [n, H], from the head's output [n, H]."""
@@ -155,6 +157,11 @@ class Eagle3Trainer(StepTrainer):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] over the draft vocabulary, from the head's output [n, H]."""
         return self.head.lm_head(self.normed(hidden))
+
+    def chosen(self, places: Places) -> Places:
+        """With --down-sample-ratio, fewer at later steps."""
+        ratio = self.options.down_sample_ratio
+        return places if ratio == 1.0 else places.sampled(ratio)
 
     def whole_loss(self, losses: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """The tokens' loss + feature_weight SmoothL1."""
@@ -165,7 +172,7 @@ class Eagle3Trainer(StepTrainer):
 
     def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
         """The head's outputs, which its own lm_head reads."""
-        for step, output in enumerate(self.unrolled(batch, places.num_steps)):
+        for step, output in enumerate(self.unrolled(batch, places.num_steps, places)):
             yield self.logits, places.guessed(output, step)
 
     def exported(self, form: str) -> Exported:

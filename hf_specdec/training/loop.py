@@ -125,7 +125,8 @@ class Run:
         state = load_state(self.folder / "state.pt")
         if state is None:
             return
-        theirs = json.loads(state["settings"])
+        defaults = {field.name: field.default for field in dataclasses.fields(self.options)}  # of later options
+        theirs = {key: value for key, value in defaults.items() if key not in _FREE} | json.loads(state["settings"])
         changed = sorted(k for k in theirs.keys() | self.settings.keys() if theirs.get(k) != self.settings.get(k))
         if changed:
             what = ", ".join(f"{key} ({theirs.get(key)!r} then, {self.settings.get(key)!r} now)" for key in changed)

@@ -121,6 +121,10 @@ class StepTrainer(HeadTrainer):
         reads the text's own tokens.
         """
 
+    def chosen(self, places: Places) -> Places:
+        """Those of the places that are trained on."""
+        return places
+
     def whole_loss(self, losses: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """The losses [n] of tokens, with what else is learnt from the states [n, H] and the target's states there."""
         return losses
@@ -136,18 +140,18 @@ class StepTrainer(HeadTrainer):
             labels = self.draft_places[argmax_of(target.logits, wanted, size) if loss in TAUGHT else labels]
             known = labels >= 0
             places, labels, wanted = places.keep(known), labels[known], wanted[known]
+        places = self.chosen(places)
         if loss in TAUGHT:
             teacher = target.probabilities(wanted, ids)
             labels = teacher.argmax(-1)
 
         def depths() -> Iterator[Depth]:
             for k, (logits_of, hidden) in enumerate(self.steps(batch, places)):
-                count = places.counts[k]
-                taught = None if teacher is None else teacher[:count]
-                losses, right = scored(
-                    loss, logits_of, size if ids is None else len(ids), hidden, labels[:count], taught
-                )
-                yield places.columns(k), losses, self.whole_loss(losses, hidden, wanted[:count]), right
+                taken, vocabulary = places.taken[k], size if ids is None else len(ids)
+                taught = None if teacher is None else teacher[taken]
+                losses, right = scored(loss, logits_of, vocabulary, hidden, labels[taken], taught)
+                whole = self.whole_loss(losses, hidden, wanted[taken]) / (places.shares[k] or 1.0)
+                yield places.columns(k), losses, whole, right
 
         return draft_loss(loss, self.weights, batch.input_ids.numel(), depths())
 
@@ -171,10 +175,8 @@ def follow_text(
         step: from k, the states [m, H] and the tokens x_{t+1+k} [m] of the columns t that some step uses, what it makes [m, ..] and the
             next states.
     """
-    used = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=states.device)
+    used = places.used()
+    rows, current = used.flatten().cumsum(0) - 1, states[used]
     for k in range(places.num_steps):
-        used[places.columns(k)] = True
-    rows, current = used.cumsum(0) - 1, states.flatten(0, 1)[used]
-    for k in range(places.num_steps):
-        made, current = step(k, current, batch.ahead(batch.input_ids, 1 + k).flatten()[used])
+        made, current = step(k, current, batch.ahead(batch.input_ids, 1 + k)[used])
         yield made.index_select(0, rows[places.columns(k)])
