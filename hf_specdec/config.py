@@ -91,6 +91,7 @@ class SpeculativeConfig:
         "fixed",
         "'fixed': num_speculative_tokens for every row; 'auto': for each row and step the fastest length up to it, "
         "by measured costs and acceptance",
+        choices=DRAFT_LENGTHS,
     )
     rejection_sample_method: str | None = config_key(
         None,
@@ -212,7 +213,6 @@ class SpeculativeConfig:
     def _settle_draft_length(self) -> None:
         """Set `num_speculative_tokens` to a number and bring the batch-size table into the form [[first, last, K], ..]."""
         self.read_auto()
-        self.check_choice("draft_length", DRAFT_LENGTHS)
         automatic = self.draft_length == "auto"
         table = self.num_speculative_tokens_per_batch_size
         if table is not None:
@@ -334,14 +334,6 @@ class SpeculativeConfig:
         """Raise SpeculativeConfigError unless the value of `key` is None or non-empty text."""
         value = getattr(self, key)
         self._refuse(key, "" if value is None else text_error(value))
-
-    def check_int(self, key: str, minimum: float, maximum: float | None = None) -> None:
-        """Raise SpeculativeConfigError unless the value of `key` is an integer in [minimum, maximum]."""
-        self.check_number(key, minimum, maximum, whole=True)
-
-    def check_choice(self, key: str, choices: tuple[str, ...]) -> None:
-        """Raise SpeculativeConfigError, which suggests the nearest choice, unless the value of `key` is one of `choices`."""
-        self._refuse(key, choice_error(getattr(self, key), choices))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], others: Iterable[str] = ()) -> SpeculativeConfig:

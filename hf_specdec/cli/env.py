@@ -46,10 +46,8 @@ VARIABLES = (
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("env", help="print what a bug report needs", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

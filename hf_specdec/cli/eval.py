@@ -27,8 +27,7 @@ over the prompts on this machine; `hf-specdec bench` repeats the measurement.
 """
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("eval", help="measure a draft head", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", metavar="HEAD", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it drafts for")
     options.add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
@@ -43,7 +42,6 @@ def add_command(commands) -> argparse.ArgumentParser:
     card = "put the table into the head's model card (README.md)"
     group.add_argument("--update-card", action="store_true", help=card)
     options.add_decoding_options(parser, max_new_tokens=128)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

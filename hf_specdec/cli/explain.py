@@ -28,8 +28,7 @@ without drafts (none), and transformers' own generate().
 """
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("explain", help='show what "auto" would do', description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser)
     options.add_config_option(parser, 'a configuration of method "auto" (default: %(default)s)', default="auto")
     group = parser.add_argument_group("measurement")
@@ -37,7 +36,6 @@ def add_command(commands) -> argparse.ArgumentParser:
     options.add_prompts_options(group, limit=8)
     group.add_argument("--json", action="store_true", help="print JSON")
     options.add_decoding_options(parser, max_new_tokens=64)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

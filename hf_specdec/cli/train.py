@@ -33,24 +33,21 @@ that several heads can share. If the run is interrupted, the same command contin
 """
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand, which has a further subcommand for each method."""
-    parser = commands.add_parser("train", help="train a draft head for a target", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """There is a further subcommand for each method."""
     methods = parser.add_subparsers(title="methods", metavar="METHOD", dest="method", required=True)
     for name, options_class in options_by_method().items():
         about, epilog = options_class.__doc__, "See `hf-specdec train --help` for examples.\n"
         method = methods.add_parser(name, help=about, description=about, epilog=epilog)
-        method.formatter_class = argparse.RawDescriptionHelpFormatter
-        add_arguments(method)
+        add_shared_arguments(method)
         group = method.add_argument_group("training")
         for field in dataclasses.fields(options_class):
             add_option(group, field)
         method.set_defaults(parser=method)
         method.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")
-    return parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     needed = parser.add_argument_group("what and where")
     needed.add_argument("--target", required=True, metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     needed.add_argument("--data", required=True, metavar="FILE", help="training text; .jsonl, or plain text")

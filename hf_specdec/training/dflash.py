@@ -274,9 +274,7 @@ def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
     last = target.num_layers - 2
     count = min(options.num_layers, max(1, last))
     usual = [round(1 + i * (last - 1) / (count - 1)) for i in range(count)] if count > 1 else [max(0, last)]
-    if options.target_layers is None:
-        return usual
-    return layer_numbers("--target-layers", options.target_layers, last, ",".join(map(str, usual)))
+    return list(layer_numbers("--target-layers", options.target_layers, last, usual))
 
 
 def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:

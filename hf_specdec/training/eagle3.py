@@ -61,15 +61,6 @@ def attend_to_own_token(attention: Any, width: int, head_dim: int) -> None:
     attention.v_proj.weight[:, :width] = torch.randn_like(attention.v_proj.weight[:, :width]) / width**0.5
 
 
-@torch.no_grad()
-def pass_on(fc: nn.Linear, width: int) -> None:
-    """Initial weights that pass on the last of the concatenated states, with a little of the others.
-
-    The language-model head then starts from a state deep in the target, which suits it, and not from a random one.
-    """
-    fc.weight[:, -width:] += torch.eye(fc.out_features, width, device=fc.weight.device)
-
-
 @register(Eagle3TrainingOptions)
 class Eagle3Trainer(StepTrainer):
     """Trains the head to draft `num_steps` tokens from every position, reading the text's tokens and its own hidden states, or with
@@ -85,15 +76,10 @@ class Eagle3Trainer(StepTrainer):
             raise TrainingError("--mask-token-id is for --parallel.")
         if options.down_sample_ratio < 1 and not options.parallel:
             raise TrainingError("--down-sample-ratio is for --parallel.")
-        self.taps = Taps(last_hidden=True, layers=self._layers())
+        usual = default_layers(target.num_layers)
+        layers = layer_numbers("--feature-layers", options.feature_layers, target.num_layers, usual)
+        self.taps = Taps(last_hidden=True, layers=tuple(sorted(layers)))
         self.mask_token: int | None = None  # of P-EAGLE; set by `build`
-
-    def _layers(self) -> tuple[int, ...]:
-        given, num_layers = self.options.feature_layers, self.target.num_layers
-        if given is None:
-            return default_layers(num_layers)
-        example = ",".join(map(str, default_layers(num_layers)))
-        return tuple(sorted(layer_numbers("--feature-layers", given, num_layers, example)))
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
         """The language-model head is initialised with the target's rows of the draft vocabulary, its input with the deepest state
@@ -117,7 +103,7 @@ class Eagle3Trainer(StepTrainer):
             reads, norm_before_residual=False, norm_output=options.norm_output, logit_scale=1.0, mask_token=self.mask_token,
             window_stays=False,
         )  # fmt: skip
-        head = Eagle3Head(self.config, Shapes(shapes), what, len(self.taps.layers), target.hidden_size)
+        head: Any = Eagle3Head(self.config, Shapes(shapes), what, len(self.taps.layers), target.hidden_size)
         prepare(head, self.config, target)
         rows = target.lm_head.weight if self.draft_ids is None else target.lm_head.weight[self.draft_ids]
         with torch.no_grad():
@@ -126,8 +112,8 @@ class Eagle3Trainer(StepTrainer):
             if options.parallel:  # as large as the states in whose place it stands
                 sizes = state_sizes(target, reads.layers, token_counts)
                 head.mask_hidden.copy_(torch.randn_like(sizes) * sizes)
-        assert head.fc is not None
-        pass_on(head.fc, target.hidden_size)
+            # Pass on the last of the states, with a little of the others: one deep in the target suits the language-model head.
+            head.fc.weight[:, -target.hidden_size :] += torch.eye(target.hidden_size, device=target.device)
         attention: Any = head.layers[0].self_attn
         attend_to_own_token(attention, target.hidden_size, attention.head_dim)
         return head

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +25,12 @@ from .target import TargetModel
 logger = logging.getLogger(__name__)
 
 
-class FeatureSource:
-    """Hidden states on the fly: one forward of the target per batch."""
-
-    def __init__(self, target: TargetModel):
-        self.target = target
-
-    def __call__(self, samples: list[Sample], taps: Taps) -> Batch:
-        """The samples as a batch on the target's device, with the hidden states in `taps`."""
-        return self.target.capture(collate(samples), taps)
+Features = Callable[
+    [list[Sample], Taps], Batch
+]  # samples as a batch on the target's device, with the hidden states in taps
 
 
-class FeatureFiles(FeatureSource):
+class FeatureFiles:
     """Hidden states from files, written when a sample is first used.
 
     The files are those of the method `extract_hidden_states` (`hidden_states` [tokens, layers, H] in the target's dtype,
@@ -52,8 +47,7 @@ class FeatureFiles(FeatureSource):
     """
 
     def __init__(self, target: TargetModel, folder: Path, taps: Taps, samples: list[Sample]):
-        super().__init__(target)
-        self.folder = folder
+        self.target, self.folder = target, folder
         self.layer_ids = [*sorted(taps.layers), target.num_layers]
         folder.mkdir(parents=True, exist_ok=True)
         self.model_name = str(target.model.config._name_or_path)
@@ -69,7 +63,7 @@ class FeatureFiles(FeatureSource):
         logger.info("%s: %.1f MiB of hidden states, %.1f MiB of it still to be written.", folder, *mebibytes)
 
     def __call__(self, samples: list[Sample], taps: Taps) -> Batch:
-        """As in the base; the target runs only for samples without a file."""
+        """The samples as a batch; the target runs only for samples without a file."""
         missing = [sample for sample in samples if self._file(sample) is None]
         if missing:
             self._write(missing)

@@ -20,7 +20,7 @@ from ..core.output import Taps
 from .base import Estimate, HeadTrainer, StepLoss, judge
 from .batch import Batch, BatchOrder, in_order
 from .data import Sample
-from .features import FeatureSource
+from .features import Features
 from .options import TrainingError, TrainingOptions
 from .state import Log, check_room, figures, load_state, plot, progress_bar, save_state
 
@@ -57,7 +57,7 @@ class Run:
         trainer: HeadTrainer,
         training: list[Sample],
         held_out: list[Sample],
-        features: FeatureSource,
+        features: Features,
         folder: Path,
         identity: dict[str, Any],
         accelerator: Any,
