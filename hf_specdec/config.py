@@ -384,7 +384,8 @@ def key_error(f: dataclasses.Field, value: Any) -> str:
     if kind == "bool" and (optional or not none):
         return "" if isinstance(value, bool) else f"must be true or false, not {value!r}."
     if choices:
-        return choice_error(value, choices)
+        known = ", ".join(map(repr, choices))
+        return "" if value in choices else f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}."
     if kind == "str" and optional:
         return text_error(value)
     return (
@@ -395,12 +396,6 @@ def key_error(f: dataclasses.Field, value: Any) -> str:
 def text_error(value: Any) -> str:
     """What is wrong with a value that must be text, after its name; "" if nothing is."""
     return "" if isinstance(value, str) and value else f"must be text, not {value!r}."
-
-
-def choice_error(value: Any, choices: tuple[str, ...]) -> str:
-    """What is wrong with a value that must be one of `choices`, with the nearest of them, after its name; "" if nothing is."""
-    known = ", ".join(map(repr, choices))
-    return "" if value in choices else f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}."
 
 
 def number_error(value: Any, whole: bool, minimum: float | None, maximum: float | None) -> str:

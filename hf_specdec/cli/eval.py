@@ -61,7 +61,15 @@ def run(args: argparse.Namespace) -> int:
     variants = [Variant("head", config)]
     if not args.no_baseline:
         variants += [measure.without_drafts(config), measure.PLAIN]
-    measured, whole = evaluate(model, tokenizer, tasks, variants, arguments, args)
+    measured = {task: [Measurement(variant) for variant in variants] for task in tasks}
+    batches, parts = [], []
+    for task, prompts in tasks.items():
+        for result in measured[task]:
+            result.repeat()
+        encoded = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
+        batches += encoded
+        parts += [measured[task]] * len(encoded)
+    whole = measure.measure(model, batches, variants, arguments, 1, args.seed, parts=parts)
     figures = {task: summary(results) for task, results in measured.items()}
     report = {
         "head": args.head,
@@ -106,26 +114,6 @@ def check_card(head: str) -> None:
         )
     if not has_measurements(folder):
         raise ValueError(f"--update-card: {head} has no model card written by hf-specdec train.")
-
-
-def evaluate(
-    model: Any,
-    tokenizer: Any,
-    tasks: dict[str, list[str]],
-    variants: list[Variant],
-    arguments: dict[str, Any],
-    args: argparse.Namespace,
-) -> tuple[dict[str, list[Measurement]], list[Measurement]]:
-    """Decode the prompts of each task with all variants in turn. Returns the results by task, and those of all tasks together."""
-    measured = {task: [Measurement(variant) for variant in variants] for task in tasks}
-    batches, parts = [], []
-    for task, prompts in tasks.items():
-        for result in measured[task]:
-            result.repeat()
-        encoded = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
-        batches += encoded
-        parts += [measured[task]] * len(encoded)
-    return measured, measure.measure(model, batches, variants, arguments, 1, args.seed, parts=parts)
 
 
 def summary(results: list[Measurement]) -> dict[str, Any]:

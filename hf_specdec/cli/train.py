@@ -18,7 +18,6 @@ from .options import DTYPES, add_config_option, add_loading_options, load_model_
 
 if TYPE_CHECKING:
     from ..training.pipeline import Trained
-    from ..training.regenerate import Regeneration
 
 EPILOG = """\
 examples:
@@ -95,17 +94,6 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
         group.add_argument("--objective", choices=meta["choices"], **earlier)  # its earlier name
 
 
-def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
-    if args.regenerate is None:
-        return None
-    from ..training.regenerate import Regeneration
-
-    config = hf_specdec.parse_config(args.speculative_config).to_dict()
-    length, seed = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}, args.seed
-    batch_size = args.generation_batch_size
-    return Regeneration(args.regenerate or None, **length, batch_size=batch_size, speculative_config=config, seed=seed)
-
-
 def run(args: argparse.Namespace) -> int:
     import torch
 
@@ -126,7 +114,15 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.target
     if args.device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # this is one of several processes
-    regeneration = regeneration_of(args)
+    regeneration = None
+    if args.regenerate is not None:
+        from ..training.regenerate import Regeneration
+
+        config = hf_specdec.parse_config(args.speculative_config).to_dict()
+        regeneration = Regeneration(
+            args.regenerate or None, args.max_new_tokens, args.temperature, batch_size=args.generation_batch_size,
+            speculative_config=config, seed=args.seed,
+        )  # fmt: skip
     model, tokenizer = load_model_and_tokenizer(args)
     trained = train_head(
         args.method,
