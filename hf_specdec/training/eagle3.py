@@ -74,6 +74,7 @@ class Eagle3Trainer(StepTrainer):
         super().__init__(options, target)
         if options.mask_token_id is not None and not options.parallel:
             raise TrainingError("--mask-token-id is for --parallel.")
+        self.down_sample_ratio = options.down_sample_ratio
         if options.down_sample_ratio < 1 and not options.parallel:
             raise TrainingError("--down-sample-ratio is for --parallel.")
         usual = default_layers(target.num_layers)
@@ -143,11 +144,6 @@ class Eagle3Trainer(StepTrainer):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] over the draft vocabulary, from the head's output [n, H]."""
         return self.head.lm_head(self.normed(hidden))
-
-    def chosen(self, places: Places) -> Places:
-        """With --down-sample-ratio, fewer at later steps."""
-        ratio = self.options.down_sample_ratio
-        return places if ratio == 1.0 else places.sampled(ratio)
 
     def whole_loss(self, losses: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """The tokens' loss + feature_weight SmoothL1."""

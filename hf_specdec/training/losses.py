@@ -109,21 +109,19 @@ class StepTrainer(HeadTrainer):
         weights: of the steps trained in the loss, set by `build` at the latest.
         draft_ids, draft_places: the tokens [Vd] that the head can draft, and every token's place among them, or -1. None: all. Places
             with other labels are left out; distributions are renormalised.
+        down_sample_ratio: see `Places.sampled`; only for heads whose `steps` can run some of the columns.
     """
 
     weights: Sequence[float]
     draft_ids: torch.Tensor | None = None
     draft_places: torch.Tensor | None = None
+    down_sample_ratio: float = 1.0
 
     @abstractmethod
     def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
         """For each step of `places`, the function from hidden states to logits, and the states [n, H] in the columns that guess. The head
         reads the text's own tokens.
         """
-
-    def chosen(self, places: Places) -> Places:
-        """Those of the places that are trained on."""
-        return places
 
     def whole_loss(self, losses: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """The losses [n] of tokens, with what else is learnt from the states [n, H] and the target's states there."""
@@ -140,7 +138,8 @@ class StepTrainer(HeadTrainer):
             labels = self.draft_places[argmax_of(target.logits, wanted, size) if loss in TAUGHT else labels]
             known = labels >= 0
             places, labels, wanted = places.keep(known), labels[known], wanted[known]
-        places = self.chosen(places)
+        if self.down_sample_ratio < 1:
+            places = places.sampled(self.down_sample_ratio)
         if loss in TAUGHT:
             teacher = target.probabilities(wanted, ids)
             labels = teacher.argmax(-1)
