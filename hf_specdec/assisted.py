@@ -47,12 +47,12 @@ def assisted_loop(
     original = generating._get_stopping_criteria
 
     def criteria(*args, **kwargs):
-        found = original(*args, **kwargs)
-        drafter.ends = StoppingCriteriaList(each for each in found if isinstance(each, _ENDS))
-        return found
+        given = original(*args, **kwargs)
+        drafter.ends = StoppingCriteriaList(criterion for criterion in given if isinstance(criterion, _ENDS))
+        return given
 
     ours = {"_get_candidate_generator": lambda *args, **kwargs: drafter, "_get_stopping_criteria": criteria}
-    own = {name: vars(model)[name] for name in ours if name in vars(model)}
+    replaced = {name: vars(model)[name] for name in ours if name in vars(model)}
     vars(model).update(ours)
     try:
         with tapped(model, drafter.generator.taps, drafter.features):
@@ -60,7 +60,7 @@ def assisted_loop(
     finally:
         for name in ours:
             del vars(model)[name]
-        vars(model).update(own)
+        vars(model).update(replaced)
         drafter.close()
 
 
@@ -152,11 +152,11 @@ class AssistedDrafter(TransformersCandidateGenerator):
         matched = 0
         while matched < min(len(chain), len(new) - 1) and chain[matched] == new[matched]:
             matched += 1
-        found = self.features
-        num_forwarded = next((len(states) for states in found.values()), len(chain) + 1)
-        layers = {index: found[index] for index in self.generator.taps.layers if index in found}
+        states = self.features
+        num_forwarded = next((len(tensor) for tensor in states.values()), len(chain) + 1)
+        layers = {index: states[index] for index in self.generator.taps.layers if index in states}
         logits = scores if scores is not None else torch.empty(0)
-        output = PackedOutput(logits=logits, last_hidden=found.get("last_hidden"), layers=layers)
+        output = PackedOutput(logits=logits, last_hidden=states.get("last_hidden"), layers=layers)
         verified_trees, own = DraftTrees.from_lists([chain], device=trees.tokens.device), [num_forwarded - len(chain)]
         fed = {"starts": [0], "chunks": [(seq, self._num_fed)], "num_own": own}
         verified = StepOutcome([seq], verified_trees, [list(range(matched))], [new], output, **fed)

@@ -91,6 +91,7 @@ class SpeculativeConfig:
         "fixed",
         "'fixed': num_speculative_tokens for every row; 'auto': for each row and step the fastest length up to it, "
         "by measured costs and acceptance",
+        choices=DRAFT_LENGTHS,
     )
     rejection_sample_method: str | None = config_key(
         None,
@@ -212,7 +213,6 @@ class SpeculativeConfig:
     def _settle_draft_length(self) -> None:
         """Set `num_speculative_tokens` to a number and bring the batch-size table into the form [[first, last, K], ..]."""
         self.read_auto()
-        self.check_choice("draft_length", DRAFT_LENGTHS)
         automatic = self.draft_length == "auto"
         table = self.num_speculative_tokens_per_batch_size
         if table is not None:
@@ -335,14 +335,6 @@ class SpeculativeConfig:
         value = getattr(self, key)
         self._refuse(key, "" if value is None else text_error(value))
 
-    def check_int(self, key: str, minimum: float, maximum: float | None = None) -> None:
-        """Raise SpeculativeConfigError unless the value of `key` is an integer in [minimum, maximum]."""
-        self.check_number(key, minimum, maximum, whole=True)
-
-    def check_choice(self, key: str, choices: tuple[str, ...]) -> None:
-        """Raise SpeculativeConfigError, which suggests the nearest choice, unless the value of `key` is one of `choices`."""
-        self._refuse(key, choice_error(getattr(self, key), choices))
-
     @classmethod
     def from_dict(cls, values: dict[str, Any], others: Iterable[str] = ()) -> SpeculativeConfig:
         """Build from a dict. An unknown key is an error that suggests the nearest valid key or the nearest of `others`."""
@@ -392,7 +384,8 @@ def key_error(f: dataclasses.Field, value: Any) -> str:
     if kind == "bool" and (optional or not none):
         return "" if isinstance(value, bool) else f"must be true or false, not {value!r}."
     if choices:
-        return choice_error(value, choices)
+        known = ", ".join(map(repr, choices))
+        return "" if value in choices else f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}."
     if kind == "str" and optional:
         return text_error(value)
     return (
@@ -403,12 +396,6 @@ def key_error(f: dataclasses.Field, value: Any) -> str:
 def text_error(value: Any) -> str:
     """What is wrong with a value that must be text, after its name; "" if nothing is."""
     return "" if isinstance(value, str) and value else f"must be text, not {value!r}."
-
-
-def choice_error(value: Any, choices: tuple[str, ...]) -> str:
-    """What is wrong with a value that must be one of `choices`, with the nearest of them, after its name; "" if nothing is."""
-    known = ", ".join(map(repr, choices))
-    return "" if value in choices else f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}."
 
 
 def number_error(value: Any, whole: bool, minimum: float | None, maximum: float | None) -> str:

@@ -79,8 +79,8 @@ def specdec_decoding(
         if ranks is not None:
             seed = stack.enter_context(agreed_call(ranks, seed, config, generation_config, input_ids, mask))
         # A decoder runs one batch at a time, and switches the models' attention while it runs.
-        for each in sorted({model, assistant_model} - {None}, key=id):
-            stack.enter_context(_kept(each).lock)
+        for used in sorted({model, assistant_model} - {None}, key=id):
+            stack.enter_context(_kept(used).lock)
         decoder = get_decoder(model, config, DrafterContext(assistant_model, tokenizer, assistant_tokenizer))
         result = decode(
             decoder,
@@ -154,8 +154,8 @@ class _Kept:
             thing = context.given[name]
             entry.given[name] = None if thing is None else held_weakly(thing, gone)
         hooks = hooks_in(made_for[1])  # decoders for others will not be found again
-        living = [each for each in self.entries if hooks_in(each.made_for[1]) <= hooks]
-        others = [each for each in living if each.made_for != made_for or not each.serves(context)]
+        living = [kept for kept in self.entries if hooks_in(kept.made_for[1]) <= hooks]
+        others = [kept for kept in living if kept.made_for != made_for or not kept.serves(context)]
         self.entries = [*others, entry][-MOST_DECODERS:]
 
     def __deepcopy__(self, memo) -> _Kept:
@@ -183,11 +183,11 @@ def release(model: PreTrainedModel | None = None) -> None:
     """Drop what is kept between calls (suffix trees, loaded drafters), for one model or for all. If `lookup_cache` is set, tables are
     first written to disk."""
     with _lock:
-        for each in list(_models_in_use) if model is None else [model]:
-            kept = vars(each).pop("_hf_specdec", None)
+        for used in list(_models_in_use) if model is None else [model]:
+            kept = vars(used).pop("_hf_specdec", None)
             for entry in kept.entries if isinstance(kept, _Kept) else []:
                 save_tables(entry.decoder.generator)
-            _models_in_use.discard(each)
+            _models_in_use.discard(used)
 
 
 def model_lock(model: PreTrainedModel) -> threading.RLock:
@@ -226,13 +226,13 @@ def _new_decoder(model: PreTrainedModel, config: SpeculativeConfig, context: Dra
         return decoder_of(generator)
     from .learning import Learner, begin_learning, located  # training's modules are loaded only where a head learns
 
-    found = located(config, model)
-    assert found.model is not None
-    trainer = begin_learning(found, model, begin=getattr(config, "model", None))
-    generator = generator_for(model, found, context)
+    placed = located(config, model)
+    assert placed.model is not None
+    trainer = begin_learning(placed, model, begin=getattr(config, "model", None))
+    generator = generator_for(model, placed, context)
     decoder = decoder_of(generator)
     assert isinstance(generator, HasHead)  # `located` has checked the method
-    decoder.learn(Learner(trainer, generator.head_module, Path(found.model), found.learn_share))
+    decoder.learn(Learner(trainer, generator.head_module, Path(placed.model), placed.learn_share))
     return decoder
 
 
@@ -249,15 +249,15 @@ def get_decoder(
     per_decoder = {k: v for k, v in config.to_dict().items() if k not in PER_CALL_KEYS}
     key = json.dumps(per_decoder, sort_keys=True), structure_of(model)
     kept = _kept(model)
-    found = decoder = kept.find(key, context)
+    known = decoder = kept.find(key, context)
     ranks = ranks_of(model)
-    if ranks is not None and not ranks.least(int(found is not None)):
-        found = decoder = None  # all ranks make one, or none does
+    if ranks is not None and not ranks.least(int(known is not None)):
+        known = decoder = None  # all ranks make one, or none does
     if decoder is not None and is_intervened(decoder.target):
         check(decoder.target)
     if decoder is None or decoder.statistics:
         decoder = _new_decoder(model, config, context)
-        if found is None:
+        if known is None:
             kept.keep(key, context, decoder)
     decoder.configure(config)
     return decoder

@@ -65,10 +65,10 @@ def _patch_module(name: str) -> None:
     module, undo = sys.modules[name], _undo.setdefault(name, [])
     for owner_name, attribute, ours in _REPLACEMENTS[name]:
         owner = getattr(module, owner_name)
-        own = _originals[attribute] = vars(owner).get(attribute)
+        original = _originals[attribute] = vars(owner).get(attribute)
         undo.append(functools.partial(delattr, owner, attribute))
-        if own is not None:
-            undo[-1] = functools.partial(setattr, owner, attribute, own)
+        if original is not None:
+            undo[-1] = functools.partial(setattr, owner, attribute, original)
         setattr(owner, attribute, ours(getattr(owner, attribute, None)))
     if name == _GENERATION:
         module.GENERATION_MODES_MAPPING[MODE] = _METHOD
@@ -83,8 +83,8 @@ class _PatchAfterImport(importlib.abc.MetaPathFinder):
         if fullname not in _REPLACEMENTS:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -139,8 +139,8 @@ def generate(model: PreTrainedModel, *args, speculative_config: Any, **kwargs) -
     """
     # the instance may carry a repository's custom_generate, which calls this function
     asked: Any = model
-    own = getattr(type(model), "generate", None)
-    call = asked.generate if own is None else functools.partial(own, model)
+    method = getattr(type(model), "generate", None)
+    call = asked.generate if method is None else functools.partial(method, model)
     with _patched():
         return call(*args, speculative_config=speculative_config, **kwargs)
 
@@ -158,21 +158,21 @@ class _CarriedConfig:
             generation_config._from_model_config = False
 
 
-def _choosing(own: Any) -> Any:
-    @functools.wraps(own)
+def _choosing(original: Any) -> Any:
+    @functools.wraps(original)
     def wrapper(self: GenerationConfig, assistant_model: PreTrainedModel | None = None) -> Any:
         # transformers gives an assistant model a copy of this config, marked `is_assistant`.
         is_ours = vars(self).get("speculative_config") is not None and not getattr(self, "is_assistant", False)
-        return MODE if is_ours else own(self, assistant_model)
+        return MODE if is_ours else original(self, assistant_model)
 
     return wrapper
 
 
-def _validating(own: Any) -> Any:
-    @functools.wraps(own)
+def _validating(original: Any) -> Any:
+    @functools.wraps(original)
     def wrapper(self, generation_mode, generation_config, generation_mode_kwargs):
         if generation_mode != MODE:
-            return own(self, generation_mode, generation_config, generation_mode_kwargs)
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
         from .integration import check_call
 
         assistant_model = generation_mode_kwargs.get("assistant_model")
@@ -208,12 +208,12 @@ def _specdec_decoding(self: PreTrainedModel, *args, inputs_tensor: Any = None, *
 # By module: in a class of it, an attribute, and what makes ours of transformers' own.
 _REPLACEMENTS: dict[str, list[tuple[str, str, Callable[[Any], Any]]]] = {
     "transformers.generation.configuration_utils": [
-        ("GenerationConfig", "speculative_config", lambda own: _CarriedConfig()),  # an argument, a key of configs
+        ("GenerationConfig", "speculative_config", lambda original: _CarriedConfig()),  # an argument, a key of configs
         ("GenerationConfig", "get_generation_mode", _choosing),
     ],
     _GENERATION: [
         ("GenerationMixin", "_validate_generation_mode", _validating),
         ("GenerationMixin", "generate_batch", _refusing),
-        ("GenerationMixin", _METHOD, lambda own: _specdec_decoding),
+        ("GenerationMixin", _METHOD, lambda original: _specdec_decoding),
     ],
 }

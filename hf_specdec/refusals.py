@@ -82,10 +82,10 @@ def check_model(
             "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
         )
     _check_adapters(model)
-    own: Any = type(model)
-    if own._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):
+    kind: Any = type(model)
+    if kind._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):
         raise UnsupportedModel(
-            f"{own.__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
+            f"{kind.__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
         )
 
 
@@ -121,13 +121,13 @@ def _check_prepared_inputs(model: PreTrainedModel, input_ids: torch.Tensor, mode
     mask = torch.ones_like(input_ids) if mask is None else mask
     given = {name: value for name, value in model_kwargs.items() if name != "attention_mask"}
     for more in (0, 1):
-        ids, seen = (torch.cat([each, each[:, each.shape[1] - more :]], dim=1) for each in (input_ids, mask))
+        ids, seen = (torch.cat([tensor, tensor[:, tensor.shape[1] - more :]], dim=1) for tensor in (input_ids, mask))
         positions = given.get("position_ids")
         if more and positions is not None:
             given["position_ids"] = torch.cat([positions, positions[..., -1:] + 1], dim=-1)
         inputs = prepare(ids, attention_mask=seen, **{**given, "is_first_iteration": not more})
         fed = {"input_ids": ids, "attention_mask": seen}
-        changed = [name for name, own in fed.items() if not _is_end_of(inputs.get(name), own)]
+        changed = [name for name, whole in fed.items() if not _is_end_of(inputs.get(name), whole)]
         if not _counts_positions(ids, seen.shape[1], seen, inputs.get("position_ids")):
             changed.append("position_ids")
         known = _KNOWN_INPUTS - {"inputs_embeds"} | model_kwargs.keys() | {"input_ids", "cache_position"}
@@ -188,8 +188,8 @@ def check_inputs(
         it itself (`model.prompt`).
     """
     if is_encoder_decoder(model):
-        own = {k for k, v in model_kwargs.items() if k.startswith("decoder_") and v is not None}
-        _check_known(model, sorted(own - {"decoder_attention_mask"}))
+        given = {k for k, v in model_kwargs.items() if k.startswith("decoder_") and v is not None}
+        _check_known(model, sorted(given - {"decoder_attention_mask"}))
         _check_prepared_inputs(model, input_ids, model_kwargs)
         _cached_length(model_kwargs.get(CACHE), input_ids.shape[0], input_ids.shape[1])
         return False
@@ -224,12 +224,12 @@ def check_inputs(
 def _check_known(model: PreTrainedModel, unknown: list[str]) -> None:
     """Raise UnsupportedModel if there are inputs that no part of this library makes or passes on."""
     name = type(model).__name__
-    if any("cross_attention" in each for each in unknown):
+    if any("cross_attention" in key for key in unknown):
         raise UnsupportedModel(
             f"{name} attends to images in layers with keys of their own ({', '.join(unknown)}), which are not kept in pages: only "
             "prompts of text run with speculative_config. Call generate() without it."
         )
-    if any(part in each for each in unknown for part in _OTHER_THAN_TEXT):
+    if any(part in key for key in unknown for part in _OTHER_THAN_TEXT):
         raise UnsupportedModel(
             f"{name} reads images, video or audio from inputs that are needed after the prompt too ({', '.join(unknown)}); "
             "speculative_config decodes from token ids after the prompt. Call generate() without it."
@@ -255,9 +255,9 @@ def _are_of_ids(
     """Whether embeddings [B, S, H], which transformers reads instead of the ids, are the ids' own."""
     if input_ids.shape[1] != embeds.shape[1]:
         return False
-    own = model.get_input_embeddings()(input_ids.to(embeds.device)).to(embeds.device)
+    computed = model.get_input_embeddings()(input_ids.to(embeds.device)).to(embeds.device)
     real = (torch.ones_like(input_ids) if mask is None else mask).to(embeds.device) != 0
-    return own.shape == embeds.shape and torch.equal(own[real], embeds[real])
+    return computed.shape == embeds.shape and torch.equal(computed[real], embeds[real])
 
 
 def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
@@ -267,7 +267,7 @@ def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
     embedding for them, even for zeros.
     """
     if isinstance(value, dict):
-        return all(each is None for each in value.values())
+        return all(part is None for part in value.values())
     if not isinstance(value, torch.Tensor):
         return value is None or (isinstance(value, (list, tuple)) and not value)
     if value.numel() == 0:
@@ -294,7 +294,7 @@ def _check_continuation(
     if cached < length or input_ids.shape[1] == 0:
         return
     names = ("image_token_id", "video_token_id", "audio_token_id")
-    placeholders = [each for each in (getattr(model.config, name, None) for name in names) if isinstance(each, int)]
+    placeholders = [token for token in (getattr(model.config, name, None) for name in names) if isinstance(token, int)]
     last = input_ids[:, -1]
     if more_than_ids or bool(torch.isin(last, torch.tensor(placeholders, device=last.device)).any()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The `hf-specdec` command. Each subcommand is a module: `add_command` makes its parser, `run` carries it out and returns the exit code.
+"""The `hf-specdec` command. Each subcommand is a module: `add_arguments` fills its parser, `run` carries it out and returns the exit code.
 
 `main` runs it and turns an exception into one line.
 """
@@ -30,6 +30,18 @@ start here:
 `hf-specdec COMMAND --help` explains each command with examples.
 """
 
+COMMANDS = {
+    generate: "continue a prompt",
+    serve: "serve a model over HTTP",
+    demo: "text and speed of the bundled models",
+    models: "list bundled models and methods",
+    bench: "measure tokens/s",
+    calibrate: "measure a drafter and fit a draft tree to it",
+    train: "train a draft head for a target",
+    eval: "measure a draft head",
+    explain: 'show what "auto" would do',
+    env: "print what a bug report needs",
+}
 EXPECTED_ERRORS = (ValueError, OSError, ImportError)
 # An opening quote follows no letter: the apostrophe in "target's", or the end of another value, opens nothing.
 LONG_VALUE = re.compile(r"(?<!\w)'[^']{200,}'|(?<!\w)\"[^\"]{200,}\"|\S{200,}")
@@ -38,15 +50,18 @@ LONG_VALUE = re.compile(r"(?<!\w)'[^']{200,}'|(?<!\w)\"[^\"]{200,}\"|\S{200,}")
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line that points to --help; exit code 2."""
 
+    def __init__(self, **options):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
     def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the command line. An option that the subcommand does not have is an error with the nearest one that it has."""
-        found, unknown = self.parse_known_args(args, namespace)
-        parser = getattr(found, "parser", self)
+        parsed, unknown = self.parse_known_args(args, namespace)
+        parser = getattr(parsed, "parser", self)
         if unknown:
             parser.error(
                 f"unrecognized arguments: {' '.join(unknown)}{nearest_hint(unknown[0], parser._option_string_actions)}"
             )
-        return found
+        return parsed
 
     def _check_value(self, action, value):
         if action.choices is not None and value not in action.choices:
@@ -67,14 +82,13 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command. The parsed arguments have `run`: the function of the chosen subcommand."""
-    parser = Parser(
-        prog="hf-specdec", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="hf-specdec", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"hf-specdec {hf_specdec.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (generate, serve, demo, models, bench, calibrate, train, eval, explain, env):
-        command = module.add_command(commands)
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
+    for module, about in COMMANDS.items():
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(name, help=about, description=module.__doc__, epilog=module.EPILOG)
+        module.add_arguments(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")
         command.set_defaults(run=module.run, parser=command)
     return parser

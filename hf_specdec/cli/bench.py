@@ -24,21 +24,18 @@ counts the CPU time of the decoding thread. tokens/s is the median over the repe
 """
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("bench", help="measure tokens/s", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser)
     options.add_ranks_option(parser)
     options.add_config_option(parser, f"{CONFIG_HELP}; repeat it to compare several", action="append", required=True)
     group = parser.add_argument_group("measurement")
-    options.add_prompts_option(group)
-    group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
+    options.add_prompts_options(group)
     group.add_argument("--repeats", type=positive_int, default=3, metavar="R", help="default: %(default)s")
     steps = "decode the first batch once more with each configuration, and show what every step drafted, accepted and rejected, and "
     group.add_argument("--trace", action="store_true", help=f"{steps}its milliseconds")
     everything = "write everything to this file as JSON; - prints it instead of the table"
     group.add_argument("--json", metavar="OUT", help=everything)
     options.add_decoding_options(parser, max_new_tokens=128)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
         report["traces"] = {text: trace.with_text(tokenizer) for text, trace in traces.items()}
     if options.write_report(report, args.json):
         return 0
-    print_report(report, results, compare=not args.do_sample)
+    console = Output()
+    console.say(
+        f"{args.model}: {measure.setup_line(report['environment'])}; {len(prompts)} prompts, batch size {args.batch_size}, "
+        f"{args.max_new_tokens} new tokens, {args.repeats} repeats"
+    )
+    console.print(measure.results_table(results, compare=not args.do_sample))
+    console.say(measure.remarks(results))
     for text, trace in traces.items():
         print(f"\n{text}\n{trace.table(tokenizer)}")
     return 0
@@ -89,15 +92,3 @@ def describe(result: Measurement, results: list[Measurement]) -> dict[str, Any]:
         "rows": len(result.outputs),
         "rows_equal_to_baseline": measure.equal_rows(result, plain),
     }
-
-
-def print_report(report: dict[str, Any], results: list[Measurement], compare: bool) -> None:
-    settings = report["settings"]
-    console = Output()
-    console.say(
-        f"{report['model']}: {measure.setup_line(report['environment'])}; "
-        f"{settings['prompts']} prompts, batch size {settings['batch_size']}, "
-        f"{settings['max_new_tokens']} new tokens, {settings['repeats']} repeats"
-    )
-    console.print(measure.results_table(results, compare))
-    console.say(measure.remarks(results))

@@ -36,16 +36,12 @@ _SHAPE_KEYS = (
 )  # fmt: skip
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "calibrate", help="measure a drafter and fit a draft tree to it", description=__doc__, epilog=EPILOG
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser)
     options.add_config_option(parser)
     group = parser.add_argument_group("measurement")
-    options.add_prompts_option(group)
+    options.add_prompts_options(group, batch_size=8)
     options.add_chat_option(group)
-    group.add_argument("--batch-size", type=positive_int, default=8, metavar="B", help="default: %(default)s")
     group.add_argument(
         "--max-new-tokens", type=options.whole_number, default=128, metavar="N",
         help="default: %(default)s; with --draft-vocabulary, 0 counts the ids of the prompts themselves",
@@ -61,7 +57,6 @@ def add_command(commands) -> argparse.ArgumentParser:
         help="instead of a tree, choose the N tokens that the target writes most, for the key 'draft_vocabulary'",
     )  # fmt: skip
     group.add_argument("--json", metavar="OUT", help="write accuracies and tree, or the ids, to this file as JSON")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -42,10 +42,7 @@ BATCH = 8
 SECONDS = {1: 34.0, BATCH: 16.0}  # time limit by batch size; a slow machine measures fewer prompts in it
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "demo", help="text and speed of the bundled models", description=__doc__, epilog=EPILOG
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="run every method on the small model and compare the texts")
     parser.add_argument("--limit", type=positive_int, metavar="N", help="use only N prompts (default: 8; with --all 6)")
     parser.add_argument("--prompts", dest="limit", type=positive_int, help=argparse.SUPPRESS)  # its earlier name
@@ -55,7 +52,6 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=precisions, default="auto", help="default: bfloat16 if the device has it")
     parser.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="with --all (default: 1)")
     parser.set_defaults(model="tiny", device="auto", trust_remote_code=False)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,8 +133,12 @@ def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
     console.say(measure.remarks(*tables.values()))
     float32 = str(demo.model.dtype) == "torch.float32"
     console.say(remark(demo, float32))
-    pairs = [(result, results[0]) for results in tables.values() for result in results]
-    return int(float32 and any(measure.equal_rows(result, plain) < len(plain.outputs) for result, plain in pairs))
+    return int(float32 and any(map(num_different, tables.values())))
+
+
+def num_different(results: list[Measurement]) -> int:
+    """The number of outputs that differ from those of the first result."""
+    return sum(len(results[0].outputs) - measure.equal_rows(result, results[0]) for result in results)
 
 
 def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int) -> None:
@@ -260,8 +260,7 @@ def run_all(args: argparse.Namespace) -> int:
     )
     console.print(measure.results_table(results, compare=True))
     console.say(measure.remarks(results))
-    different = sum(len(results[0].outputs) - measure.equal_rows(result, results[0]) for result in results)
-    if different:
+    if different := num_different(results):
         console.print(f"[red]{different} outputs differ from transformers' generate().[/red]")
         return 1
     console.print("Every method gave every prompt the tokens of transformers' generate().")

@@ -46,10 +46,8 @@ VARIABLES = (
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("env", help="print what a bug report needs", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,24 +105,24 @@ def cpu() -> dict[str, Any]:
 
     flags = cpuinfo("flags", "Features").split()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"name": device_name(torch.device("cpu")), "features": [name for name in CPU_FEATURES if name in flags]}
+    processor = {"name": device_name(torch.device("cpu")), "features": [name for name in CPU_FEATURES if name in flags]}
     uses = torch.backends.cpu.get_cpu_capability()
-    return found | {"torch uses": uses, "cores": cores, "threads": torch.get_num_threads()}
+    return processor | {"torch uses": uses, "cores": cores, "threads": torch.get_num_threads()}
 
 
 def gpus() -> list[dict[str, Any]]:
     import torch
 
-    found = []
+    described = []
     for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
         size = {"capability": f"{gpu.major}.{gpu.minor}", "memory": f"{gpu.total_memory / 2**30:.0f} GiB"}
-        found.append({"name": gpu.name, **size, "cuda": torch.version.cuda or torch.version.hip})
-    return found
+        described.append({"name": gpu.name, **size, "cuda": torch.version.cuda or torch.version.hip})
+    return described
 
 
-def text(found: dict[str, Any]) -> str:
+def text(values: dict[str, Any]) -> str:
     lines = []
-    for name, value in found.items():
+    for name, value in values.items():
         if isinstance(value, dict):
             items = ((key, " ".join(item) if isinstance(item, list) else item) for key, item in value.items())
             value = ", ".join(f"{key} {item}" for key, item in items)

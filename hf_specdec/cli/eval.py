@@ -13,7 +13,7 @@ import hf_specdec
 from ..jsonl import json_object
 from . import measure, options
 from .measure import Measurement, Variant
-from .options import Output, positive_int
+from .options import Output
 
 EPILOG = """\
 examples:
@@ -27,14 +27,12 @@ over the prompts on this machine; `hf-specdec bench` repeats the measurement.
 """
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("eval", help="measure a draft head", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", metavar="HEAD", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it drafts for")
     options.add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
     group = parser.add_argument_group("measurement")
-    options.add_prompts_option(group)
-    group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
+    options.add_prompts_options(group)
     options.add_config_option(group, "further keys, for example the draft length or a tree", default="{}")
     untimed = "do not time decoding without drafts; the speed-ups are left out"
     group.add_argument("--no-baseline", action="store_true", help=untimed)
@@ -44,7 +42,6 @@ def add_command(commands) -> argparse.ArgumentParser:
     card = "put the table into the head's model card (README.md)"
     group.add_argument("--update-card", action="store_true", help=card)
     options.add_decoding_options(parser, max_new_tokens=128)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +61,16 @@ def run(args: argparse.Namespace) -> int:
     variants = [Variant("head", config)]
     if not args.no_baseline:
         variants += [measure.without_drafts(config), measure.PLAIN]
-    measured, whole = evaluate(model, tokenizer, tasks, variants, arguments, args)
+    measured = {task: [Measurement(variant) for variant in variants] for task in tasks}
+    batches, parts = [], []
+    for task, prompts in tasks.items():
+        for result in measured[task]:
+            result.repeat()
+        encoded = options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
+        batches += encoded
+        parts += [measured[task]] * len(encoded)
+    whole = measure.measure(model, batches, variants, arguments, 1, args.seed, parts=parts)
+    figures = {task: summary(results) for task, results in measured.items()}
     report = {
         "head": args.head,
         "target": args.target,
@@ -72,10 +78,27 @@ def run(args: argparse.Namespace) -> int:
         "speculative_config": config,
         "environment": measure.environment(model),
         "settings": {**arguments, "batch_size": args.batch_size, "seed": args.seed, "prompts": args.prompts},
-        "tasks": {task: summary(results) for task, results in measured.items()},
+        "tasks": figures,
         "all": summary(whole),
     }
-    present(report, args)
+    rows = [cells(task, values) for task, values in {**figures, "all": report["all"]}.items()]
+    if not options.write_report(report, args.json):
+        console = Output()
+        console.say(f"{args.head} ({method}) for {args.target}: {measure.setup_line(report['environment'])}")
+        console.print(measure.figures_table(TITLES, rows, wrapped=(0, 3)))
+        if not args.no_baseline:
+            marked = any(measure.LOSES in cell for row in rows for cell in row)
+            loop = report["all"]["none_tokens_per_second"] / report["all"]["plain_tokens_per_second"]
+            console.say(measure.reading(loop, marked))
+    if args.plot:
+        plot(report, Path(args.plot))
+    if args.update_card:
+        from ..training.export import add_measurements
+
+        print(
+            f"wrote {add_measurements(Path(hf_specdec.resolve_model(args.head)), markdown(report, rows))}",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -91,36 +114,6 @@ def check_card(head: str) -> None:
         )
     if not has_measurements(folder):
         raise ValueError(f"--update-card: {head} has no model card written by hf-specdec train.")
-
-
-def evaluate(
-    model: Any,
-    tokenizer: Any,
-    tasks: dict[str, list[str]],
-    variants: list[Variant],
-    arguments: dict[str, Any],
-    args: argparse.Namespace,
-) -> tuple[dict[str, list[Measurement]], list[Measurement]]:
-    """Decode the prompts of each task with all variants in turn. Returns the results by task, and those of all tasks together."""
-    batches = [
-        (task, inputs)
-        for task, prompts in tasks.items()
-        for inputs in options.encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
-    ]
-    measured = {task: [Measurement(variant) for variant in variants] for task in [*tasks, None]}
-    for result in (result for results in measured.values() for result in results):
-        result.repeat()
-    for variant in variants:
-        measure.warm_up(model, {key: tensor[:1] for key, tensor in batches[0][1].items()}, variant, arguments)
-    with measure.progress("measuring", total=len(batches) * len(variants)) as advance:
-        for number, (task, inputs) in enumerate(batches):
-            for i in range(len(variants)) if number % 2 == 0 else reversed(range(len(variants))):
-                called = measure.timed_generate(model, inputs, variants[i], arguments, args.seed)
-                measured[task][i].add(*called)
-                measured[None][i].add(*called)
-                advance()
-    hf_specdec.release(model)
-    return measured, measured.pop(None)
 
 
 def summary(results: list[Measurement]) -> dict[str, Any]:
@@ -140,26 +133,6 @@ def summary(results: list[Measurement]) -> dict[str, Any]:
     }
 
 
-def present(report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write what the options ask for: the table, JSON, the plot and the model card."""
-    if not options.write_report(report, args.json):
-        console = Output()
-        setup = measure.setup_line(report["environment"])
-        console.say(f"{args.head} ({report['method']}) for {args.target}: {setup}")
-        console.print(measure.figures_table(TITLES, all_cells(report), wrapped=(0, 3)))
-        if not args.no_baseline:
-            marked = any(measure.LOSES in cell for row in all_cells(report) for cell in row)
-            whole = report["all"]
-            loop = whole["none_tokens_per_second"] / whole["plain_tokens_per_second"]
-            console.say(measure.reading(loop, marked))
-    if args.plot:
-        plot(report, Path(args.plot))
-    if args.update_card:
-        from ..training.export import add_measurements
-
-        print(f"wrote {add_measurements(Path(hf_specdec.resolve_model(args.head)), markdown(report))}", file=sys.stderr)
-
-
 def cells(task: str, figures: dict[str, Any]) -> list[str]:
     def shown(name: str, form: str) -> str:
         return "–" if figures[name] is None else form.format(figures[name])
@@ -174,11 +147,7 @@ def cells(task: str, figures: dict[str, Any]) -> list[str]:
 TITLES = ("task", "prompts", "τ", "accepted at 1, 2, ..", "× none", "× plain", "tokens/s")
 
 
-def all_cells(report: dict[str, Any]) -> list[list[str]]:
-    return [cells(task, figures) for task, figures in {**report["tasks"], "all": report["all"]}.items()]
-
-
-def markdown(report: dict[str, Any]) -> str:
+def markdown(report: dict[str, Any], rows: list[list[str]]) -> str:
     settings, shown = report["settings"], {k: v for k, v in report["speculative_config"].items() if k != "model"}
     lines = [
         f"Measured ({'sampled' if settings['do_sample'] else 'greedy'}, {settings['max_new_tokens']} new tokens, batch size "
@@ -187,7 +156,7 @@ def markdown(report: dict[str, Any]) -> str:
         "| " + " | ".join(TITLES) + " |",
         "|---" * len(TITLES) + "|",
     ]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in all_cells(report))])
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

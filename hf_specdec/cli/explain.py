@@ -13,7 +13,7 @@ from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError
 
 from . import measure, options
 from .measure import Measurement, Variant
-from .options import Output, positive_int
+from .options import Output
 
 EPILOG = """\
 examples:
@@ -28,17 +28,14 @@ without drafts (none), and transformers' own generate().
 """
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("explain", help='show what "auto" would do', description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser)
     options.add_config_option(parser, 'a configuration of method "auto" (default: %(default)s)', default="auto")
     group = parser.add_argument_group("measurement")
     group.add_argument("--no-measurement", action="store_true", help="only list what was found")
-    options.add_prompts_option(group, limit=8)
-    group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
+    options.add_prompts_options(group, limit=8)
     group.add_argument("--json", action="store_true", help="print JSON")
     options.add_decoding_options(parser, max_new_tokens=64)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,8 +33,7 @@ so does sampling with the same --seed. Several prompts (repeat --prompt) are dec
 """
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("generate", help="continue a prompt", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser)
     options.add_ranks_option(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
@@ -47,7 +46,6 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end when this text appears; repeatable")
     streaming = "print tokens as they are accepted (default: for one prompt on a terminal)"
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, help=streaming)
-    return parser
 
 
 class TokenBar:

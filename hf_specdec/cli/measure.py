@@ -64,9 +64,9 @@ LOSED = f"{LOSES} Slower than without drafts: do not draft in this way here."
 
 def without_drafts(config: Any) -> Variant:
     """The loop of a configuration without its drafts: method "none", with the configuration's `LOOP_KEYS`. "none" is its own loop."""
-    found = hf_specdec.parse_config(config).to_dict()
-    is_none = found.pop("method") == "none"
-    kept = {key: value for key, value in found.items() if is_none or key in LOOP_KEYS}
+    keys = hf_specdec.parse_config(config).to_dict()
+    is_none = keys.pop("method") == "none"
+    kept = {key: value for key, value in keys.items() if is_none or key in LOOP_KEYS}
     return Variant(json.dumps({"method": "none", **kept}) if kept else "none", {"method": "none", **kept})
 
 
@@ -189,6 +189,7 @@ def measure(
     seed: int,
     seconds: float | None = None,
     title: str = "measuring",
+    parts: Sequence[list[Measurement]] | None = None,
 ) -> list[Measurement]:
     """Decode every batch with every variant in turn, `repeats` times, and show the progress on stderr under a title.
 
@@ -197,6 +198,7 @@ def measure(
 
     Args:
         seconds: time limit of a repeat: further batches are skipped if they would exceed it. None: no limit.
+        parts: for each batch, measurements of the variants in which it counts too.
     """
     results = [Measurement(variant) for variant in variants]
     with progress(title, total=repeats * len(batches) * len(variants)) as advance:
@@ -209,8 +211,10 @@ def measure(
             for done, inputs in enumerate(batches):
                 if seconds is not None and done and (time.perf_counter() - began) * (done + 1) > seconds * done:
                     break
-                for result in results if done % 2 == 0 else reversed(results):
-                    result.add(*timed_generate(model, inputs, result.variant, arguments, seed))
+                for i in range(len(variants)) if done % 2 == 0 else reversed(range(len(variants))):
+                    called = timed_generate(model, inputs, variants[i], arguments, seed)
+                    for result in (results[i], *(parts[done][i : i + 1] if parts else ())):
+                        result.add(*called)
                     advance()
     return results
 

@@ -32,15 +32,13 @@ hf_specdec.bundled(NAME) is its local folder, for from_pretrained.
 MORE = "`hf-specdec models WORD` shows a method, or published heads; `hf-specdec models --all` shows everything."
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("models", help="list bundled models and methods", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "word", nargs="?", metavar="WORD", help="show this method, or published heads whose names hold it"
     )
     shown.add_argument("--all", action="store_true", help="show every method in full, and every published head")
     shown.add_argument("--markdown", action="store_true", help="print methods and keys as the page docs/keys.md")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,8 +86,8 @@ def head_lines(word: str) -> list[str]:
 
 
 def print_methods(console: Output, methods: dict[str, type[SpeculativeConfig]]) -> None:
-    found = sections(methods)
-    for title, text, fields, config in [*found[-len(methods) :], *reversed(found[: -len(methods)])]:
+    parts = sections(methods)
+    for title, text, fields, config in [*parts[-len(methods) :], *reversed(parts[: -len(methods)])]:
         console.print(f"[bold]{title.strip('`')}[/bold]{escape(' – ' + text if text else '')}")
         if fields:
             console.print(keys_table(fields, config))
@@ -97,17 +95,23 @@ def print_methods(console: Output, methods: dict[str, type[SpeculativeConfig]]) 
 
 
 def sections(methods: dict[str, type[SpeculativeConfig]]) -> list[tuple[str, str, list[dataclasses.Field], Any]]:
-    """Title, text, keys and configuration: of what all methods take, of the groups of keys that these take, and of these methods."""
-    found: list[Any] = [("Keys of every method", "", shared_fields(), SpeculativeConfig)]
-    for group, base in key_groups().items():
+    """Title, text, keys and configuration: of what all methods take, of the groups of keys that these take, and of these methods. If its
+    default differs from the common one, `num_speculative_tokens` is among a method's keys.
+    """
+    out: list[Any] = [("Keys of every method", "", shared_fields(), SpeculativeConfig)]
+    groups = key_groups()
+    for group, base in groups.items():
         if any(issubclass(config, base) for config in methods.values()):
-            found.append((f"Keys of {group}", "", group_fields(base), base))
+            out.append((f"Keys of {group}", "", fields_beside(base, [base.__mro__[1]]), base))
     for name, config in methods.items():
-        groups = groups_of(config)
-        taken = f" Takes the keys of {' and '.join(groups)}." if groups else ""
+        taken = {group: base for group, base in groups.items() if issubclass(config, base)}
+        fields = fields_beside(config, [SpeculativeConfig, *taken.values()])
+        if default_length(config) != str(SpeculativeConfig.default_num_speculative_tokens):
+            fields += [f for f in dataclasses.fields(config) if f.name == "num_speculative_tokens"]
+        takes = f" Takes the keys of {' and '.join(taken)}." if taken else ""
         needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
-        found.append((f"`{name}`", description(config) + needs + taken, own_fields(config), config))
-    return found
+        out.append((f"`{name}`", description(config) + needs + takes, fields, config))
+    return out
 
 
 def key_groups() -> dict[str, type[SpeculativeConfig]]:
@@ -119,29 +123,15 @@ def key_groups() -> dict[str, type[SpeculativeConfig]]:
     return {"trees": TreeDraftingConfig, "heads": HeadConfig, "look-ups": LookupCacheConfig}
 
 
-def groups_of(config: type[SpeculativeConfig]) -> list[str]:
-    return [group for group, base in key_groups().items() if issubclass(config, base)]
-
-
-def group_fields(base: type[SpeculativeConfig]) -> list[dataclasses.Field]:
-    """The keys that a base adds to the configuration that it extends."""
-    inherited = {f.name for f in dataclasses.fields(base.__mro__[1])}
-    return [f for f in dataclasses.fields(base) if f.name not in inherited]
+def fields_beside(config: type[SpeculativeConfig], bases: list[Any]) -> list[dataclasses.Field]:
+    """The keys of a configuration that none of these bases has."""
+    known = {f.name for base in bases for f in dataclasses.fields(base)}
+    return [f for f in dataclasses.fields(config) if f.name not in known]
 
 
 def shared_fields() -> list[dataclasses.Field]:
     """The keys that every method has, except `method`."""
     return list(dataclasses.fields(SpeculativeConfig)[1:])
-
-
-def own_fields(config: type[SpeculativeConfig]) -> list[dataclasses.Field]:
-    """The keys that only this method has, and `num_speculative_tokens` if its default differs from the common one."""
-    shared = {f.name for f in shared_fields()} | {"method"}
-    shared |= {f.name for group in groups_of(config) for f in group_fields(key_groups()[group])}
-    own = [f for f in dataclasses.fields(config) if f.name not in shared]
-    if default_length(config) != str(SpeculativeConfig.default_num_speculative_tokens):
-        own += [f for f in dataclasses.fields(config) if f.name == "num_speculative_tokens"]
-    return own
 
 
 def default_length(config: type[SpeculativeConfig]) -> str:

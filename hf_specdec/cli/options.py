@@ -134,11 +134,13 @@ def add_chat_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--chat", action=argparse.BooleanOptionalAction, help=template)
 
 
-def add_prompts_option(group: argparse._ArgumentGroup, limit: int | None = None) -> None:
+def add_prompts_options(group: argparse._ArgumentGroup, limit: int | None = None, batch_size: int = 1) -> None:
     prompts = f"{PROMPTS_HELP} (default: the bundled prompts)"
     group.add_argument("--prompts", default=str(BUNDLED_PROMPTS), metavar="FILE", help=prompts)
     few = "use only N of the prompts" + (" (default: %(default)s)" if limit else "")
     group.add_argument("--limit", type=positive_int, default=limit, metavar="N", help=few)
+    usual = "default: %(default)s"
+    group.add_argument("--batch-size", type=positive_int, default=batch_size, metavar="B", help=usual)
 
 
 def add_config_option(group: Any, help: str = CONFIG_HELP, **more: Any) -> None:
@@ -176,22 +178,17 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
     instead = "no drafter can be trained for such a target yet" if training else "use hf-specdec serve, or generate()"
     check_decoder_only(folder, instead, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **options)
-    size = getattr(args, "tensor_parallel_size", 1)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **sharding(size), **options)
+    size, sharding = getattr(args, "tensor_parallel_size", 1), {}
+    if size > 1:
+        from transformers.distributed import DistributedConfig  # pyright: ignore[reportPrivateImportUsage]
+
+        sharding = {"distributed_config": DistributedConfig(tp_size=size)}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **sharding, **options)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     return (model if size > 1 else model.to(device)).eval(), tokenizer
-
-
-def sharding(size: int) -> dict:
-    """Arguments of `from_pretrained` that shard a model over `size` ranks."""
-    if size == 1:
-        return {}
-    from transformers.distributed import DistributedConfig  # pyright: ignore[reportPrivateImportUsage]
-
-    return {"distributed_config": DistributedConfig(tp_size=size)}
 
 
 def encode_prompts(

@@ -29,14 +29,12 @@ _READ_SECONDS = 30.0
 _SHUTDOWN_SECONDS = 30.0
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("serve", help="serve a model over HTTP", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--speculative-config", metavar="JSON", help=f"{CONFIG_HELP} (default: plain decoding)")
     _add_model_options(parser.add_argument_group("model"))
     _add_engine_options(parser.add_argument_group("engine"))
     _add_http_options(parser.add_argument_group("HTTP"))
-    return parser
 
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:

@@ -18,7 +18,6 @@ from .options import DTYPES, add_config_option, add_loading_options, load_model_
 
 if TYPE_CHECKING:
     from ..training.pipeline import Trained
-    from ..training.regenerate import Regeneration
 
 EPILOG = """\
 examples:
@@ -33,24 +32,21 @@ that several heads can share. If the run is interrupted, the same command contin
 """
 
 
-def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand, which has a further subcommand for each method."""
-    parser = commands.add_parser("train", help="train a draft head for a target", description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """There is a further subcommand for each method."""
     methods = parser.add_subparsers(title="methods", metavar="METHOD", dest="method", required=True)
     for name, options_class in options_by_method().items():
         about, epilog = options_class.__doc__, "See `hf-specdec train --help` for examples.\n"
         method = methods.add_parser(name, help=about, description=about, epilog=epilog)
-        method.formatter_class = argparse.RawDescriptionHelpFormatter
-        add_arguments(method)
+        add_shared_arguments(method)
         group = method.add_argument_group("training")
         for field in dataclasses.fields(options_class):
             add_option(group, field)
         method.set_defaults(parser=method)
         method.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")
-    return parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     needed = parser.add_argument_group("what and where")
     needed.add_argument("--target", required=True, metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     needed.add_argument("--data", required=True, metavar="FILE", help="training text; .jsonl, or plain text")
@@ -98,17 +94,6 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
         group.add_argument("--objective", choices=meta["choices"], **earlier)  # its earlier name
 
 
-def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
-    if args.regenerate is None:
-        return None
-    from ..training.regenerate import Regeneration
-
-    config = hf_specdec.parse_config(args.speculative_config).to_dict()
-    length, seed = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}, args.seed
-    batch_size = args.generation_batch_size
-    return Regeneration(args.regenerate or None, **length, batch_size=batch_size, speculative_config=config, seed=seed)
-
-
 def run(args: argparse.Namespace) -> int:
     import torch
 
@@ -129,7 +114,15 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.target
     if args.device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # this is one of several processes
-    regeneration = regeneration_of(args)
+    regeneration = None
+    if args.regenerate is not None:
+        from ..training.regenerate import Regeneration
+
+        config = hf_specdec.parse_config(args.speculative_config).to_dict()
+        regeneration = Regeneration(
+            args.regenerate or None, args.max_new_tokens, args.temperature, batch_size=args.generation_batch_size,
+            speculative_config=config, seed=args.seed,
+        )  # fmt: skip
     model, tokenizer = load_model_and_tokenizer(args)
     trained = train_head(
         args.method,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from .tensors import DIMENSIONS, Inflation, copies_of_a_head, layer_places
+from .tensors import DIMENSIONS, Inflation, check_growth, layer_places
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -34,12 +34,16 @@ def inflate_eagle3(
         raise ValueError(f"{folder} is not an EAGLE-3 head with midlayer.* and {LAYER_IDS}: give such a head.")
     old, new = {name: config[name] for name in DIMENSIONS}, {name: getattr(target, name) for name in DIMENSIONS}
     new["num_hidden_layers"] = old["num_hidden_layers"]
-    check_sizes(folder, old, new, source)
+    if old["hidden_size"] != source.hidden_size:
+        raise ValueError(
+            f"{folder} has width {old['hidden_size']}, but `source` has {source.hidden_size}: give the head's own target."
+        )
+    check_growth(old, new, HeadInflation.groups, "the head's")
     with torch.device(device):
         grown = HeadInflation(old, new, dtype, seed).tensors(tensors)
         offsets(grown, config, target.vocab_size)
     destination.mkdir(parents=True, exist_ok=True)
-    save_file({name: each.contiguous().cpu() for name, each in grown.items()}, destination / "model.safetensors")
+    save_file({name: tensor.contiguous().cpu() for name, tensor in grown.items()}, destination / "model.safetensors")
     config = {**config, **new, **tapped(config[LAYER_IDS], source.num_hidden_layers, target.num_hidden_layers)}
     config |= {
         "rms_norm_eps": config["rms_norm_eps"] * old["hidden_size"] / new["hidden_size"],
@@ -48,22 +52,6 @@ def inflate_eagle3(
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def check_sizes(folder: Path, old: dict[str, int], new: dict[str, int], source: PretrainedConfig) -> None:
-    """Raise `ValueError` if the head is for another target than `source`, or a size cannot grow to the new one."""
-    if old["hidden_size"] != source.hidden_size:
-        raise ValueError(
-            f"{folder} has width {old['hidden_size']}, but `source` has {source.hidden_size}: give the head's own target."
-        )
-    for name in DIMENSIONS:
-        if new[name] < old[name]:
-            raise ValueError(f"The target's {name}={new[name]} is smaller than the head's {old[name]}.")
-    if new["head_dim"] % old["head_dim"]:
-        raise ValueError(f"The target's head_dim={new['head_dim']} is not a multiple of the head's {old['head_dim']}.")
-    needed = old["num_key_value_heads"] * copies_of_a_head(old, new)
-    if new["num_key_value_heads"] < needed:
-        raise ValueError(f"The target has {new['num_key_value_heads']} key-value heads; the head's need {needed}.")
 
 
 def tapped(layers: list[int], old: int, new: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .tensors import Inflation, copies_of_a_head
+from .tensors import Inflation, check_growth
 
 ROPE_TYPES_THAT_GROW = ("default", "linear", "llama3")
 PRESETS = {
@@ -48,7 +48,13 @@ def inflate(
     for name in given.keys() - old.keys():
         raise ValueError(f"{type(model).__name__} has no {name}: leave it out. Its sizes are {', '.join(old)}.")
     new = old | given
-    check_sizes(model, kind, old, new)
+    check_growth(old, new, kind.groups, "the source's")
+    rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
+    grows = rope.get("rope_type", "default") in ROPE_TYPES_THAT_GROW
+    if new["head_dim"] != old["head_dim"] and not (
+        grows and (kind is not Inflation or rope.get("partial_rotary_factor", 1.0) == 1.0)
+    ):
+        raise ValueError(f"head_dim cannot grow with rope_parameters={rope}: leave head_dim out.")
     if vocab_size is not None:
         check_vocabulary(model, old, new, vocab_size)
     with model.device:
@@ -103,34 +109,3 @@ def sizes_of(model: PreTrainedModel, kind: type[Inflation]) -> dict[str, int]:
     sizes: dict[str, Any] = {name: getattr(model.config, name, None) for name in kind.dimensions}
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
     return sizes
-
-
-def check_sizes(model: PreTrainedModel, kind: type[Inflation], old: dict[str, int], new: dict[str, int]) -> None:
-    """Raise `ValueError` if a size shrinks, or the new heads cannot hold the old ones."""
-    for name in old:
-        if new[name] < old[name]:
-            raise ValueError(f"{name}={new[name]} is smaller than the source's {old[name]}: give at least {old[name]}.")
-    for group in kind.groups:
-        check_heads(old, new, *group)
-    if new["head_dim"] != old["head_dim"]:
-        if new["head_dim"] % old["head_dim"]:
-            raise ValueError(
-                f"head_dim={new['head_dim']} must be a multiple of the source's {old['head_dim']}, so that its rotary "
-                f"frequencies are among the new ones: give {2 * old['head_dim']}, {3 * old['head_dim']}, ..."
-            )
-        rope = getattr(model.config, "rope_parameters", None) or {}
-        form, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
-        if form not in ROPE_TYPES_THAT_GROW or (share != 1.0 and kind is Inflation):
-            raise ValueError(f"head_dim cannot grow with rope_parameters={rope}: leave head_dim out.")
-
-
-def check_heads(old: dict[str, int], new: dict[str, int], many: str, few: str, few_heads: str, many_heads: str) -> None:
-    """Raise `ValueError` unless the new heads, groups of `many` that share one of `few`, can hold the old ones."""
-    if new[many] % new[few]:
-        raise ValueError(f"{many}={new[many]} must be a multiple of {few}={new[few]}: change one of them.")
-    needed = old[few] * copies_of_a_head(old, new, many, few)
-    if new[few] < needed:
-        raise ValueError(
-            f"{new[few]} {few_heads} cannot hold the source's groups of {old[many] // old[few]} {many_heads}: "
-            f"give {few} >= {needed} or more {many}."
-        )

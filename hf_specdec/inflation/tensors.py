@@ -22,6 +22,27 @@ def copies_of_a_head(old: dict[str, int], new: dict[str, int], many: str = QUERY
     return math.ceil(old[many] // old[few] / (new[many] // new[few]))
 
 
+def check_growth(old: dict[str, int], new: dict[str, int], groups: Any, whose: str) -> None:
+    """Raise `ValueError` if a size shrinks, or the new heads cannot hold the old ones, `whose` they are. `groups`: see `Inflation`."""
+    for name in old:
+        if new[name] < old[name]:
+            raise ValueError(f"{name}={new[name]} is smaller than {whose} {old[name]}: give at least {old[name]}.")
+    for many, few, few_heads, many_heads in groups:
+        if new[many] % new[few]:
+            raise ValueError(f"{many}={new[many]} must be a multiple of {few}={new[few]}: change one of them.")
+        needed = old[few] * copies_of_a_head(old, new, many, few)
+        if new[few] < needed:
+            raise ValueError(
+                f"{new[few]} {few_heads} cannot hold {whose} groups of {old[many] // old[few]} {many_heads}: give {few} >= {needed} or "
+                f"more {many}."
+            )
+    if new["head_dim"] % (size := old["head_dim"]):
+        raise ValueError(
+            f"head_dim={new['head_dim']} must be a multiple of {whose} {size}, so that its rotary frequencies are among the new ones: "
+            f"give {2 * size}, {3 * size}, ..."
+        )
+
+
 def head_places(
     old: dict[str, int], new: dict[str, int], many: str = QUERY_HEADS, few: str = KEY_HEADS
 ) -> tuple[list[int], list[int]]:
@@ -196,31 +217,21 @@ class Inflation:
 
     def fill_rows(self, linear, old, rows: Tensor, sources, cleared: Tensor, scale: float | Tensor) -> None:
         """Fill an input projection: random; `cleared` rows are zero except for the old rows `sources`, times `scale`, placed at `rows`."""
-        weight = self.random(*linear.weight.shape)
-        bias = None if linear.bias is None else self.random(*linear.bias.shape)
-        if old is not None:
-            block = (old.weight.detach().float() * scale)[sources]
-            self.placed(weight, block, rows, torch.arange(block.shape[1]), cleared)
-            if bias is not None:
-                bias[cleared] = 0
-                bias[rows] = (old.bias.detach().float() * _flat(scale))[sources].to(self.dtype)
-        linear.weight = self.parameter(weight)
-        if bias is not None:
-            linear.bias = self.parameter(bias)
+        self.fill(linear, old, self.random, scale, sources, rows, None, cleared)
 
     def fill_output(self, linear, old, columns: Tensor) -> None:
         """Fill an output projection: zero except for the old weights, which read `columns` and write to the first H rows."""
-        weight = self.zeros(*linear.weight.shape)
-        bias = None if linear.bias is None else self.zeros(*linear.bias.shape)
-        if old is not None:
-            block = old.weight.detach().float() * self.residual_scale
-            self.placed(weight, block, torch.arange(len(block)), columns)
-            if bias is not None:
-                bias[: len(old.bias)] = (old.bias.detach().float() * self.residual_scale).to(self.dtype)
-        linear.weight = self.parameter(weight)
-        if bias is not None:
-            linear.bias = self.parameter(bias)
+        rows = torch.arange(self.old["hidden_size"])
+        self.fill(linear, old, self.zeros, self.residual_scale, slice(None), rows, columns, ())
 
-
-def _flat(scale: float | Tensor) -> float | Tensor:
-    return scale.flatten() if isinstance(scale, Tensor) else scale
+    def fill(self, linear, old, make: Any, scale: float | Tensor, sources, rows: Tensor, columns, cleared) -> None:
+        """Fill weight and bias with what `make` makes, and in it the old rows `sources`. `columns`: of the weight; None: the first."""
+        for name in ("weight", "bias"):
+            if getattr(linear, name) is None:
+                continue
+            out = make(*getattr(linear, name).shape)
+            if old is not None:
+                block = getattr(old, name).detach().float().view(len(getattr(old, name)), -1)
+                places = torch.arange(block.shape[1]) if columns is None or name == "bias" else columns
+                self.placed(out.view(len(out), -1), (block * scale)[sources], rows, places, cleared)
+            setattr(linear, name, self.parameter(out))

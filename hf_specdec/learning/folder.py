@@ -18,10 +18,8 @@ from ..candidate_generators.checkpoints.config import HeadConfig
 from ..candidate_generators.checkpoints.files import open_checkpoint
 from ..config import SpeculativeConfig
 from ..core.folders import cache_folder
-from ..training.base import HeadTrainer
-from ..training.eagle3 import Eagle3Trainer, Eagle3TrainingOptions
+from ..training.base import HeadTrainer, trainer_class
 from ..training.export import export_head
-from ..training.mlp_speculator import MLPSpeculatorOptions, MLPSpeculatorTrainer
 from ..training.options import TrainingError
 from ..training.target import TargetModel
 
@@ -75,37 +73,33 @@ def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None
 
 def export(trainer: HeadTrainer, folder: Path, facts: dict[str, Any]) -> None:
     """Write the trainer's head to the folder in the first of its formats. Each file is written whole or not at all."""
-    told = {"method": trainer.method, "license": None, "data": "texts that the target wrote while it served"}
-    told |= {"target": trainer.target.name, "options": trainer.options.to_dict()}
+    told = {"license": None, "data": "texts that the target wrote while it served"}
     export_head(trainer, folder, folder / WORK, None, torch.float32, {**told, **facts})
 
 
 def _trainer(config: HeadConfig, target: TargetModel, source: str | None) -> tuple[HeadTrainer, torch.Tensor]:
     """A trainer of heads shaped as the source's (None: of the default shape), and token counts that give its draft vocabulary."""
-    counts = torch.zeros(target.vocab_size, dtype=torch.long)
+    counts, kind = torch.zeros(target.vocab_size, dtype=torch.long), trainer_class(config.method)
     if source is None:
-        if config.method == "mlp_speculator":
-            return MLPSpeculatorTrainer(MLPSpeculatorOptions(), target), counts
-        return Eagle3Trainer(Eagle3TrainingOptions(), target), counts
+        return kind(kind.options_class(), target), counts
     checkpoint = open_checkpoint(source)
     shape = checkpoint.config
     if config.method == "mlp_speculator":
-        options = MLPSpeculatorOptions(
-            num_heads=shape["n_predict"], inner_dim=shape["inner_dim"], tie_weights=bool(shape.get("tie_weights")),
-            scale_input=bool(shape.get("scale_input")), from_target=False,
-        )  # fmt: skip
-        return MLPSpeculatorTrainer(options, target), counts
+        options: dict[str, Any] = {key: bool(shape.get(key)) for key in ("tie_weights", "scale_input")}
+        options |= {"num_heads": shape["n_predict"], "inner_dim": shape["inner_dim"], "from_target": False}
+        return kind(kind.options_class(**options), target), counts
     layers, size = shape.get("eagle_aux_hidden_state_layer_ids"), shape.get("draft_vocab_size")
     if "d2t" in checkpoint.names():
-        ids = checkpoint.tensor("d2t").long() + torch.arange(len(checkpoint.tensor("d2t")))
-        counts[ids] = 1
-    options = Eagle3TrainingOptions(
-        feature_layers=None if layers is None else ",".join(map(str, layers)), fc_norm=bool(shape.get("fc_norm")),
-        norm_output=bool(shape.get("norm_output")), num_layers=shape.get("num_hidden_layers", 1),
-        intermediate_size=shape.get("intermediate_size"), num_key_value_heads=shape.get("num_key_value_heads"),
-        draft_vocab_size=None if size in (None, target.vocab_size) else size,
-    )  # fmt: skip
-    return Eagle3Trainer(options, target), counts
+        offsets = checkpoint.tensor("d2t").long()
+        counts[offsets + torch.arange(len(offsets))] = 1
+    options = {key: bool(shape.get(key)) for key in ("fc_norm", "norm_output")}
+    options |= {key: shape.get(key) for key in ("intermediate_size", "num_key_value_heads")}
+    options |= {
+        "num_layers": shape.get("num_hidden_layers", 1),
+        "draft_vocab_size": None if size == target.vocab_size else size,
+    }
+    options["feature_layers"] = None if layers is None else ",".join(map(str, layers))
+    return kind(kind.options_class(**options), target), counts
 
 
 @contextlib.contextmanager

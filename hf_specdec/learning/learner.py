@@ -109,9 +109,7 @@ class Learner:
         """Put better weights in place, if there are any. No step may be under way."""
         if self._ready is None:
             return False
-        with torch.no_grad():
-            for name, place in self.places.items():
-                place.copy_(self._ready[name])
+        self._put(self._ready, self.places)
         self._ready = None
         self.swaps += 1
         return True
@@ -142,9 +140,9 @@ class Learner:
         self._judged_at = self.steps
         batch = batch_of(self.texts.held_out).to(self.trainer.target.device)
         trained, new = self._copied(), self._tau(batch)
-        self._put(self.best)
+        self._put(self.best, self.parameters)
         self.tau = self._tau(batch)
-        self._put(trained)
+        self._put(trained, self.parameters)
         taken = new > self.tau + self.BETTER
         figures = {"tau": round(new, 4), "served_tau": round(self.tau, 4), "taken": taken}
         counts = {"texts": self.texts.count, "steps": self.steps}
@@ -168,7 +166,7 @@ class Learner:
         return Estimate.of(accepted, offered).tau
 
     def _roll_back(self) -> None:
-        self._put(self.best)
+        self._put(self.best, self.parameters)
         self.rollbacks += 1
         self.rate /= 2
         self._new_optimizer()
@@ -184,8 +182,8 @@ class Learner:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
-    def _put(self, weights: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.parameters.items():
+    def _put(self, weights: dict[str, torch.Tensor], into: dict[str, nn.Parameter]) -> None:
+        for name, parameter in into.items():
             parameter.copy_(weights[name])
 
     def _save(self) -> None:
@@ -206,7 +204,7 @@ class Learner:
             raise ValueError(
                 f"{self.folder / WORK} holds the state of a head of another shape: remove it, or name another folder."
             )
-        self._put(state["trained"])
+        self._put(state["trained"], self.parameters)
         self.rate = state["rate"]
         self._new_optimizer()
         self.optimizer.load_state_dict(state["optimizer"])

@@ -74,22 +74,22 @@ class Recorder:
         sequences, rows, counts = outcome.read_rows()
         taken = self._taken(outcome.output, rows)
         first = 0
-        for seq, (_, end), own, count in zip(sequences, outcome.chunks, outcome.num_own, counts, strict=True):
+        for seq, (_, end), num_own, count in zip(sequences, outcome.chunks, outcome.num_own, counts, strict=True):
             piece = {name: states[first : first + count] for name, states in taken.items()}
             first += count
             if not seq.is_text or not seq.is_shared:
                 continue
             record = self._records.get(seq.id)
-            if record is None or record.start + record.length != end - own:  # a new text, or one that is read again
-                record = self._records[seq.id] = _Record(end - own)
+            if record is None or record.start + record.length != end - num_own:  # a new text, or one that is read again
+                record = self._records[seq.id] = _Record(end - num_own)
             record.add(piece, count, self.LONGEST)
 
     def _taken(self, output: PackedOutput, rows: np.ndarray) -> dict[str | int, torch.Tensor]:
-        found: dict[str | int, torch.Tensor] = {index: output.layers[index] for index in self.taps.layers}
+        tapped: dict[str | int, torch.Tensor] = {index: output.layers[index] for index in self.taps.layers}
         if self.taps.last_hidden:
             assert output.last_hidden is not None
-            found["last"] = output.last_hidden
-        return {name: states.index_select(0, upload(rows, states.device)).cpu() for name, states in found.items()}
+            tapped["last"] = output.last_hidden
+        return {name: states.index_select(0, upload(rows, states.device)).cpu() for name, states in tapped.items()}
 
     def ended(self, seq: Sequence) -> Text | None:
         """The text of a sequence that leaves; None if too little of it was seen."""

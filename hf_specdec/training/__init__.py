@@ -10,7 +10,6 @@ drafting run the same modules. To add a trainer, add its options to options.py, 
 
     @register(MyOptions)
     class MyTrainer(HeadTrainer):              # base.py: the methods to write
-        method = "my_method"
         taps = Taps(last_hidden=True)          # what it reads of the target (or set in __init__)
 
 The framework does the rest, from reading data to the model card, several devices and resuming included.
@@ -33,8 +32,8 @@ for devices: `loss` is called inside autocast and a DDP wrapper already. Randomn
 torch's global generators, which are seeded for every micro-batch from (seed, step, micro-batch, process), so that a
 resumed run gives the same result.
 
-**The loss and the estimate.** `Lesson` (losses.py) holds what the drafts of a batch are compared with; `graded` makes the loss by the
-option `loss`, and the accuracies `accuracy_1`, `accuracy_2`, .. Recurrent heads make their `Guesses` from the text's own tokens; they
+**The loss and the estimate.** A head that guesses step by step extends `StepTrainer` (losses.py) and writes `steps`, from which the loss
+by the option `loss`, the accuracies `accuracy_1`, `accuracy_2`, .. and the `Guesses` are made. Guesses read the text's own tokens; they
 are compared with the target's choices on held-out text.
 """
 

@@ -218,11 +218,11 @@ def register(options_class: type[TrainingOptions]):
     """Class decorator: `@register(MedusaOptions)` on a `HeadTrainer` makes `hf-specdec train medusa` work."""
 
     def decorate(trainer: type[HeadTrainer]) -> type[HeadTrainer]:
-        taken = _TRAINERS.get(trainer.method)
-        if taken is not None and taken.__qualname__ != trainer.__qualname__:
-            raise ValueError(f"A trainer for {trainer.method!r} is already registered: {taken}.")
-        trainer.options_class = options_class
-        _TRAINERS[trainer.method] = trainer
+        method = options_class.method
+        taken = _TRAINERS.setdefault(method, trainer)
+        if taken.__qualname__ != trainer.__qualname__:
+            raise ValueError(f"A trainer for {method!r} is already registered: {taken}.")
+        trainer.options_class, trainer.method = options_class, method
         return trainer
 
     return decorate

@@ -70,47 +70,76 @@ class Batch:
 class Places:
     """The places u >= 1 in a batch whose next token x_{u+1} counts, latest first.
 
-    Step s guesses x_{u+1} in column u - 1 - s; places that have this column come first.
+    Step s guesses x_{u+1} in column u - 1 - s; places that have this column come first. With `stride` 0 all steps guess in
+    column u - 1, as a draft does, and step s guesses x_{u+1+s}.
 
     Attributes:
         rows, places: int64 [N].
-        counts: per step, the number of places with a column.
+        size: B and S of the batch.
+        taken: per step, which of the places are guessed.
+        shares: per step, how many of the places that have a column are guessed.
+        runs: per step, the columns int64 [B, C] that it runs, which the step before has first; None: all.
     """
 
     rows: torch.Tensor
     places: torch.Tensor
-    counts: list[int]
-    width: int
+    num_steps: int
+    size: torch.Size
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        counts = [(self.places > step * self.stride).sum() for step in range(self.num_steps)]
+        self.taken: list[slice | torch.Tensor] = [slice(count) for count in torch.stack(counts).tolist()]
+        self.shares: list[float] = [1.0] * self.num_steps
+        self.runs: list[torch.Tensor | None] = [None] * self.num_steps
 
     @classmethod
-    def of(cls, batch: Batch, num_steps: int) -> Places:
+    def of(cls, batch: Batch, num_steps: int, stride: int = 1) -> Places:
         mask = batch.ahead(batch.loss_mask, 1)
         mask[:, 0] = False
         rows, places = mask.nonzero(as_tuple=True)
         order = places.argsort(descending=True, stable=True)
-        return cls._counted(rows[order], places[order], num_steps, batch.input_ids.shape[1])
-
-    @classmethod
-    def _counted(cls, rows: torch.Tensor, places: torch.Tensor, num_steps: int, width: int) -> Places:
-        counts = torch.stack([(places > step).sum() for step in range(num_steps)]).tolist()
-        return cls(rows, places, counts, width)
+        return cls(rows[order], places[order], num_steps, batch.input_ids.shape, stride)
 
     def keep(self, mask: torch.Tensor) -> Places:
         """The places where `mask` [N] is True."""
-        return self._counted(self.rows[mask], self.places[mask], len(self.counts), self.width)
+        return replace(self, rows=self.rows[mask], places=self.places[mask])
+
+    def sampled(self, ratio: float) -> Places:
+        """With fewer columns at later steps: of the n columns of a row that guess, step s keeps ceil(n ratio^s), drawn at random from
+        those that step s - 1 keeps (COD sampling of P-EAGLE, https://arxiv.org/abs/2602.01469).
+        """
+        fewer, used = replace(self), self.used()
+        drawn = torch.rand(used.shape, device=used.device).masked_fill(~used, -1.0)
+        order = drawn.argsort(dim=1, descending=True)
+        ranks, count = order.argsort(dim=1).flatten(), used.sum(1)
+        for step in range(1, self.num_steps):
+            kept = torch.ceil(count * ratio**step)
+            chosen = ranks[self.columns(step)] < kept[self.rows[self.taken[step]]]
+            fewer.taken[step] = taken = chosen.nonzero()[:, 0]
+            fewer.shares[step] = len(taken) / max(1, len(chosen))
+            fewer.runs[step] = order[:, : max(1, int(kept.max()))]
+        return fewer
 
     def at(self, states: torch.Tensor) -> torch.Tensor:
         """Values [N, ..] of a tensor [B, S, ..] at the places u."""
-        return states.flatten(0, 1).index_select(0, self.rows * self.width + self.places)
+        return states.flatten(0, 1).index_select(0, self.rows * self.size[1] + self.places)
 
     def guessed(self, states: torch.Tensor, step: int) -> torch.Tensor:
-        """Values [counts[step], ..] of a tensor [B, S, ..] at the columns that guess at `step`."""
+        """Values [n, ..] of a tensor [B, S, ..] at the columns that guess at `step`."""
         return states.flatten(0, 1).index_select(0, self.columns(step))
 
     def columns(self, step: int) -> torch.Tensor:
-        """The columns that guess at `step`, int64 [counts[step]], numbered through all rows."""
-        count = self.counts[step]
-        return self.rows[:count] * self.width + self.places[:count] - 1 - step
+        """The columns that guess at `step`, int64 [n], numbered through all rows."""
+        taken = self.taken[step]
+        return self.rows[taken] * self.size[1] + self.places[taken] - 1 - step * self.stride
+
+    def used(self) -> torch.Tensor:
+        """bool [B, S]: the columns that guess at some step."""
+        used = torch.zeros(self.size.numel(), dtype=torch.bool, device=self.rows.device)
+        for step in range(self.num_steps):
+            used[self.columns(step)] = True
+        return used.view(self.size)
 
 
 def batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:

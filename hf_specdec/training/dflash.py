@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, Qwen3Config
+from transformers import DynamicCache, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from ..candidate_generators.dflash.head import DFlashDrafter, DFlashLayout
@@ -19,12 +19,11 @@ from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
 from .draft_layer import embedding_table, last_norm_scale, layer_numbers, layer_shape, mask_token, state_sizes
-from .losses import TAUGHT, Depth, acceptance, draft_loss, probabilities, token_loss
+from .losses import TAUGHT, Depth, acceptance, draft_loss, token_loss
 from .options import DFlashOptions, TrainingError
 from .target import TargetModel
-from .unrolled import attend, widened
+from .unrolled import ATTENTION_NAME
 
-ATTENTION_NAME = "hf_specdec_blocks"  # registered with transformers under this name
 _BLOCKS_AT_ONCE = 32  # blocks of a text that share a row of the attention mask
 # what makes a head's correction, or a convolution's change, nothing at first
 _ZERO = ("markov_w2.weight", "embed_proj.2.weight", "successor_codebook", "kernel_projection.weight")
@@ -37,7 +36,6 @@ class DFlashTrainer(HeadTrainer):
     see the target's hidden states before its anchor, and itself. The weight of the k-th drafted token is exp(-(k - 1) / loss_decay),
     divided by the sum of these. A head that corrects the block's logits reads the text's tokens."""
 
-    method = "dflash"
     formats = ("original", "speculators")
     options: DFlashOptions
     head: DFlashDrafter
@@ -98,7 +96,8 @@ class DFlashTrainer(HeadTrainer):
         ids, anchors = ids.view(-1, together * size), anchors.view(-1, together)
         positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).flatten(1)
         hidden = self._embed(ids)
-        cache = BlocksCache(self._context_keys_values(context, batch.position_ids), parts)
+        pairs = self._context_keys_values(context, batch.position_ids)
+        cache = DynamicCache([tuple(states.repeat_interleave(parts, dim=0) for states in pair) for pair in pairs])
         mask = blocks_mask(anchors, batch.input_ids.shape[1], size)
         rotary, more = self.rotary(hidden, positions), {}
         if head.is_convolved:
@@ -158,18 +157,18 @@ class DFlashTrainer(HeadTrainer):
         rows, anchors = chosen.nonzero()[:, 0], anchors[chosen]
         weights = [math.exp(-k / self.options.loss_decay) for k in range(self.num_guesses)]
         depths = self._depths(batch, rows, anchors, hidden)
-        return draft_loss(self.options.loss, [each / sum(weights) for each in weights], len(rows), depths)
+        return draft_loss(self.options.loss, [weight / sum(weights) for weight in weights], len(rows), depths)
 
     def _depths(self, batch: Batch, rows: torch.Tensor, anchors: torch.Tensor, hidden: torch.Tensor) -> Iterator[Depth]:
         loss, last, teacher = self.options.loss, batch.input_ids.shape[1] - 1, None
-        own = {"domino": max(0.0, 1.0 - 2.0 * self.progress), "dflash2": 0.5}.get(self.options.variant, 0.0)
+        share = {"domino": max(0.0, 1.0 - 2.0 * self.progress), "dflash2": 0.5}.get(self.options.variant, 0.0)
         for k, (slot, before, base, logits) in enumerate(self.logits(batch, rows, anchors, hidden)):
             places = anchors + k + 1
             counts = (places <= last) & batch.loss_mask[rows, places.clamp(max=last)]
             labels = batch.input_ids[rows[counts], places[counts]]
             if self.taps.last_hidden:
                 wanted = batch.hidden()[rows[counts], places[counts] - 1]
-                teacher = probabilities(self.target.logits, wanted, self.target.vocab_size)
+                teacher = self.target.probabilities(wanted)
                 labels = teacher.argmax(-1) if loss in TAUGHT else labels
             right = logits[counts].argmax(-1) == labels
             if (
@@ -178,8 +177,8 @@ class DFlashTrainer(HeadTrainer):
                 logits = torch.where(logits.isneginf(), base, logits)
             logits = logits[counts]
             losses = added = token_loss(loss, logits, labels, teacher)
-            if own:
-                added = (1 - own) * losses + own * token_loss(loss, base[counts], labels, teacher)
+            if share:
+                added = (1 - share) * losses + share * token_loss(loss, base[counts], labels, teacher)
             if self.head.confidence_head is not None and teacher is not None:
                 sure = self.head.confidence_head.proj(self.head.confidence_features(slot, before))[counts, 0]
                 rate = acceptance(logits, teacher).detach()
@@ -215,13 +214,13 @@ class DFlashTrainer(HeadTrainer):
             if options.variant == "dspark":
                 is_plain = self.config.num_key_value_heads == self.config.num_attention_heads
                 heads["attention_mode"] = "mha" if is_plain else "gqa"
-            own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers, **heads}
+            dflash_config = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers, **heads}
             config = {
                 **layers,
                 "architectures": [f"{_NAMES[options.variant]}DraftModel"],
                 "block_size": options.block_size,
                 "num_target_layers": target.num_layers,
-                "dflash_config": own,
+                "dflash_config": dflash_config,
             }
             return Exported(tensors, config)
         tensors["embed_tokens.weight"] = embedding_table(target)
@@ -239,31 +238,6 @@ class DFlashTrainer(HeadTrainer):
             "sliding_window_non_causal": False,
         }
         return Exported(tensors, config)
-
-
-class BlocksCache:
-    """The layers' cache: a text's context keys and values [B, heads, S, D] before those of its blocks, spread over `parts` rows."""
-
-    def __init__(self, context: list[tuple[torch.Tensor, torch.Tensor]], parts: int):
-        self.context, self.parts = context, parts
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values [B * parts, heads, S + T, D] of a layer, from those of its blocks [B * parts, heads, T, D]."""
-        context = [states.to(keys).repeat_interleave(self.parts, dim=0) for states in self.context[layer_idx]]
-        return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
-
-
-def blocks_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """transformers' attention function: each block's slots attend to the keys of `blocks_mask`."""
-    with torch.autocast(query.device.type, enabled=False):
-        wide_query, wide_key, wide_value = widened(query, key, value)
-        out = attend(wide_query, wide_key, wide_value, scaling, attention_mask)
-    return out.transpose(1, 2).to(query.dtype), None
-
-
-AttentionInterface.register(ATTENTION_NAME, blocks_attention)
 
 
 def blocks_mask(anchors: torch.Tensor, length: int, size: int) -> torch.Tensor:
@@ -300,9 +274,7 @@ def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
     last = target.num_layers - 2
     count = min(options.num_layers, max(1, last))
     usual = [round(1 + i * (last - 1) / (count - 1)) for i in range(count)] if count > 1 else [max(0, last)]
-    if options.target_layers is None:
-        return usual
-    return layer_numbers("--target-layers", options.target_layers, last, ",".join(map(str, usual)))
+    return list(layer_numbers("--target-layers", options.target_layers, last, usual))
 
 
 def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:

@@ -32,19 +32,14 @@ class Shapes(Plan):
         return self.shapes[canonical]
 
 
-def rotary_base(config: Any) -> float:
-    """The base of a target's rotary frequencies; if its kinds of layers have different ones, that of the first kind."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = (kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_theta" in kind)
-    return float(next(kinds, {"rope_theta": 10000.0})["rope_theta"])
-
-
 def layer_shape(target: TargetModel, positions: int) -> dict[str, Any]:
     """Keys of a configuration: the target's vocabulary, width, heads and rotary base. `positions`: if the target has no limit.
 
-    Rotary frequencies have the target's base, without any scaling, because texts in training are short.
+    Rotary frequencies have the target's base (that of its first kind of layers), without any scaling: texts in training are short.
     """
     config, heads = target.config, target.config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    bases = (kind["rope_theta"] for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_theta" in kind)
     return {
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
@@ -52,16 +47,21 @@ def layer_shape(target: TargetModel, positions: int) -> dict[str, Any]:
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or target.hidden_size // heads,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or positions,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rotary_base(config)},
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(next(bases, 10000.0))},
     }
 
 
-def layer_numbers(option: str, given: str, last: int, example: str) -> list[int]:
-    """The target's layers that an option names. Raises TrainingError: they are not different numbers from 0 to `last`."""
+def layer_numbers(option: str, given: str | None, last: int, usual: Sequence[int]) -> Sequence[int]:
+    """The target's layers that an option names; the usual ones without it. Raises TrainingError: they are not different numbers from 0 to
+    `last`.
+    """
+    if given is None:
+        return usual
     numbers = [int(part) if part.strip().isdecimal() else -1 for part in given.split(",")]
     if len(set(numbers)) < len(numbers) or min(numbers) < 0 or max(numbers) > last:
         raise TrainingError(
-            f"{option} must be different numbers from 0 to {last} with commas between, such as {example}, not {given!r}."
+            f"{option} must be different numbers from 0 to {last} with commas between, such as {','.join(map(str, usual))}, "
+            f"not {given!r}."
         )
     return numbers
 

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
 from .draft_layer import layer_shape, main_directions
-from .losses import TAUGHT, probabilities, scored
+from .losses import TAUGHT, scored
 from .options import DraftModelOptions, TrainingError
 
 
@@ -22,7 +22,6 @@ class DraftModelTrainer(HeadTrainer):
     tokens: KL(target || draft) at every token of an answer. Its tied embeddings are initialised with the target's, projected on
     their main directions."""
 
-    method = "draft_model"
     formats = ("transformers",)
     options: DraftModelOptions
     head: LlamaForCausalLM
@@ -46,7 +45,7 @@ class DraftModelTrainer(HeadTrainer):
         counts, size, teacher = batch.ahead(batch.loss_mask, 1), self.target.vocab_size, None
         labels = batch.ahead(batch.input_ids, 1)[counts]
         if self.options.loss in TAUGHT:
-            teacher = probabilities(self.target.logits, batch.hidden()[counts], size)
+            teacher = self.target.probabilities(batch.hidden()[counts])
             labels = teacher.argmax(-1)
         hidden = self._hidden(batch)[counts]
         losses, right = scored(self.options.loss, self.head.lm_head, size, hidden, labels, teacher)

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss, register
-from .batch import Batch
+from .base import Exported, register
+from .batch import Batch, Places
 from .draft_layer import (
     Shapes,
     embedding_table,
@@ -24,9 +24,9 @@ from .draft_layer import (
     prepare,
     state_sizes,
 )
-from .losses import Lesson, argmax_of
+from .losses import LogitsOf, StepTrainer
 from .options import Eagle3TrainingOptions, TrainingError
-from .unrolled import greedy_guesses, unroll
+from .unrolled import unroll
 
 _WHOLE_VOCABULARY = 8192  # up to this vocabulary of the target the head drafts all tokens
 _DRAFT_VOCABULARY = 32000  # default size of the draft vocabulary for larger targets
@@ -61,21 +61,11 @@ def attend_to_own_token(attention: Any, width: int, head_dim: int) -> None:
     attention.v_proj.weight[:, :width] = torch.randn_like(attention.v_proj.weight[:, :width]) / width**0.5
 
 
-@torch.no_grad()
-def pass_on(fc: nn.Linear, width: int) -> None:
-    """Initial weights that pass on the last of the concatenated states, with a little of the others.
-
-    The language-model head then starts from a state deep in the target, which suits it, and not from a random one.
-    """
-    fc.weight[:, -width:] += torch.eye(fc.out_features, width, device=fc.weight.device)
-
-
 @register(Eagle3TrainingOptions)
-class Eagle3Trainer(HeadTrainer):
+class Eagle3Trainer(StepTrainer):
     """Trains the head to draft `num_steps` tokens from every position, reading the text's tokens and its own hidden states, or with
     `parallel` (P-EAGLE) the mask token and `mask_hidden`."""
 
-    method = "eagle3"
     formats = ("original", "speculators")
     options: Eagle3TrainingOptions
     head: Eagle3Head
@@ -84,17 +74,13 @@ class Eagle3Trainer(HeadTrainer):
         super().__init__(options, target)
         if options.mask_token_id is not None and not options.parallel:
             raise TrainingError("--mask-token-id is for --parallel.")
-        self.taps = Taps(last_hidden=True, layers=self._layers())
-        self.draft_ids: torch.Tensor | None = None  # int64 [Vd]; None: all tokens
-        self.draft_places: torch.Tensor | None = None  # int64 [V], each token's index in `draft_ids`, or -1
+        self.down_sample_ratio = options.down_sample_ratio
+        if options.down_sample_ratio < 1 and not options.parallel:
+            raise TrainingError("--down-sample-ratio is for --parallel.")
+        usual = default_layers(target.num_layers)
+        layers = layer_numbers("--feature-layers", options.feature_layers, target.num_layers, usual)
+        self.taps = Taps(last_hidden=True, layers=tuple(sorted(layers)))
         self.mask_token: int | None = None  # of P-EAGLE; set by `build`
-
-    def _layers(self) -> tuple[int, ...]:
-        given, num_layers = self.options.feature_layers, self.target.num_layers
-        if given is None:
-            return default_layers(num_layers)
-        example = ",".join(map(str, default_layers(num_layers)))
-        return tuple(sorted(layer_numbers("--feature-layers", given, num_layers, example)))
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
         """The language-model head is initialised with the target's rows of the draft vocabulary, its input with the deepest state
@@ -105,6 +91,7 @@ class Eagle3Trainer(HeadTrainer):
             target, options.intermediate_size, options.num_layers, options.num_key_value_heads
         )
         self.num_guesses = options.draft_length
+        self.weights = [options.step_decay**step for step in range(options.num_steps)]
         size = target.vocab_size if self.draft_ids is None else len(self.draft_ids)
         shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (size, target.hidden_size)}
         if options.fc_norm:
@@ -117,7 +104,7 @@ class Eagle3Trainer(HeadTrainer):
             reads, norm_before_residual=False, norm_output=options.norm_output, logit_scale=1.0, mask_token=self.mask_token,
             window_stays=False,
         )  # fmt: skip
-        head = Eagle3Head(self.config, Shapes(shapes), what, len(self.taps.layers), target.hidden_size)
+        head: Any = Eagle3Head(self.config, Shapes(shapes), what, len(self.taps.layers), target.hidden_size)
         prepare(head, self.config, target)
         rows = target.lm_head.weight if self.draft_ids is None else target.lm_head.weight[self.draft_ids]
         with torch.no_grad():
@@ -126,8 +113,8 @@ class Eagle3Trainer(HeadTrainer):
             if options.parallel:  # as large as the states in whose place it stands
                 sizes = state_sizes(target, reads.layers, token_counts)
                 head.mask_hidden.copy_(torch.randn_like(sizes) * sizes)
-        assert head.fc is not None
-        pass_on(head.fc, target.hidden_size)
+            # Pass on the last of the states, with a little of the others: one deep in the target suits the language-model head.
+            head.fc.weight[:, -target.hidden_size :] += torch.eye(target.hidden_size, device=target.device)
         attention: Any = head.layers[0].self_attn
         attend_to_own_token(attention, target.hidden_size, attention.head_dim)
         return head
@@ -144,11 +131,11 @@ class Eagle3Trainer(HeadTrainer):
     def rate_share(self, name: str) -> float:
         return self.options.lm_head_rate if name.startswith("lm_head.") else 1.0
 
-    def unrolled(self, batch: Batch, num_steps: int) -> Iterator[torch.Tensor]:
+    def unrolled(self, batch: Batch, num_steps: int, places: Places | None = None) -> Iterator[torch.Tensor]:
         """The head's output [B, S, H] of every step, under teacher forcing."""
         features = self.head.fuse(torch.cat([batch.layers[i] for i in self.taps.layers], dim=-1))
         mask = None if self.mask_token is None else (self.mask_token, self.head.fuse(self.head.mask_hidden.flatten()))
-        return unroll(self.head, batch, features, num_steps, mask)
+        return unroll(self.head, batch, features, num_steps, mask, places)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The input of the language-model head [n, H], from the head's output [n, H]."""
@@ -158,31 +145,17 @@ class Eagle3Trainer(HeadTrainer):
         """Logits [n, Vd] over the draft vocabulary, from the head's output [n, H]."""
         return self.head.lm_head(self.normed(hidden))
 
-    def loss(self, batch: Batch) -> StepLoss:
-        """The sum over steps of step_decay^s (the tokens' loss + feature_weight SmoothL1)."""
-        options = self.options
-        lesson = Lesson.of(self, batch, options.num_steps, self.draft_ids, self.draft_places)
+    def whole_loss(self, losses: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The tokens' loss + feature_weight SmoothL1."""
+        if not self.options.feature_weight:
+            return losses
+        away = F.smooth_l1_loss(self.normed(hidden).float(), wanted, reduction="none").mean(-1)
+        return losses + self.options.feature_weight * away
 
-        def steps():
-            for step, output in enumerate(self.unrolled(batch, options.num_steps)):
-                hidden, added = lesson.places.guessed(output, step), 0.0
-                if options.feature_weight:
-                    wanted = lesson.places.at(batch.hidden())[: len(hidden)]
-                    away = F.smooth_l1_loss(self.normed(hidden).float(), wanted, reduction="none").mean(-1)
-                    added = options.feature_weight * away
-                yield self.logits, hidden, added
-
-        weights = [options.step_decay**step for step in range(options.num_steps)]
-        return lesson.graded(weights, self.head.lm_head.out_features, steps())
-
-    def guesses(self, batch: Batch) -> Guesses:
-        """Greedy guesses under teacher forcing: as in drafting, but reading the text's tokens."""
-
-        def choose(hidden: torch.Tensor) -> torch.Tensor:
-            tokens = argmax_of(self.logits, hidden, self.head.lm_head.out_features)
-            return tokens if self.draft_ids is None else self.draft_ids[tokens]
-
-        return greedy_guesses(self.unrolled(batch, self.num_guesses), choose, batch)
+    def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
+        """The head's outputs, which its own lm_head reads."""
+        for step, output in enumerate(self.unrolled(batch, places.num_steps, places)):
+            yield self.logits, places.guessed(output, step)
 
     def exported(self, form: str) -> Exported:
         """yuhuili's and SpecForge's files (midlayer.*, d2t, t2d; embeddings are the target's), or speculators'."""

@@ -50,6 +50,7 @@ def export_head(
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_text(record, json.dumps({"file": exported.file_name, "format": form or trainer.formats[0]}))
     parameters = sum(t.numel() for t in tensors.values())
+    facts = {"method": trainer.method, "target": trainer.target.name, "options": trainer.options.to_dict(), **facts}
     write_card(folder, {**facts, "parameters": parameters, "file": exported.file_name, "dtype": config["torch_dtype"]})
     return folder
 

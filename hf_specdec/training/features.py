@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +25,12 @@ from .target import TargetModel
 logger = logging.getLogger(__name__)
 
 
-class FeatureSource:
-    """Hidden states on the fly: one forward of the target per batch."""
-
-    def __init__(self, target: TargetModel):
-        self.target = target
-
-    def __call__(self, samples: list[Sample], taps: Taps) -> Batch:
-        """The samples as a batch on the target's device, with the hidden states in `taps`."""
-        return self.target.capture(collate(samples), taps)
+Features = Callable[
+    [list[Sample], Taps], Batch
+]  # samples as a batch on the target's device, with the hidden states in taps
 
 
-class FeatureFiles(FeatureSource):
+class FeatureFiles:
     """Hidden states from files, written when a sample is first used.
 
     The files are those of the method `extract_hidden_states` (`hidden_states` [tokens, layers, H] in the target's dtype,
@@ -52,8 +47,7 @@ class FeatureFiles(FeatureSource):
     """
 
     def __init__(self, target: TargetModel, folder: Path, taps: Taps, samples: list[Sample]):
-        super().__init__(target)
-        self.folder = folder
+        self.target, self.folder = target, folder
         self.layer_ids = [*sorted(taps.layers), target.num_layers]
         folder.mkdir(parents=True, exist_ok=True)
         self.model_name = str(target.model.config._name_or_path)
@@ -69,7 +63,7 @@ class FeatureFiles(FeatureSource):
         logger.info("%s: %.1f MiB of hidden states, %.1f MiB of it still to be written.", folder, *mebibytes)
 
     def __call__(self, samples: list[Sample], taps: Taps) -> Batch:
-        """As in the base; the target runs only for samples without a file."""
+        """The samples as a batch; the target runs only for samples without a file."""
         missing = [sample for sample in samples if self._file(sample) is None]
         if missing:
             self._write(missing)
@@ -98,10 +92,10 @@ class FeatureFiles(FeatureSource):
         patterns = ("config.json", "*.safetensors", "*.bin")
         files = [path for pattern in patterns for path in Path(self.model_name).glob(pattern)]
         changed = max((path.stat().st_mtime for path in files), default=0.0)  # 0 if the name is not that of a folder
-        found, num_old = {}, 0
+        known, num_old = {}, 0
         for path in self.folder.glob("*.safetensors"):
             if len(path.stem) == 32:
-                found[path.stem] = path
+                known[path.stem] = path
                 continue
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -110,12 +104,12 @@ class FeatureFiles(FeatureSource):
                 if path.stat().st_mtime < changed:
                     num_old += 1
                 else:
-                    found[self._key(file.get_tensor("token_ids").numpy())] = path
+                    known[self._key(file.get_tensor("token_ids").numpy())] = path
         if num_old:
             logger.warning(
                 "%s: %d files are older than the target %s: not used.", self.folder, num_old, self.model_name
             )
-        return found
+        return known
 
     def _write(self, samples: list[Sample]) -> None:
         taps = Taps(last_hidden=True, layers=tuple(self.layer_ids[:-1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from transformers import LlamaConfig
 
 from ..candidate_generators.checkpoints.layers import Embeddings
 from ..candidate_generators.hydra import HydraHeads
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
-from .batch import Batch
+from .base import Exported, register
+from .batch import Batch, Places
 from .draft_layer import rotary_for
-from .losses import Lesson, follow_text
+from .losses import LogitsOf, StepTrainer, follow_text
 from .options import HydraOptions, TrainingError
 
 _LAYER_KEYS = (
@@ -24,10 +25,9 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
 @register(HydraOptions)
-class HydraTrainer(HeadTrainer):
+class HydraTrainer(StepTrainer):
     """Head k reads h_t and x_{t+1} .. x_{t+1+k}, and learns the target's distribution of x_{t+2+k}. Hydra++ with --prefix-layer."""
 
-    method = "hydra"
     options: HydraOptions
     head: Any  # a HydraHeads
 
@@ -51,7 +51,7 @@ class HydraTrainer(HeadTrainer):
                     if isinstance(module, nn.Linear):
                         nn.init.normal_(module.weight, std=layers.initializer_range)
                 hydra.prefix.rotary = rotary_for(layers, target)
-        self.num_guesses = options.num_heads
+        self.num_guesses, self.weights = options.num_heads, [options.head_decay**k for k in range(options.num_heads)]
         return hydra
 
     def rate_share(self, name: str) -> float:
@@ -73,25 +73,14 @@ class HydraTrainer(HeadTrainer):
         hidden = batch.hidden()
         return hidden if self.head.prefix is None else self.head.prefix(hidden, batch.position_ids, attention_mask=None)
 
-    def loss(self, batch: Batch) -> StepLoss:
-        """The sum over k of head_decay^k times the loss of head k."""
+    def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
+        """Head k, on the states with the tokens up to its own."""
 
-        def step(k, state, tokens):
-            state = self.head.with_tokens(state, tokens)
-            return state, state
+        def step(k, states, tokens):
+            states = self.head.with_tokens(states, tokens)
+            return states, states
 
-        lesson = Lesson.of(self, batch, self.num_guesses)
-        made = follow_text(batch, lesson.places, lambda used: self._states(batch)[used], step)
-        weights = [self.options.head_decay**k for k in range(self.num_guesses)]
-        steps = ((head, state, 0.0) for head, state in zip(self.head.heads, made, strict=True))
-        return lesson.graded(weights, self.target.vocab_size, steps)
-
-    def guesses(self, batch: Batch) -> Guesses:
-        state, tokens = self._states(batch), []
-        for k in range(self.num_guesses):
-            state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k))
-            tokens.append(self.head.heads[k](state).argmax(-1))
-        return every_anchor(torch.stack(tokens, dim=-1))
+        return zip(self.head.heads, follow_text(batch, places, self._states(batch), step), strict=False)
 
     def exported(self, form: str) -> Exported:
         """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`. In Hydra++ files, dropout modules count as places too."""

@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import TextColumn
 from torch import nn
 
 from ..core.output import Taps
 from .base import Estimate, HeadTrainer, StepLoss, judge
 from .batch import Batch, BatchOrder, in_order
 from .data import Sample
-from .features import FeatureSource
+from .features import Features
 from .options import TrainingError, TrainingOptions
-from .state import Bar, Log, check_room, load_state, plot, save_state
+from .state import Log, check_room, figures, load_state, plot, progress_bar, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Run:
         trainer: HeadTrainer,
         training: list[Sample],
         held_out: list[Sample],
-        features: FeatureSource,
+        features: Features,
         folder: Path,
         identity: dict[str, Any],
         accelerator: Any,
@@ -124,7 +125,8 @@ class Run:
         state = load_state(self.folder / "state.pt")
         if state is None:
             return
-        theirs = json.loads(state["settings"])
+        defaults = {field.name: field.default for field in dataclasses.fields(self.options)}  # of later options
+        theirs = {key: value for key, value in defaults.items() if key not in _FREE} | json.loads(state["settings"])
         changed = sorted(k for k in theirs.keys() | self.settings.keys() if theirs.get(k) != self.settings.get(k))
         if changed:
             what = ", ".join(f"{key} ({theirs.get(key)!r} then, {self.settings.get(key)!r} now)" for key in changed)
@@ -152,29 +154,26 @@ class Run:
             "pending": self.pending,
         }
         save_state(self.folder / "state.pt", state)
+        plot(self.log.entries, self.folder / "curves.png", f"{self.trainer.method} for {self.target.name}")
 
     def train(self) -> Estimate | None:
         """Train to the end. Returns the last estimate, None without held-out text."""
-        bar = Bar(f"{self.trainer.method}", self.num_steps, self.step, self.is_main and not self.quiet)
-        for entry in self.log.entries:
-            bar.show(entry)
         began, before = time.perf_counter(), self.seconds
-        with bar.progress:
+        with progress_bar(self.is_main and not self.quiet, TextColumn("{task.fields[figures]}")) as progress:
+            shown = {"completed": self.step, "figures": figures(self.log.latest)}
+            bar = progress.add_task(self.trainer.method, total=self.num_steps, **shown)
             for batches in self.order.steps(self.step) if self.step < self.num_steps else ():
                 self._step(batches)
                 self.step += 1
                 self.seconds = before + time.perf_counter() - began
-                bar.advance()
                 last = self.step == self.num_steps
                 if self.step % self.options.log_every == 0 or last:
-                    self._log_step(bar)
+                    self._log_step()
                 if self.held_out and (self.step % self.options.eval_every == 0 or last):
-                    self._note(dataclasses.asdict(self.estimate()), bar)
+                    self.log.add({"step": self.step, **dataclasses.asdict(self.estimate())})
+                progress.update(bar, completed=self.step, figures=figures(self.log.latest))
                 if self.step % self.options.save_every == 0 or last:
                     self.save()
-                    if self.is_main:
-                        title = f"{self.trainer.method} for {self.target.name}"
-                        plot(self.log.entries, self.folder / "curves.png", title)
                 if last:
                     break
         estimates = [entry for entry in self.log.entries if "tau" in entry]
@@ -227,16 +226,11 @@ class Run:
             self.pending[name] = [have[0] + value, have[1] + count]
         self.pending["learning_rate"] = [rate, 1.0]
 
-    def _log_step(self, bar: Bar) -> None:
+    def _log_step(self) -> None:
         means = {name: value / count if count else None for name, (value, count) in self.pending.items()}
-        means = {"loss": means.pop("loss"), **means}
-        self._note({**means, "tokens": self.tokens, "seconds": round(self.seconds, 2)}, bar)
+        means = {"step": self.step, "loss": means.pop("loss"), **means}
+        self.log.add({**means, "tokens": self.tokens, "seconds": round(self.seconds, 2)})
         self.pending = {}
-
-    def _note(self, figures: dict[str, Any], bar: Bar) -> None:
-        entry = {"step": self.step, **figures}
-        self.log.add(entry)
-        bar.show(entry)
 
     @torch.no_grad()
     def estimate(self) -> Estimate:

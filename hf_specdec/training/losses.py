@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .base import HeadTrainer, StepLoss
+from .base import Guesses, HeadTrainer, StepLoss
 from .batch import Batch, Places
+from .target import LogitsOf, argmax_of
 
 TAUGHT = ("kl", "lk")  # losses that read the target's distributions
-LogitsOf = Callable[[torch.Tensor], torch.Tensor]
 Depth = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _LOGITS_KEPT = 2**26  # more logits than this are recomputed in the backward pass, in parts of this size
@@ -70,15 +69,15 @@ def draft_loss(loss: str, weights: Sequence[float], num_drafts: int, depths: Ite
         depths: for each, the drafts int64 [n] that have it, the losses of their tokens [n], these with all that is added [n], and
             whether the head's likeliest token is right, bool [n].
     """
-    found, whole, there, metrics = [], [], [], {}
+    nats, whole, there, metrics = [], [], [], {}
     for k, (drafts, losses, added, right) in enumerate(depths, 1):
         empty = losses.new_zeros(num_drafts)
-        found.append(empty.index_put((drafts,), losses.detach()))
+        nats.append(empty.index_put((drafts,), losses.detach()))
         whole.append(empty.index_put((drafts,), added))
         there.append(empty.index_fill(0, drafts, 1.0).bool())
         metrics[f"accuracy_{k}"] = (right.sum(), there[-1].sum())
     total, exists = torch.stack(whole, 1), torch.stack(there, 1)
-    by_depth = total.new_tensor(weights) if loss != "dpace" else depth_weights(torch.stack(found, 1), exists)
+    by_depth = total.new_tensor(weights) if loss != "dpace" else depth_weights(torch.stack(nats, 1), exists)
     return StepLoss((by_depth * total).sum(), exists[:, 0].sum(), metrics)
 
 
@@ -103,91 +102,80 @@ def scored(
     return torch.cat(losses), torch.cat(rights)
 
 
-@dataclass
-class Lesson:
-    """What a head that drafts from every place of a text learns: tokens [N] at `places`, and the target's distributions [N, V] there."""
+class StepTrainer(HeadTrainer):
+    """Trains a head that guesses a token at every step, from every place of a text, which it learns with the weights of the steps.
 
-    loss: str
-    batch: Batch
-    places: Places
-    labels: torch.Tensor
-    teacher: torch.Tensor | None
+    Attributes:
+        weights: of the steps trained in the loss, set by `build` at the latest.
+        draft_ids, draft_places: the tokens [Vd] that the head can draft, and every token's place among them, or -1. None: all. Places
+            with other labels are left out; distributions are renormalised.
+        down_sample_ratio: see `Places.sampled`; only for heads whose `steps` can run some of the columns.
+    """
 
-    @classmethod
-    def of(
-        cls, trainer: HeadTrainer, batch: Batch, num_steps: int, draft_ids: Any = None, draft_places: Any = None
-    ) -> Lesson:
-        """The lesson in a batch. The labels are the text's tokens, or if distributions are learnt, the target's choices.
+    weights: Sequence[float]
+    draft_ids: torch.Tensor | None = None
+    draft_places: torch.Tensor | None = None
+    down_sample_ratio: float = 1.0
 
-        Args:
-            draft_ids, draft_places: the tokens [Vd] that the head can draft, and every token's place among them, or -1. Places with other
-                labels are left out; distributions are renormalised.
+    @abstractmethod
+    def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
+        """For each step of `places`, the function from hidden states to logits, and the states [n, H] in the columns that guess. The head
+        reads the text's own tokens.
         """
-        target, loss = trainer.target, trainer.options.loss
-        places, teacher, is_taught = Places.of(batch, num_steps), None, loss in TAUGHT
-        labels, hidden = places.at(batch.ahead(batch.input_ids, 1)), places.at(batch.hidden())
-        if draft_places is not None:
-            labels = draft_places[argmax_of(target.logits, hidden, target.vocab_size) if is_taught else labels]
+
+    def whole_loss(self, losses: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The losses [n] of tokens, with what else is learnt from the states [n, H] and the target's states there."""
+        return losses
+
+    def loss(self, batch: Batch) -> StepLoss:
+        """The sum over steps of their weight times the tokens' losses. The labels are the text's tokens, or if distributions are learnt,
+        the target's choices.
+        """
+        loss, target, ids, teacher = self.options.loss, self.target, self.draft_ids, None
+        places, size = Places.of(batch, len(self.weights)), target.vocab_size
+        labels, wanted = places.at(batch.ahead(batch.input_ids, 1)), places.at(batch.hidden())
+        if self.draft_places is not None:
+            labels = self.draft_places[argmax_of(target.logits, wanted, size) if loss in TAUGHT else labels]
             known = labels >= 0
-            places, labels, hidden = places.keep(known), labels[known], hidden[known]
-        if is_taught:
-            teacher = probabilities(target.logits, hidden, target.vocab_size, draft_ids)
+            places, labels, wanted = places.keep(known), labels[known], wanted[known]
+        if self.down_sample_ratio < 1:
+            places = places.sampled(self.down_sample_ratio)
+        if loss in TAUGHT:
+            teacher = target.probabilities(wanted, ids)
             labels = teacher.argmax(-1)
-        return cls(loss, batch, places, labels, teacher)
 
-    def graded(
-        self,
-        weights: Sequence[float],
-        size: int,
-        steps: Iterable[tuple[LogitsOf, torch.Tensor, Any]],
-        share: float = 1.0,
-    ) -> StepLoss:
-        """The loss of a head that makes, at every step, logits over `size` tokens from hidden states [n, H] of the columns that guess.
+        def depths() -> Iterator[Depth]:
+            for k, (logits_of, hidden) in enumerate(self.steps(batch, places)):
+                taken, vocabulary = places.taken[k], size if ids is None else len(ids)
+                taught = None if teacher is None else teacher[taken]
+                losses, right = scored(loss, logits_of, vocabulary, hidden, labels[taken], taught)
+                whole = self.whole_loss(losses, hidden, wanted[taken]) / (places.shares[k] or 1.0)
+                yield places.columns(k), losses, whole, right
 
-        Args:
-            weights: of the steps.
-            steps: for each, the function from hidden states to logits, these states, and what is added to their losses [n].
-            share: factor of the tokens' losses.
-        """
-        depths = self._depths(size, steps, share)
-        return draft_loss(self.loss, weights, self.batch.input_ids.numel(), depths)
+        return draft_loss(loss, self.weights, batch.input_ids.numel(), depths())
 
-    def _depths(self, size: int, steps: Iterable[tuple[LogitsOf, torch.Tensor, Any]], share: float) -> Iterator[Depth]:
-        for k, (logits_of, hidden, added) in enumerate(steps):
-            count = self.places.counts[k]
-            teacher = None if self.teacher is None else self.teacher[:count]
-            losses, right = scored(self.loss, logits_of, size, hidden, self.labels[:count], teacher)
-            yield self.places.columns(k), losses, share * losses + added, right
+    def guesses(self, batch: Batch) -> Guesses:
+        """Greedy guesses under teacher forcing, in the columns whose first guess counts: others are never compared."""
+        places, size = Places.of(batch, self.num_guesses, stride=0), self.target.vocab_size
+        tokens = torch.stack([argmax_of(*step, size) for step in self.steps(batch, places)], dim=1)
+        return Guesses(tokens if self.draft_ids is None else self.draft_ids[tokens], places.rows, places.places)
 
 
 def follow_text(
     batch: Batch,
     places: Places,
-    state: Callable[[torch.Tensor], torch.Tensor],
+    states: torch.Tensor,
     step: Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[torch.Tensor]:
     """What a recurrence over the text's own tokens makes at every step, [n, ..] for the columns that guess.
 
     Args:
-        state: the first state [m, H] of the columns, bool [B, S], that some step uses.
-        step: from k, the state and the tokens x_{t+1+k} [m], what it makes [m, ..] and the next state.
+        states: the first states [B, S, H].
+        step: from k, the states [m, H] and the tokens x_{t+1+k} [m] of the columns t that some step uses, what it makes [m, ..] and the
+            next states.
     """
-    used = torch.stack([batch.labels(k)[1] for k in range(len(places.counts))]).any(0)
-    rows, current = used.flatten().cumsum(0) - 1, state(used)
-    for k in range(len(places.counts)):
+    used = places.used()
+    rows, current = used.flatten().cumsum(0) - 1, states[used]
+    for k in range(places.num_steps):
         made, current = step(k, current, batch.ahead(batch.input_ids, 1 + k)[used])
         yield made.index_select(0, rows[places.columns(k)])
-
-
-def argmax_of(logits_of: LogitsOf, hidden: torch.Tensor, size: int) -> torch.Tensor:
-    """Argmax [n] of logits over `size` tokens from hidden states [n, H], a part at a time."""
-    return torch.cat([logits_of(part).argmax(-1) for part in hidden.split(max(1, _LOGITS_KEPT // size))])
-
-
-@torch.no_grad()
-def probabilities(
-    logits_of: LogitsOf, hidden: torch.Tensor, size: int, among: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The target's probabilities, float32 [n, size], from hidden states [n, H]; renormalised over the tokens `among` [Vd]."""
-    parts = [logits_of(part) for part in hidden.split(max(1, _LOGITS_KEPT // size))]
-    return torch.cat([(part if among is None else part[:, among]).softmax(-1, dtype=torch.float32) for part in parts])

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..candidate_generators.medusa import MedusaHeads
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
-from .batch import Batch
-from .losses import Lesson
+from .base import Exported, register
+from .batch import Batch, Places
+from .losses import LogitsOf, StepTrainer
 from .options import MedusaOptions
 
 
 @register(MedusaOptions)
-class MedusaTrainer(HeadTrainer):
+class MedusaTrainer(StepTrainer):
     """Trains head k to predict x_{t+2+k} from h_t. Blocks are initialised to the identity, linear layers to the target's lm_head."""
 
-    method = "medusa"
     formats = ("original", "vllm")
     options: MedusaOptions
     head: Any  # a MedusaHeads
@@ -40,20 +40,13 @@ class MedusaTrainer(HeadTrainer):
                 parameter.zero_()
             for weight in medusa.lm_heads.parameters():
                 weight.copy_(target.lm_head.weight)
-        self.num_guesses = options.num_heads
+        self.num_guesses, self.weights = options.num_heads, [options.head_decay**k for k in range(options.num_heads)]
         return medusa
 
-    def loss(self, batch: Batch) -> StepLoss:
-        """The sum over k of head_decay^k times the loss of head k."""
-        lesson = Lesson.of(self, batch, self.num_guesses)
-        guessed, heads = lesson.places.guessed, range(self.num_guesses)
-        steps = ((functools.partial(self.head, k), guessed(batch.hidden(), k), 0.0) for k in heads)
-        return lesson.graded([self.options.head_decay**k for k in heads], self.target.vocab_size, steps)
-
-    def guesses(self, batch: Batch) -> Guesses:
-        hidden = batch.hidden()
-        tokens = [self.head(k, hidden).argmax(-1) for k in range(self.options.num_heads)]
-        return every_anchor(torch.stack(tokens, dim=-1))
+    def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
+        """Head k at every column, on the target's last hidden state."""
+        for k in range(places.num_steps):
+            yield functools.partial(self.head, k), places.guessed(batch.hidden(), k)
 
     def exported(self, form: str) -> Exported:
         """FasterDecoding's files (`{head}.{block}.linear`), or those vLLM reads (`blocks.{head}.layers.{block}`)."""

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from ..candidate_generators.mlp_speculator.head import ScaledNorm, SumSpeculator
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
-from .batch import Batch
+from .base import Exported, register
+from .batch import Batch, Places
 from .draft_layer import embedding_table, main_directions
-from .losses import Lesson, follow_text
+from .losses import LogitsOf, StepTrainer, follow_text
 from .options import MLPSpeculatorOptions
 
 logger = logging.getLogger(__name__)
@@ -24,10 +25,9 @@ _CHILDREN = (4, 3, 2)  # children per depth of the tree proposed in config.json;
 
 
 @register(MLPSpeculatorOptions)
-class MLPSpeculatorTrainer(HeadTrainer):
+class MLPSpeculatorTrainer(StepTrainer):
     """Trains step k to predict x_{t+2+k} from x_{t+1+k} and a state that starts as h_t. Exports IBM's accelerator format."""
 
-    method = "mlp_speculator"
     options: MLPSpeculatorOptions
     head: SumSpeculator
 
@@ -56,7 +56,7 @@ class MLPSpeculatorTrainer(HeadTrainer):
                 "--from-target has no effect: with --inner-dim %d the head is wider than the target (%d), so that it begins at random.",
                 inner, target.hidden_size,
             )  # fmt: skip
-        self.num_guesses = count
+        self.num_guesses, self.weights = count, [1.0] * count
         return speculator
 
     @torch.no_grad()
@@ -75,19 +75,9 @@ class MLPSpeculatorTrainer(HeadTrainer):
             elif name == "proj.0.weight":
                 parameter.copy_(directions)
 
-    def loss(self, batch: Batch) -> StepLoss:
-        """The sum of the steps' losses."""
-        lesson = Lesson.of(self, batch, self.num_guesses)
-        made = follow_text(batch, lesson.places, lambda used: batch.hidden()[used], self.head.step)
-        steps = ((nn.Identity(), logits, 0.0) for logits in made)
-        return lesson.graded([1.0] * self.num_guesses, self.target.vocab_size, steps)
-
-    def guesses(self, batch: Batch) -> Guesses:
-        state, tokens = batch.hidden().flatten(0, 1), []
-        for k in range(self.num_guesses):
-            logits, state = self.head.step(k, state, batch.ahead(batch.input_ids, 1 + k).flatten())
-            tokens.append(logits.argmax(-1).view(batch.input_ids.shape))
-        return every_anchor(torch.stack(tokens, dim=-1))
+    def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
+        """The logits of step k, from h_t and the tokens after it."""
+        return ((nn.Identity(), logits) for logits in follow_text(batch, places, batch.hidden(), self.head.step))
 
     def exported(self, form: str) -> Exported:
         """`speculator.{emb,proj,ln,head}.{step}`; tied tensors are written once, under their first step."""

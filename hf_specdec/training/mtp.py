@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from ..candidate_generators.mtp.head import MtpModule, TargetFamily
 from ..candidate_generators.mtp.layouts import find_layout
 from ..core.names import CACHE
 from ..model import architectures
-from .base import Exported, Guesses, HeadTrainer, StepLoss, register
-from .batch import Batch
-from .losses import Lesson, argmax_of
+from .base import Exported, register
+from .batch import Batch, Places
+from .losses import LogitsOf, StepTrainer
 from .options import MtpOptions, TrainingError
 from .target import TargetModel
-from .unrolled import ATTENTION_NAME, greedy_guesses, unroll
+from .unrolled import ATTENTION_NAME, unroll
 
 
 @register(MtpOptions)
-class MtpTrainer(HeadTrainer):
+class MtpTrainer(StepTrainer):
     """Trains one MTP module, a decoder layer of the target's type, to draft several tokens from its own output (FastMTP); unrolled
     over `num_steps` tokens of the text with weights step_decay^k / sum."""
 
-    method = "mtp"
     formats = ("original", "speculators")
     options: MtpOptions
     head: MtpModule
@@ -53,7 +54,8 @@ class MtpTrainer(HeadTrainer):
             module.add_rotary(family.rotary)
         module.share(target.embed_tokens, target.lm_head_float32())
         self._choose_attention(module)
-        self.num_guesses = options.num_draft_tokens
+        self.num_guesses, weights = options.num_draft_tokens, [options.step_decay**k for k in range(options.num_steps)]
+        self.weights = [weight / sum(weights) for weight in weights]
         return module.requires_grad_(True)
 
     def unrolled(self, batch: Batch, num_steps: int) -> list[torch.Tensor]:
@@ -64,7 +66,7 @@ class MtpTrainer(HeadTrainer):
         """
         if self.is_plain:
             return list(unroll(self._step, batch, batch.hidden(), num_steps))  # pyright: ignore[reportArgumentType]
-        states, state, cache = [], batch.hidden(), StepsCache()
+        states, state, cache = [], batch.hidden(), DynamicCache()
         for k in range(num_steps):
             seen = steps_mask(batch.input_ids.shape[1], k, self.window, state.device)
             if self.head.config._attn_implementation == "eager":  # it adds the mask
@@ -93,18 +95,10 @@ class MtpTrainer(HeadTrainer):
         if self.is_plain:
             config._attn_implementation = ATTENTION_NAME
 
-    def loss(self, batch: Batch) -> StepLoss:
-        """The sum over steps of step_decay^k / sum times the loss of step k."""
-        count, decay = self.options.num_steps, self.options.step_decay
-        lesson, weights = Lesson.of(self, batch, count), [decay**k for k in range(count)]
-        states = enumerate(self.unrolled(batch, count))
-        steps = ((self.head.logits, lesson.places.guessed(state, k), 0.0) for k, state in states)
-        return lesson.graded([each / sum(weights) for each in weights], self.target.vocab_size, steps)
-
-    def guesses(self, batch: Batch) -> Guesses:
-        """Greedy guesses of `num_draft_tokens` steps, at every position that an answer's token follows."""
-        states = iter(self.unrolled(batch, self.num_guesses))
-        return greedy_guesses(states, lambda state: argmax_of(self.head.logits, state, self.target.vocab_size), batch)
+    def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
+        """The steps of `unrolled`."""
+        states = self.unrolled(batch, places.num_steps)
+        return ((self.head.logits, places.guessed(state, k)) for k, state in enumerate(states))
 
     def exported(self, form: str) -> Exported:
         """Tensors under DeepSeek-V3's names, as a layer after the target's last, or speculators'; without embeddings and head."""
@@ -143,22 +137,6 @@ def apart(prefix: str, named: dict[str, torch.Tensor], parts: dict[str, str]) ->
         else:
             out[name] = value
     return out
-
-
-class StepsCache:
-    """Used by an attention layer as its cache: the keys and values of all steps so far, concatenated."""
-
-    def __init__(self) -> None:
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, heads, (k + 1) * S, D] of steps 0 .. k, from those of step k."""
-        self.keys.append(keys)
-        self.values.append(values)
-        return torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2)
 
 
 def steps_mask(length: int, step: int, window: int | None, device: torch.device) -> torch.Tensor:

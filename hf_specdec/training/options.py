@@ -156,6 +156,12 @@ class Eagle3TrainingOptions(TrainingOptions):
     loss: str = _loss()
     parallel: bool = option(False, "P-EAGLE: one forward drafts all tokens. More layers help")
     mask_token_id: int | None = _mask_token_id()
+    down_sample_ratio: float = option(
+        1.0,
+        "P-EAGLE: share of a step's places that the next step is trained at, drawn at random: less time and memory per text",
+        minimum=0.1,
+        maximum=1,
+    )
     step_decay: float = share(0.8, "step s (from 0) has this weight to the power of s in the loss")
     feature_weight: float = amount(
         0.0,

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from ..core.output import Taps
 from .base import Estimate, trainer_class
+from .batch import collate
 from .data import Sample, encode, read_rows, split
 from .export import check_format, export_head
-from .features import FeatureFiles, FeatureSource
+from .features import FeatureFiles, Features
 from .loop import Run
 from .options import TrainingOptions
 from .regenerate import Regeneration, regenerate
@@ -87,9 +88,8 @@ def train_head(
 
     kind = trainer_class(method)
     check_format(kind, form)
-    options = options if options is not None else kind.options_class()
-    output = Path(output)
-    work = output / "training"
+    options = options or kind.options_class()
+    output, work = Path(output), Path(output) / "training"
     work.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=model.device.type == "cpu", device_placement=False)
     if accelerator.num_processes > 1:
@@ -108,12 +108,8 @@ def train_head(
     num_tokens = sum(map(len, training))
     say(f"{len(rows)} rows: {len(training)} samples ({num_tokens} tokens) to train on, {len(held_out)} held out")
     trainer = kind(options, target)
-    if cache_dir is None:
-        features = FeatureSource(target)
-        say("hidden states: computed on the fly, one forward of the target per batch; nothing kept on disk")
-    else:
-        features = FeatureFiles(target, Path(cache_dir), trainer.taps | Taps(last_hidden=True), samples)
-        say(f"hidden states: kept in {cache_dir}, {features.num_bytes / 2**20:.1f} MiB")
+    features, how = features_of(target, cache_dir, trainer.taps | Taps(last_hidden=True), samples)
+    say(f"hidden states: {how}")
     identity = {"target": target.name, "data": fingerprint(samples)}
     run = Run(trainer, training, held_out, features, work, identity, accelerator, quiet)
     resumed = f", {run.step} of which are done" if run.step else ""
@@ -123,19 +119,27 @@ def train_head(
     estimate = run.train()
     if run.is_main:
         facts = {
-            "method": method,
             "license": license,
             "data": f"`{path.name}`{origin}",
-            "target": target.name,
             "num_samples": len(training),
             "num_tokens": num_tokens,
             "step": run.step,
-            "options": options.to_dict(),
             "estimate": estimate,
         }
         export_head(trainer, output, work, form, dtype, facts)
     accelerator.wait_for_everyone()
     return Trained(output, run.step, estimate)
+
+
+def features_of(
+    target: TargetModel, cache_dir: str | Path | None, taps: Taps, samples: list[Sample]
+) -> tuple[Features, str]:
+    """Where a run takes the target's hidden states from, and this in words."""
+    if cache_dir is None:
+        words = "computed on the fly, one forward of the target per batch; nothing kept on disk"
+        return lambda samples, taps: target.capture(collate(samples), taps), words
+    files = FeatureFiles(target, Path(cache_dir), taps, samples)
+    return files, f"kept in {cache_dir}, {files.num_bytes / 2**20:.1f} MiB"
 
 
 def _advice(steps: int, samples: int, tokens: int, options: TrainingOptions) -> str:

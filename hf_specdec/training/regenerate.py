@@ -48,11 +48,6 @@ class Regeneration:
     speculative_config: dict[str, Any] = field(default_factory=lambda: {"method": "ngram"})
     seed: int = 0
 
-    def settings(self) -> dict[str, Any]:
-        """The settings that the answers depend on."""
-        without = ("path", "batch_size", "speculative_config")
-        return {key: value for key, value in asdict(self).items() if key not in without}
-
 
 @dataclass
 class _Source:
@@ -105,7 +100,9 @@ def regenerate(
         source.number, source.copy = number, copies[begins]
         copies[begins] += 1
     prompts = _digest(json.dumps([[source.turns, source.prompt_ids] for source in sources], sort_keys=True))
-    identity = {"target": target.name, "prompts": prompts, **settings.settings()}
+    identity = {"target": target.name, "prompts": prompts, **asdict(settings)}
+    for free in ("path", "batch_size", "speculative_config"):  # the answers do not depend on these
+        del identity[free]
     answers = _Answers(path, identity)
     done = answers.done
     say(f"the target answers {len(sources)} prompts into {path}" + (f"; {done} are done already" if done else ""))

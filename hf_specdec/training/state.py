@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, TimeElapsedColumn
 
 from .options import TrainingError
 
@@ -79,11 +79,13 @@ class Log:
     def __init__(self, path: Path, step: int, write: bool):
         self.path, self.write = path, write
         self.entries = [entry for entry in read_log(path) if entry["step"] <= step]
+        self.latest = {key: value for entry in self.entries for key, value in entry.items()}
         if write:
             write_text(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
 
     def add(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
+        self.latest |= entry
         if self.write:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
@@ -102,22 +104,6 @@ def progress_bar(shown: bool, *columns: ProgressColumn, transient: bool = False)
     what, bar, _, left = Progress.get_default_columns()
     all_columns = (what, bar, MofNCompleteColumn(), *columns, TimeElapsedColumn(), left)
     return Progress(*all_columns, console=Console(stderr=True), disable=not shown, transient=transient)
-
-
-class Bar:
-    """A progress bar on stderr: step, loss, accuracies, the latest τ."""
-
-    def __init__(self, title: str, num_steps: int, step: int, shown: bool):
-        self.progress = progress_bar(shown, TextColumn("{task.fields[figures]}"))
-        self.task = self.progress.add_task(title, total=num_steps, completed=step, figures="")
-        self.latest: dict[str, Any] = {}
-
-    def advance(self) -> None:
-        self.progress.advance(self.task)
-
-    def show(self, entry: dict[str, Any]) -> None:
-        self.latest |= entry
-        self.progress.update(self.task, figures=figures(self.latest))
 
 
 def figures(entry: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,17 @@ from ..model.encoder_decoder import family_of
 from .batch import Batch
 from .options import TrainingError
 
-_LOGITS_AT_ONCE = 2**27  # maximum number of logits held at once when only their argmax is needed
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]
+_LOGITS_AT_ONCE = 2**26  # the most logits of which the argmax or the probabilities are computed together
+
+
+def _parts(hidden: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    return hidden.split(max(1, _LOGITS_AT_ONCE // size))
+
+
+def argmax_of(logits_of: LogitsOf, hidden: torch.Tensor, size: int) -> torch.Tensor:
+    """Argmax [n] of logits over `size` tokens from hidden states [n, H], a part at a time."""
+    return torch.cat([logits_of(part).argmax(-1) for part in _parts(hidden, size)])
 
 
 class TargetModel:
@@ -59,11 +70,11 @@ class TargetModel:
         attention is causal, so no mask is needed.
         """
         batch = batch.to(self.device)
-        found: dict[Any, torch.Tensor] = {}
-        with torch.autocast(self.device.type, enabled=False), tapping(self.model, taps, found.__setitem__):
+        states: dict[Any, torch.Tensor] = {}
+        with torch.autocast(self.device.type, enabled=False), tapping(self.model, taps, states.__setitem__):
             self._forward(batch.input_ids)
-        last = found.pop("last_hidden", None)
-        layers = {index: found[index].float() for index in taps.layers}
+        last = states.pop("last_hidden", None)
+        layers = {index: states[index].float() for index in taps.layers}
         return replace(batch, last_hidden=None if last is None else last.float(), layers=layers)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -82,10 +93,14 @@ class TargetModel:
     @torch.no_grad()
     def choices(self, batch: Batch) -> torch.Tensor:
         """The target's greedy choice after each token, int64 [B, S]: at t, for x_{t+1}."""
-        hidden = batch.hidden().flatten(0, 1)
-        rows = max(1, _LOGITS_AT_ONCE // self.vocab_size)
-        parts = [self.logits(part).argmax(-1) for part in hidden.split(rows)]
-        return torch.cat(parts).view(batch.input_ids.shape)
+        return argmax_of(self.logits, batch.hidden().flatten(0, 1), self.vocab_size).view(batch.input_ids.shape)
+
+    @torch.no_grad()
+    def probabilities(self, hidden: torch.Tensor, among: torch.Tensor | None = None) -> torch.Tensor:
+        """Probabilities, float32 [n, V], from final hidden states [n, H]; renormalised over the tokens `among` [Vd], if given."""
+        logits = (self.logits(part) for part in _parts(hidden, self.vocab_size))
+        parts = [(scores if among is None else scores[:, among]).softmax(-1, dtype=torch.float32) for scores in logits]
+        return torch.cat(parts)
 
     def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits [B, 1, V] of the last position, or of all positions if the model has no `logits_to_keep`."""
@@ -96,10 +111,10 @@ class TargetModel:
     def _check_logits(self) -> None:
         """Raise TrainingError if `logits` differs from the model's own logits: families process them in different ways."""
         input_ids = torch.arange(4, device=self.device)[None] % self.vocab_size
-        found: dict[Any, torch.Tensor] = {}
-        with tapping(self.model, Taps(last_hidden=True), found.__setitem__):
+        states: dict[Any, torch.Tensor] = {}
+        with tapping(self.model, Taps(last_hidden=True), states.__setitem__):
             theirs = self._forward(input_ids)[:, -1].float()
-        ours = self.logits(found["last_hidden"][:, -1])
+        ours = self.logits(states["last_hidden"][:, -1])
         worst = float((ours - theirs).abs().max())
         if not worst <= 1e-2 * max(1.0, float(theirs.abs().max())):
             raise TrainingError(

@@ -8,7 +8,7 @@ and its own rows of steps 1 .. s. So a query attends to step 0 causally, and to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from .base import Guesses
 from .batch import Batch, Places
 
 ATTENTION_NAME = "hf_specdec_unrolled"  # registered with transformers under this name
@@ -46,28 +45,39 @@ def widened(*states: torch.Tensor) -> list[torch.Tensor]:
     return [state.to(torch.promote_types(state.dtype, torch.float32)) if on_cpu else state for state in states]
 
 
-def attend_merged(query: torch.Tensor, steps: LayerSteps, scaling: float) -> torch.Tensor:
+def attend_merged(
+    query: torch.Tensor, steps: LayerSteps, scaling: float, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention [B, Hq, S, D] to step 0 (causal) and to each query's own column of later steps, with one softmax.
 
     Runs causal attention to step 0 with one additional key that all queries see. Its score is the log-sum-exp of the own
     column's scores; its value is a 1 in an additional dimension, so that this dimension of the output is the weight of the own
     column. No scores [S, S] are kept, and gradients are exact. The additional key comes first, so that the mask stays causal;
     an additional first query keeps it square.
+
+    Args:
+        mask: bool [B, 1, C, 1 + S], for queries of C columns: the additional key and the keys of step 0 that they see. Earlier steps have
+            these columns first.
     """
-    width = query.shape[-1]
+    count, width = query.shape[2:]
     group = query.shape[1] // steps.keys.shape[1]
-    own_keys, own_values = torch.stack(steps.own_keys, dim=3), torch.stack(steps.own_values, dim=3)  # [B, Hkv, S, s, D]
+    stacked = (torch.stack([part[:, :, :count] for part in own], dim=3) for own in (steps.own_keys, steps.own_values))
+    own_keys, own_values = stacked  # [B, Hkv, S, s, D]
     grouped = query.unflatten(1, (-1, group))
     scores = torch.einsum("bkgtd,bktsd->bkgts", grouped, own_keys) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    own = torch.einsum("bkgts,bktsd->bkgtd", scores.softmax(-1).to(own_values.dtype), own_values)
+    later = torch.einsum("bkgts,bktsd->bkgtd", scores.softmax(-1).to(own_values.dtype), own_values)
     if steps.widened is None:
         steps.widened = _with_sink(steps.keys, group), _with_sink(steps.values, group)
     wide_keys, wide_values = steps.widened
     sink = (scores.logsumexp(-1, keepdim=True) / scaling).flatten(1, 2).to(query.dtype)
-    query = F.pad(torch.cat([query, sink], dim=-1), (0, 0, 1, 0))
-    out = F.scaled_dot_product_attention(query, wide_keys, wide_values, is_causal=True, scale=scaling)[:, :, 1:]
-    return out[..., :width] + out[..., width:] * own.flatten(1, 2)
+    query = torch.cat([query, sink], dim=-1)
+    if mask is None:
+        query = F.pad(query, (0, 0, 1, 0))
+    out = F.scaled_dot_product_attention(
+        query, wide_keys, wide_values, attn_mask=mask, is_causal=mask is None, scale=scaling
+    )[:, :, -count:]
+    return out[..., :width] + out[..., width:] * later.flatten(1, 2)
 
 
 def _with_sink(states: torch.Tensor, group: int) -> torch.Tensor:
@@ -77,19 +87,22 @@ def _with_sink(states: torch.Tensor, group: int) -> torch.Tensor:
     return out.repeat_interleave(group, dim=1)
 
 
-def unrolled_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, *, unrolled, **kwargs):
-    """transformers' attention function. `unrolled` is the dictionary {layer: LayerSteps} of the running `unroll`."""
+def unrolled_attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, *, unrolled=None, **kwargs
+):
+    """transformers' attention function. `unrolled` is the dictionary {layer: LayerSteps} of the running `unroll`; None: a mask says all."""
     scaling, dtype = query.shape[-1] ** -0.5 if scaling is None else scaling, query.dtype
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = widened(query, key, value)
-        steps = unrolled.get(module.layer_idx)
+        steps = None if unrolled is None else unrolled.get(module.layer_idx)
         if steps is None:
-            unrolled[module.layer_idx] = LayerSteps(key, value)
-            out = attend(query, key, value, scaling)
+            out = attend(query, key, value, scaling, attention_mask)
+            if unrolled is not None:
+                unrolled[module.layer_idx] = LayerSteps(key, value)
         else:
             steps.own_keys.append(key)
             steps.own_values.append(value)
-            out = attend_merged(query, steps, scaling)
+            out = attend_merged(query, steps, scaling, attention_mask)
     return out.transpose(1, 2).to(dtype), None
 
 
@@ -102,6 +115,7 @@ def unroll(
     features: torch.Tensor,
     num_steps: int,
     mask: tuple[int, torch.Tensor] | None = None,
+    places: Places | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield the head's output [B, S, H] of every step, which is the next step's features; the first are from the target.
 
@@ -109,22 +123,24 @@ def unroll(
 
     Args:
         mask: token and features [H] of all later steps (P-EAGLE); None: the text's tokens and the head's output.
+        places: with `mask`, later steps run only its columns (`Places.runs`); the output is zero elsewhere.
     """
     steps: dict[int, LayerSteps] = {}
+    seen = None
     for step in range(num_steps):
-        tokens = batch.ahead(batch.input_ids, 1 + step)
+        tokens, positions = batch.ahead(batch.input_ids, 1 + step), batch.position_ids
+        columns = None if mask is None or places is None else places.runs[step]
+        if columns is not None:
+            tokens = positions = columns
+            if seen is None:  # later steps run the first of these columns
+                before = torch.arange(batch.input_ids.shape[1], device=columns.device) <= columns[..., None]
+                seen = F.pad(before, (1, 0), value=True)[:, None]
+            seen = seen[:, :, : columns.shape[1]]
         if mask is not None and step:
-            tokens, features = torch.full_like(tokens, mask[0]), mask[1].expand_as(features)
-        features = head(tokens, features, batch.position_ids + step, attention_mask=None, unrolled=steps)
-        yield features
-
-
-def greedy_guesses(
-    outputs: Iterator[torch.Tensor], choose: Callable[[torch.Tensor], torch.Tensor], batch: Batch
-) -> Guesses:
-    """Guesses of all steps, at the columns whose first guess counts (others are never compared). `outputs`: the result of `unroll`;
-    `choose`: tokens [N] from outputs [N, H].
-    """
-    places = Places.of(batch, 1)
-    tokens = [choose(places.guessed(output, 0)) for output in outputs]
-    return Guesses(torch.stack(tokens, dim=1), places.rows, places.places)
+            tokens, features = torch.full_like(tokens, mask[0]), mask[1].expand(*tokens.shape, -1)
+        features = head(tokens, features, positions + step, attention_mask=seen, unrolled=steps)
+        if columns is None:
+            yield features
+        else:
+            whole = features.new_zeros(*batch.input_ids.shape, features.shape[-1])
+            yield whole.scatter(1, columns[..., None].expand_as(features), features)

@@ -20,10 +20,10 @@ from hf_specdec.candidate_generators import parse_config
 from hf_specdec.cli import main
 from hf_specdec.core.output import Taps
 from hf_specdec.training import TrainingError, TrainingOptions, available_trainers, pipeline, trainer_class
-from hf_specdec.training.batch import BatchOrder
+from hf_specdec.training.batch import BatchOrder, collate
 from hf_specdec.training.data import encode, read_rows
 from hf_specdec.training.export import push_to_hub
-from hf_specdec.training.features import FeatureFiles, FeatureSource
+from hf_specdec.training.features import FeatureFiles
 from hf_specdec.training.loop import learning_rate
 from hf_specdec.training.pipeline import check_installed, train_head
 from hf_specdec.training.regenerate import Regeneration, regenerate
@@ -135,7 +135,7 @@ def test_hidden_states_from_disk_are_those_on_the_fly(tmp_path, data):
     taps = Taps(last_hidden=True, layers=(2, 0))
     files = FeatureFiles(model, tmp_path / "states", taps, samples)
     assert files.num_bytes == sum(map(len, samples)) * 3 * 32 * 4
-    fresh = FeatureSource(model)(samples, taps)
+    fresh = model.capture(collate(samples), taps)
     for batch in (files(samples, taps), FeatureFiles(model, tmp_path / "states", taps, samples)(samples, taps)):
         assert torch.equal(batch.input_ids, fresh.input_ids)
         there = fresh.present
@@ -157,7 +157,7 @@ def test_states_the_decoder_wrote_are_used(tmp_path):
     rows = [{"prompt_ids": text[:9].tolist(), "answer_ids": text[9:].tolist(), "_where": ""}]
     samples = encode(rows, model.tokenizer, VOCAB, set(), 100)
     taps = Taps(last_hidden=True)
-    fresh = FeatureSource(model)(samples, taps)
+    fresh = model.capture(collate(samples), taps)
     files = FeatureFiles(model, tmp_path, taps, samples)
     model.capture = None
     assert torch.allclose(files(samples, taps).last_hidden[:, :-1], fresh.last_hidden[:, :-1], atol=1e-5)
@@ -174,7 +174,7 @@ def test_states_of_other_weights_are_not_used(tmp_path, data):
         model.embed_tokens.weight.mul_(2)
     after, fresh = (
         FeatureFiles(model, tmp_path, taps, samples)(samples, taps).last_hidden,
-        FeatureSource(model)(samples, taps),
+        model.capture(collate(samples), taps),
     )
     assert torch.allclose(after[fresh.present], fresh.last_hidden[fresh.present], atol=1e-6)
     assert not torch.allclose(after, before, atol=1e-3)

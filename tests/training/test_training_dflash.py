@@ -290,6 +290,7 @@ def test_last_norm_begins_as_the_targets(family):
         ("dflash", {"head_rank": 8}, "--head-rank is for the other variants"),
         ("dflash", {"variant": "domino", "markov_head_type": "rnn"}, "--markov-head-type is for --variant dspark"),
         ("eagle3", {"mask_token_id": 2}, "--mask-token-id is for --parallel"),
+        ("eagle3", {"down_sample_ratio": 0.7}, "--down-sample-ratio is for --parallel"),
     ],
 )
 def test_options_of_other_variants_are_refused(method, given, says):

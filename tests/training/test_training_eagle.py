@@ -1,6 +1,7 @@
 """Trainers of EAGLE-1 and EAGLE-3: what they compute in training is what is computed when drafting, and their losses are right."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import VOCAB, ragged, tiny_llama
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LogitsProcessorList
 
 import hf_specdec
@@ -153,12 +155,58 @@ def test_training_computes_what_drafting_does(tmp_path, model, kind):
     ]
     assert len(chains) > 10
     made.num_guesses = STEPS
+    made.head.eval()  # as in the estimate: no noise
     batch = batch_of([[*text, *chain] for text, chain in chains], model, made.taps, [len(text) for text, _ in chains])
     with torch.no_grad():
         guesses = made.guesses(batch)
     for row, (text, chain) in enumerate(chains):
         (place,) = ((guesses.rows == row) & (guesses.anchors == len(text) - 1)).nonzero()
         assert guesses.tokens[place[0]].tolist() == chain
+
+
+# ---- P-EAGLE's sampling ------------------------------------------------------------------------------------------------
+
+
+def test_p_eagle_is_trained_at_fewer_places_at_later_steps(model):
+    """Of the columns that guess, step s runs ceil(n ratio^s), some of those that step s - 1 runs; what stays has the weight of what is
+    left out, and costs less memory and arithmetic. At a ratio of 1 nothing changes."""
+    options = {"parallel": True, "num_layers": 2, "mask_token_id": 2, "num_steps": STEPS}
+    lengths, ran, losses_at = (90, 60, 41), {}, {}
+    for ratio in (None, 1.0, 0.9999, 0.5):
+        made = trainer("eagle3", model, **options, **({} if ratio is None else {"down_sample_ratio": ratio}))
+        batch, kept = model.capture(ragged_batch(model, lengths, prompt=1), made.taps), [0]
+        columns = ran.setdefault(ratio, [])
+        made.head.register_forward_pre_hook(lambda _, args, columns=columns: columns.append(args[2]))
+        torch.manual_seed(3)
+
+        def keep(tensor, kept=kept):
+            kept[0] += tensor.nbytes
+            return tensor
+
+        with FlopCounterMode(display=False) as flops, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = made.loss(batch)
+        out.loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in made.head.parameters() if p.grad is not None])
+        counts = [int(weight) for _, weight in out.metrics.values()]
+        losses_at[ratio] = out.loss.detach(), gradient, counts, flops.get_total_flops(), kept[0]
+    assert all(torch.equal(a, b) for a, b in zip(losses_at[None][:2], losses_at[1.0][:2], strict=True))
+    for all_of_them, nearly_all in zip(losses_at[1.0][:2], losses_at[0.9999][:2], strict=True):
+        torch.testing.assert_close(nearly_all, all_of_them, rtol=1e-4, atol=1e-3)
+    assert losses_at[0.9999][2] == losses_at[1.0][2]
+    guessing = [length - 2 for length in lengths]  # the last token is guessed from the column two before it
+    for step in range(1, STEPS):
+        columns = ran[0.5][step] - step
+        stated = [math.ceil(count * 0.5**step) for count in guessing]
+        assert columns.shape == (3, max(stated)) and set(columns[0].tolist()) <= set(
+            (ran[0.5][step - 1] - step + 1)[0].tolist()
+        )
+        assert (
+            sum(stated) - 3 * step <= losses_at[0.5][2][step] <= sum(stated)
+        )  # the last columns have no label at later steps
+    assert losses_at[0.5][3] < 0.6 * losses_at[1.0][3] and losses_at[0.5][4] < 0.7 * losses_at[1.0][4]
+    with torch.no_grad():
+        mean = torch.stack([made.loss(batch).loss for _ in range(60)]).mean()
+    torch.testing.assert_close(mean, losses_at[1.0][0], rtol=0.02, atol=0.0)
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -261,8 +309,9 @@ def test_noise_has_the_stated_width(model):
         assert noise[row].abs().max() <= width / 2 and noise[row].mean().abs() < 0.01 * width
         assert noise[row].std().item() == pytest.approx(width / 12**0.5, rel=0.02)
     batch = ragged_batch(model)
-    assert torch.equal(made.guesses(batch).tokens, made.guesses(batch).tokens)
     assert made.loss(batch).loss != made.loss(batch).loss
+    made.head.eval()
+    assert torch.equal(made.guesses(batch).tokens, made.guesses(batch).tokens)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +324,7 @@ def test_loss_in_parts_is_the_same(model, monkeypatch, method, more):
     batch, found = model.capture(ragged_batch(model), made.taps), []
     for kept in (2**26, 200):
         monkeypatch.setattr(losses, "_LOGITS_KEPT", kept)
+        monkeypatch.setattr("hf_specdec.training.target._LOGITS_AT_ONCE", kept)
         out = made.loss(batch)
         found.append([out.loss, *torch.autograd.grad(out.loss, list(made.head.parameters()))])
         tokens = made.guesses(batch).tokens

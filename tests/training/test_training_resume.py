@@ -159,6 +159,16 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
     with pytest.raises(TrainingError, match="method"):
         train("hydra", tmp_path / "head", data)
     train("medusa", tmp_path / "head", data, eval_every=1, log_every=2, save_every=3)  # these do not matter
+    path = tmp_path / "head" / "training" / "state.pt"
+    state = load_state(path)
+    settings = json.loads(state["settings"])
+    assert settings.pop("schedule") == "cosine"
+    save_state(
+        path, {**state, "settings": json.dumps(settings)}
+    )  # of a version without this option, which had its default
+    train("medusa", tmp_path / "head", data)
+    with pytest.raises(TrainingError, match="schedule"):
+        train("medusa", tmp_path / "head", data, schedule="linear")
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
