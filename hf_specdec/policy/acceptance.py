@@ -173,10 +173,10 @@ class Acceptance:
         """[D]: share of the rows on which each drafter saves time."""
         return self.paid[0] / self.paid[1]
 
-    def offered(self, drafter: int) -> tuple[np.ndarray, np.ndarray]:
-        """[K] each: P(a draft of this drafter has a node at each depth), and how many nodes it has there, if it is asked to be that
-        deep."""
-        return self.shape[1, drafter] / self.shape[2, drafter], self.shape[0, drafter] / self.shape[2, drafter]
+    @property
+    def offered(self) -> np.ndarray:
+        """[2, D, K]: P(a draft has a node at each depth), and how many nodes it has there, if it is asked to be that deep."""
+        return self.shape[[1, 0]] / self.shape[2]
 
     def of_first_token(self, drafter: int) -> float | None:
         """Share of the judged first tokens of drafts that were accepted; None if no draft was judged."""

@@ -145,6 +145,7 @@ class Fastest(DraftLengthPolicy):
     WORTH = 0.9  # decay per ask of what a look-up is worth, and of the times of look-ups, heads and choosing
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less may always follow
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
+    HOPING = 0.01  # the same while look-ups are hoped to pay, but not enough to be asked in every step
     QUIET_SHARE = 0.002  # share of the time that choices may take while nothing is chosen
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
     CHOOSING = 0.03  # share of the time of a single row that choices may take, once drafts are known to pay
@@ -261,32 +262,38 @@ class Fastest(DraftLengthPolicy):
     def _best(self, sequences, slots, kinds, offers, room, able) -> tuple[Choice, np.ndarray, float]:
         """The fastest division of the rows among the drafters, plus the trials that are worth their price; [D, B, K], the chance that each
         token of their drafts is accepted; and the steps for which nothing need be chosen."""
-        found, nodes, reach = self._nodes(offers, room, able)
-        won = self.acceptance.survival(slots, kinds, self.num_steps) * found
-        backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
-        backlogs = backlogs * self._catches_up
-        rates = self._rates(won, nodes, reach, backlogs / self.HORIZON, len(room))
-        worth = np.maximum(rates.max(2) - 1.0, 0.0)
-        left = tokens_left(sequences)
-        if len(room) == 1:
-            drafter, depth = divmod(int(rates.argmax()), rates.shape[2])
+        num_rows, left = len(room), tokens_left(sequences)
+        awake = [self.is_awake(index) for index in range(self.num_lookups)]
+        won, nodes, reach, backlogs = now = self._drafts(sequences, slots, kinds, offers, room, able)
+        views = [now, self._hoped(room, able), *([self._of_every_kind(slots, reach, backlogs)] if num_rows == 1 else [])]
+        rates = self._rates(*[np.concatenate(parts, 1) for parts in zip(*views, strict=True)], num_rows)
+        now, hoped, of_kinds = np.split(rates, [num_rows, 2 * num_rows], 1)
+        worth = np.maximum(now.max(2) - 1.0, 0.0)
+        if num_rows == 1:
+            drafter, depth = divmod(int(now.argmax()), now.shape[2])
             choice = Choice(np.array([drafter]), np.array([depth + 1 if worth[drafter, 0] > 0 else 0]))
         else:
             reach_ends = self._reach_their_ends(left)
             choice = self._divided(won, nodes, reach, worth, backlogs, left if reach_ends else None)
             if reach_ends:
                 room = np.where(left == left.max(), room, 0)  # another row's trial would gain nothing
-        self._value_lookups(worth, choice)
+        self._value_lookups(worth, choice, awake)
         drafted = {seq.id for seq, depth in zip(sequences, choice.depth.tolist(), strict=True) if depth}
         if any(seq.id in self._drafted_for and seq.id not in drafted for seq in sequences):
             self._idle *= 0.5  # a text has changed
         self._drafted_for = drafted
-        left = np.minimum(left, self.HORIZON)
-        usual = choice
-        choice, due = self._with_trials(choice, sequences, slots, worth, won[:, :, 0], backlogs, room, left, able)
-        lasts = choice is usual and len(room) == 1 and sequences[0].drafter is None and self._may_last(choice, offers)
-        self._table = self._tabled(sequences[0].id, slots, reach, backlogs) if lasts else None
-        return choice, won, 0.0 if choice.depth.any() else due
+        awake = [self.is_awake(index) for index in range(self.num_lookups)]
+        best, due = self._with_trials(
+            choice, sequences, slots, worth, won[:, :, 0], hoped.max(2) - 1.0, backlogs, room, left, any(awake)
+        )
+        lasts = best is choice and num_rows == 1 and sequences[0].drafter is None and self._may_last(best, offers)
+        self._table = self._tabled(sequences[0].id, views[2][0], of_kinds) if lasts else None
+        if lasts and self._table is not None:
+            awake = self._table.awake
+            if not any(awake) and not best.depth.any():
+                self._table = None
+        quiet = not best.depth.any() and not any(awake)
+        return best, won, due if quiet else 0.0
 
     def _may_last(self, choice: Choice, offers: list[DraftTrees]) -> bool:
         """True if the choice for a single row may be relied on for some steps."""
@@ -295,30 +302,26 @@ class Fastest(DraftLengthPolicy):
         is_sure = not choice.depth[0] or self._doubt(self._drafted_at.max()) > 0.9
         return self._knows_price and is_timed and is_sure and all(offer.is_chain for offer in offers)
 
-    def _tabled(self, row: int, slots: np.ndarray, reach: np.ndarray, backlogs: np.ndarray) -> Table | None:
+    def _tabled(self, row: int, won: np.ndarray, rates: np.ndarray) -> Table | None:
         """The table for a single row; None if choosing takes little. The first table of a text lasts for a quarter of the usual steps."""
-        most = math.ceil(self._overhead / (self.CHOOSING * self.cost.of_plain(1)))
+        plain = self.cost.of_plain(1)
+        most = math.ceil(self._overhead / (self.CHOOSING * plain))
         known = self._table is not None and self._table.row == row
         length = most if known else most // 4
         if length < 2:
             return None
-        kinds = np.tile(np.arange(Acceptance.KINDS), (len(reach), 1))
-        won = self.acceptance.survival(np.repeat(slots, Acceptance.KINDS), kinds, self.num_steps)
-        nodes = np.ones_like(won)
-        for index in self.models:
-            found, nodes[index] = self.acceptance.offered(index)
-            won[index] *= found
-        rates = self._rates(won, nodes, np.repeat(reach, Acceptance.KINDS, 1), backlogs / self.HORIZON, 1)
         speed = np.maximum.accumulate(rates, 2)
         depth = np.maximum.accumulate(np.where(rates >= speed, self._depth, 0), 2)
-        usual, plain = self.acceptance.usual_kinds.tolist(), self.cost.of_plain(1)
         # what is hoped of a look-up that is not known to pay is spent in all of the steps
         awake = [
             self.is_awake(index) and self._worth[index] + self._hope(index) / length >= self.seconds[index] / plain
             for index in range(self.num_lookups)
         ]
+        usual, expected = (
+            self.acceptance.usual_kinds.tolist(),
+            np.take_along_axis(won.cumsum(2), np.maximum(depth - 1, 0), 2),
+        )
         added, until = np.zeros(self.num_lookups), self.num_steps + length
-        expected = np.take_along_axis(won.cumsum(2), np.maximum(depth - 1, 0), 2)
         return Table(row, until, speed.tolist(), depth.tolist(), expected.tolist(), usual, awake, added)
 
     def _from_table(
@@ -348,33 +351,45 @@ class Fastest(DraftLengthPolicy):
                 table.added[chosen] += first - second
         return Choice(np.array([chosen]), np.array([depth]))
 
-    def _nodes(
-        self, offers: list[DraftTrees], room: np.ndarray, able: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[D, B, K] each: P(a draft has a node at a depth), and the nodes that it has there; and int [D, B], how deep it may be."""
-        found, nodes = np.zeros((2, len(self.drafters), len(room), len(self._depth)))
+    def _drafts(self, sequences, slots, kinds, offers, room, able) -> tuple[np.ndarray, ...]:
+        """What the drafters may draft for the rows: [D, B, K], P(a token at each depth is accepted) and the nodes there; int [D, B], how deep
+        a draft may be, and how many tokens the drafter has to catch up with."""
+        chance, nodes = np.repeat(self.acceptance.offered[:, :, None], len(room), 2)
         for index, offer in enumerate(offers):
             counts = offer.nodes_by_depth[:, : len(self._depth)]
-            nodes[index, :, : counts.shape[1]] = counts
-        found[: self.num_lookups] = nodes[: self.num_lookups] > 0
-        for index in self.models:
-            found[index], nodes[index] = self.acceptance.offered(index)
+            nodes[index, :, : counts.shape[1]], nodes[index, :, counts.shape[1] :] = counts, 0.0
+            chance[index] = nodes[index] > 0
+        won = self.acceptance.survival(slots, kinds, self.num_steps) * chance
         # One token at most until the price of a packed token is known, and trials only until a drafter's time is.
         longest = self.longest if self._knows_price else np.minimum(self.longest, 1)
-        known = [index < self.num_lookups or bool(self.drafting[index]) for index in range(len(found))]
+        known = [index < self.num_lookups or bool(self.drafting[index]) for index in range(len(self.drafters))]
         reach = np.minimum(room, (longest * known)[:, None])
-        return found, nodes, reach if able is None else reach * able
+        backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
+        return won, nodes, reach if able is None else reach * able, backlogs * self._catches_up
+
+    def _hoped(self, room: np.ndarray, able: np.ndarray | None) -> tuple[np.ndarray, ...]:
+        """See `_drafts`: the same if drafters that are asked for a depth are as good as one may hope."""
+        chance, nodes = self.acceptance.offered
+        won, nodes = np.repeat([self.acceptance.hope * chance, nodes], len(room), 1).reshape(2, *chance.shape[:1], len(room), -1)
+        reach = np.minimum(room, self.longest[:, None]) * (1 if able is None else able)
+        return won, nodes, reach, np.zeros_like(reach)
+
+    def _of_every_kind(self, slots: np.ndarray, reach: np.ndarray, backlogs: np.ndarray) -> tuple[np.ndarray, ...]:
+        """See `_drafts`: the same for a single row and a draft of each kind in place of B rows."""
+        kinds = np.tile(np.arange(Acceptance.KINDS), (len(reach), 1))
+        chance, nodes = np.repeat(self.acceptance.offered[:, :, None], Acceptance.KINDS, 2)
+        won = self.acceptance.survival(np.repeat(slots, Acceptance.KINDS), kinds, self.num_steps) * chance
+        return won, nodes, np.repeat(reach, Acceptance.KINDS, 1), np.repeat(backlogs, Acceptance.KINDS, 1)
 
     def _rates(
-        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, num_rows: int, hopes: bool = False
-    ) -> np.ndarray:  # fmt: skip
-        """[D, B, K]: tokens per row in the time of a plain step, if all `num_rows` rows drafted as one row does; 0 where it may not.
-        `hopes`: drafting may take less than was measured."""
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, num_rows: int
+    ) -> np.ndarray:
+        """[D, B, K]: tokens per row in the time of a plain step, if all `num_rows` rows drafted as one row does; 0 where it may not."""
         drafting = np.zeros_like(nodes)
         for index in self.models:
-            times = num_rows, self._depth, num_rows * self._depth, num_rows * backlogs[index][:, None]
-            doubt = self._doubt(self._drafted_at[index]) if hopes else 1.0
-            drafting[index] = doubt * self._of_drafting(index, *times)
+            times = num_rows, self._depth, num_rows * self._depth, num_rows * backlogs[index][:, None] / self.HORIZON
+            drafting[index] = self._of_drafting(index, *times)
+            drafting[index, num_rows : 2 * num_rows] *= self._doubt(self._drafted_at[index])  # hope
         extra = self._extra(num_rows, num_rows * (1.0 + nodes.cumsum(2)), drafting)
         return np.where((self._depth <= reach[:, :, None]) & (nodes > 0), (1.0 + won.cumsum(2)) / (1.0 + extra), 0.0)
 
@@ -488,18 +503,17 @@ class Fastest(DraftLengthPolicy):
     # ---- exploring --------------------------------------------------------------------------------------------------
 
     def _with_trials(
-        self, best: Choice, sequences, slots, worth, expected, backlogs, room, left, able
+        self, best: Choice, sequences, slots, worth, expected, gains, backlogs, room, left, is_awake: bool
     ) -> tuple[Choice, float]:
         """`best`, with one token of a drafter for rows where a trial is worth its price; and the steps until another may be."""
-        awake = [self.is_awake(index) for index in range(self.num_lookups)]
-        is_due = self.num_steps - self._tried_at >= self.TRIED or not (best.depth.any() or any(awake))
+        is_due = self.num_steps - self._tried_at >= self.TRIED or not (best.depth.any() or is_awake)
         if not self.models or not is_due:
             return best, self.LONGEST_QUIET
         self._tried_at = self.num_steps
         num_rows, rows, soonest = len(room), np.arange(len(room)), float(self.LONGEST_QUIET)
         current = np.where(best.depth > 0, worth[best.drafter, rows], 0.0)
         likelihoods, shares = self.acceptance.log_likelihood(slots, self.num_steps), self.acceptance.share_of_rows
-        gains, prospects = self._hoped_gains(room, able), np.zeros(num_rows)
+        gains, left, prospects = np.maximum(gains, 0.0), np.minimum(left, self.HORIZON), np.zeros(num_rows)
         heads = [index for index in self.models if self.drafters[index].is_head]
         self._of_fresh = max([float(shares[index] * gains[index].max()) for index in heads], default=0.0)
         for index in self.models:
@@ -536,25 +550,17 @@ class Fastest(DraftLengthPolicy):
             self._prospects.update((seq.id, float(p)) for seq, p in zip(sequences, prospects, strict=True))
         return best, soonest
 
-    def _hoped_gains(self, room: np.ndarray, able: np.ndarray | None) -> np.ndarray:
-        """[D, B]: tokens a step that each drafter gains on a row if it is as good as one may hope."""
-        found, nodes, _ = self._nodes([], room, able)
-        hoped = np.repeat(self.acceptance.hope[:, None], len(room), 1) * found
-        reach = np.minimum(room, self.longest[:, None]) * (1 if able is None else able)
-        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), len(room), hopes=True)
-        return np.maximum(rates.max(2) - 1.0, 0.0)
-
     def _be_quiet(self, sequences: list[Sequence], steps: float, begins: list[bool]) -> None:
         """No row is worth drafting for: skip the choice until a trial may be due or a look-up wakes."""
         plain, fresh = self.cost.of_plain(len(sequences)), any(begins)
         for index, share in enumerate(self.acceptance.share_of_rows[: self.num_lookups].tolist()):
-            if self.is_awake(index):
-                return
             fresh &= share < self._price(index, plain)
             needed = self.TRIAL * math.log2(max(share / self._price(index, plain), 1.0))
+            idle = self._aged_idle(index)
             if needed:
-                steps = min(steps, math.log(needed / self._aged_idle(index)) / math.log(Acceptance.AGEING))
-        length = max(1, int(steps), int(self._overhead / plain / self.QUIET_SHARE))
+                steps = min(steps, math.log(min(needed / max(idle, 1e-9), 1.0)) / math.log(Acceptance.AGEING))
+        hopes = any(map(self.is_awake, range(self.num_lookups)))
+        length = max(1, int(steps), int(self._overhead / plain / (self.HOPING if hopes else self.QUIET_SHARE)))
         self._quiet_until, self._quiet_rows = self.num_steps + length, frozenset(seq.id for seq in sequences)
         if any(begins):
             self._quiet_left = int(tokens_left(sequences)[begins].max()) if fresh else 0
@@ -578,15 +584,15 @@ class Fastest(DraftLengthPolicy):
         seconds = self.seconds[index] * self._doubt(self._asked_at[index])
         return float(seconds + self._of_choosing(self._num_rows)) / plain
 
-    def _value_lookups(self, worth: np.ndarray, choice: Choice) -> None:
+    def _value_lookups(self, worth: np.ndarray, choice: Choice, awake: list[bool]) -> None:
         """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen, in this step
         and in those from the table."""
-        best, plain, table = worth.max(0), self.cost.of_plain(worth.shape[1]), self._table
+        plain, table = self.cost.of_plain(worth.shape[1]), self._table
+        second, best = np.sort(np.concatenate([np.zeros((1, worth.shape[1])), worth]), 0)[-2:]
         for index in range(self.num_lookups):
-            if self.is_awake(index):
-                others = np.delete(worth, index, 0).max(0, initial=0.0)
-                added = float(((best - others) * (choice.depth > 0) * (choice.drafter == index)).mean())
-                asks = 1
+            if awake[index]:
+                chosen = (choice.depth > 0) & (choice.drafter == index) & (worth[index] >= best)
+                added, asks = float(((best - second) * chosen).mean()), 1
                 if table is not None and table.awake[index]:
                     asks += table.asks
                     added = (added + float(table.added[index])) / asks
