@@ -147,6 +147,7 @@ class Fastest(DraftLengthPolicy):
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
     HOPING = 0.01  # the same while look-ups are hoped to pay, but not enough to be asked in every step
     QUIET_SHARE = 0.002  # share of the time that choices may take while nothing is chosen
+    SAMPLED = 16  # steps between two measurements of plain steps, where nothing is drafted
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
     CHOOSING = 0.03  # share of the time of a single row that choices may take, once drafts are known to pay
     TIMED = 8  # drafts of a model that are timed before its cost is relied on for some steps
@@ -179,6 +180,7 @@ class Fastest(DraftLengthPolicy):
         self._of_fresh = 1.0  # tokens a step that heads may gain on a text that begins
         self._plain_pauses: dict[int, int] = {}  # by octave of the texts' length; see `_schedule_plain`
         self._plain_due: dict[int, int] = {}
+        self._plain_at = 0  # step of the last measured plain step
         self._overhead = self._spent = 0.0  # seconds of choosing and of learning from it: usually, and in this step
         self._has_chosen = False
         self._followed = 0.0  # share of a plain step that heads take to follow
@@ -199,7 +201,7 @@ class Fastest(DraftLengthPolicy):
         if self.num_steps < self._quiet_until and self._are_quiet(sequences):
             return True
         self._look_at(sequences)
-        if not self.cost.target or self.wants_plain_time():
+        if not self.cost.target or self.num_steps >= self._plain_due.get(self.cost.octave, 0):
             return True
         table = self._table
         self.holds = (
@@ -405,7 +407,8 @@ class Fastest(DraftLengthPolicy):
         """Extra time of a step over a plain one, with `drafting` seconds of a drafter, choosing and learning, in plain steps."""
         plain = self.cost.of_plain(num_rows)
         doubt = self._doubt(self._drafted_at.max())
-        seconds = doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._of_choosing(num_rows)
+        added = self.cost.of_target(num_rows, num_packed) - self.cost.of_target(num_rows, num_rows)
+        seconds = doubt * added + drafting + self._of_choosing(num_rows)
         return seconds / plain
 
     def _of_choosing(self, num_rows: int) -> float:
@@ -617,8 +620,8 @@ class Fastest(DraftLengthPolicy):
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def wants_plain_time(self) -> bool:
-        """See DraftLengthPolicy: at growing intervals."""
-        return not self.cost.target or self.num_steps >= self._plain_due.get(self.cost.octave, 0)
+        """See DraftLengthPolicy: not in every step, because learning from it takes time too."""
+        return not self.cost.target or self.num_steps >= self._plain_at + self.SAMPLED
 
     def _look_at(self, sequences: list[Sequence]) -> None:
         """From now on, costs are those of steps of these rows."""
@@ -639,6 +642,7 @@ class Fastest(DraftLengthPolicy):
             self._look_at(sequences)
             self.cost.observe_target(len(sequences), len(sequences), seconds)
             self._schedule_plain()
+            self._plain_at = self.num_steps
         self._asked = None
         self.num_steps += 1
 
@@ -672,8 +676,6 @@ class Fastest(DraftLengthPolicy):
         for index, each, share in zip(models, limits, usual, strict=True):
             drafting += self._observe_model(step, index, slots, each, seconds * share / sum(usual))
         self.acceptance.observe(slots, asked.kinds[:, at], offered, accepted, written, self.num_steps)
-        told = np.flatnonzero(drafted & (written > 0))
-        self.acceptance.observe_promises(drafter[told], np.asarray(step.accepted)[told], asked.expected[at][told])
         self.steps.update([self.drafters[index].name for index in drafter[drafted].tolist()])
         packed = num_rows + int(step.nodes.sum()) + step.num_more
         if step.seconds is not None:
@@ -750,8 +752,6 @@ class Fastest(DraftLengthPolicy):
             self._drafted_at[drafter] = self.num_steps
             self._table.drafts.setdefault(drafter, []).append((kind, num_drafted, num_accepted))
         self.num_steps += 1
-        if num_drafted and not num_accepted and drafter >= self.num_lookups:  # drafts that take long may no longer pay
-            self._table.until = self.num_steps
 
     def _learn_from_table(self) -> None:
         """Learn from the drafts in the steps from the table."""
@@ -764,8 +764,6 @@ class Fastest(DraftLengthPolicy):
             _, drafted, accepted = np.array(drafts).T
             spent = self._extra(1, 1 + drafted, self._of_drafting(drafter, 1, drafted, drafted))
             self.acceptance.saved[slot, :, drafter] += (accepted - spent).sum(), len(drafts)
-            promised = np.array([accepted.sum(), table.expected[drafter]], dtype=np.float64)
-            self.acceptance.observe_promises(np.array([drafter]), *promised[:, None])
         table.drafts, table.expected = {}, {}
 
     def forget(self, seq: Sequence) -> None:
