@@ -38,7 +38,7 @@ class Acceptance:
     ROW_MEMORY = 0.95  # decay of a row's counts per draft: a row may change within 20 drafts
     ROW_AGEING = 0.998  # decay of a row's counts per step without a draft: a text changes within 500 tokens ..
     AGEING = 0.997  # .. and a trial of one token is worth its price again within 300
-    WEIGHT = 5.0  # judged tokens that the common rate is worth against a row's own
+    WEIGHT = 30.0  # judged tokens that the common rate is worth against a row's own; of 5 to 80 it foretold real texts best
     HOPE = 0.7  # rejections of a drafter of which more is hoped than known, as a share of those known
     DEEPEST = -9.0  # log likelihood that no run of failures falls below, so that it ages within 300 tokens
     PRIOR = 6.0  # judged tokens that a guess is worth
@@ -58,8 +58,6 @@ class Acceptance:
         self.shape = np.ones((3, self.num_drafters, longest))
         # rows on which a drafter saved time, and rows
         self.paid = np.repeat([[1.0], [2.0]], self.num_drafters, 1)
-        # of rows that differ from all texts: products of what happened and what their difference foretold, and squares of the latter
-        self.foretold = np.repeat([[0.5 * self.PRIOR], [self.PRIOR]], self.num_drafters, 1)
         self._rates: np.ndarray | None = None
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
@@ -135,23 +133,15 @@ class Acceptance:
     def survival(self, slots: np.ndarray, kinds: np.ndarray, now: int) -> np.ndarray:
         """[D, B, K]: P(all tokens of a draft up to each depth are accepted). `kinds`: int [D, B], of the rows' drafts."""
         age = self.ROW_AGEING ** np.maximum(now - self.judged_at[slots], 0)
-        factor = 1.0 + self.trust * self._difference(self._rows[slots] * age[:, None, :])
+        aged = self._rows[slots] * age[:, None, :]
+        prior = self.WEIGHT * (aged[:, 1] + 1e-3) / (aged[:, 2] + 1e-2)
+        factor = (aged[:, 0] + prior) / (aged[:, 1] + prior)
         wrong = self.rates[np.arange(self.num_drafters)[:, None], kinds]
         survival = np.maximum(1.0 - wrong * factor.T[:, :, None], 1e-9).cumprod(2)
         # After n failures one after another no more than this, whatever other texts show: 0.44 for 5, 0.12 for 12.
         most = 20.0 / (20.0 + (self._runs[slots, 0] * age) ** 2)
-        return survival * np.minimum(most.T / survival[:, :, 0], 1.0)[:, :, None]
-
-    def _difference(self, rows: np.ndarray) -> np.ndarray:
-        """[..]: how much more often than in all texts tokens seem to be rejected in rows with these counts [.., 3, ..], as a share."""
-        rejected, expected, judged = np.moveaxis(rows, -2 if rows.ndim > 2 else 0, 0)
-        prior = self.WEIGHT * (expected + 1e-3) / (judged + 1e-2)
-        return (rejected - expected) / (expected + prior)
-
-    @property
-    def trust(self) -> np.ndarray:
-        """[D]: the share of a row's difference from all texts that its next drafts bear out. Easy beginnings foretell little."""
-        return np.clip(self.foretold[0] / self.foretold[1], 0.0, 1.0)
+        survival *= np.minimum(most.T / survival[:, :, 0], 1.0)[:, :, None]
+        return survival
 
     @property
     def hope(self) -> np.ndarray:
@@ -198,8 +188,6 @@ class Acceptance:
         wrong = self.rates[drafters, kind]
         expected, at = (wrong * mine).sum(1), slots[rows]
         age = np.maximum(now - self.judged_at[at, drafters], 0)
-        rows = self._rows[at, :, drafters] * (self.ROW_AGEING**age)[:, None]
-        self._learn_trust(drafters, expected * self._difference(rows.T), failed - expected)
         self._rows[at, :, drafters] *= (self.ROW_MEMORY * self.ROW_AGEING**age)[:, None]
         self._rows[at, :, drafters] += np.stack([failed, expected, depth], axis=1)
         self.judged_at[at, drafters] = now
@@ -208,7 +196,7 @@ class Acceptance:
         run += np.stack([np.ones(len(at)), np.log(np.clip(self.HOPE * wrong[:, 0], 1e-3, 0.99))], axis=1)
         run[:, 1] = np.maximum(run[:, 1], self.DEEPEST)
         self._runs[at, :, drafters] = run * (failed & (depth == 1))[:, None]
-        self._count(drafters, kind, depth, failed, mine, self._rows[at, 2, drafters])
+        self._count(drafters, kind, depth, failed, mine)
 
     def observe_steps(self, slot: int, drafter: int, drafts: list[tuple[int, int, int]], now: int) -> None:
         """Learn from one row's verified drafts of one drafter in several steps: (kind, depth, accepted tokens), in their order."""
@@ -216,34 +204,25 @@ class Acceptance:
         depth, failed = np.minimum(accepted + 1, offered), accepted < offered
         mine, wrong = np.arange(self.longest) < depth[:, None], self.rates[drafter, kind]
         age, row, run = now - self.judged_at[slot, drafter], self._rows[slot, :, drafter], self._runs[slot, :, drafter]
-        row *= self.ROW_AGEING**age
-        expected, drafters = (wrong * mine).sum(1), np.full(len(drafts), drafter)
-        self._learn_trust(drafters, expected * self._difference(row), failed - expected)
-        row *= self.ROW_MEMORY ** len(drafts)
-        row += self.ROW_MEMORY ** np.arange(len(drafts))[::-1] @ np.stack([failed, expected, depth], axis=1)
+        row *= self.ROW_MEMORY ** len(drafts) * self.ROW_AGEING**age
+        row += self.ROW_MEMORY ** np.arange(len(drafts))[::-1] @ np.stack(
+            [failed, (wrong * mine).sum(1), depth], axis=1
+        )
         run *= 1.0, self.AGEING**age
         for wholly, hoped in zip((failed & (depth == 1)).tolist(), (self.HOPE * wrong[:, 0]).tolist(), strict=True):
             run += 1.0, math.log(min(max(hoped, 1e-3), 0.99))
             run *= wholly
         run[1] = max(run[1], self.DEEPEST)
         self.judged_at[slot, drafter] = now
-        self._count(drafters, kind, depth, failed, mine, np.full(len(drafts), row[2]))
-
-    def _learn_trust(self, drafters: np.ndarray, foretold: np.ndarray, seen: np.ndarray) -> None:
-        """Drafts [N] had so many more rejections than in all texts, and so many more were foretold by their rows."""
-        self.foretold *= self.MEMORY ** np.bincount(drafters, minlength=self.num_drafters)
-        self.foretold[0] += np.bincount(drafters, foretold * seen, self.num_drafters)
-        self.foretold[1] += np.bincount(drafters, foretold * foretold, self.num_drafters)
+        self._count(np.full(len(drafts), drafter), kind, depth, failed, mine)
 
     def _count(
-        self, drafters: np.ndarray, kind: np.ndarray, depth: np.ndarray, failed: np.ndarray, mine: np.ndarray, judged: np.ndarray
+        self, drafters: np.ndarray, kind: np.ndarray, depth: np.ndarray, failed: np.ndarray, mine: np.ndarray
     ) -> None:
-        """Count what all texts have in common. The more of a row was judged before, the less does it still say about other rows."""
-        weight = self.WEIGHT / (self.WEIGHT + judged)
-        many = np.minimum(np.bincount(drafters, weight, self.num_drafters), self.MOST_AT_ONCE)
+        many = np.minimum(np.bincount(drafters, minlength=self.num_drafters), self.MOST_AT_ONCE)
         self.counts *= (self.MEMORY**many)[:, None, None]
-        np.add.at(self.counts[1], (drafters, kind), mine * weight[:, None])
-        np.add.at(self.counts[0], (drafters[failed], kind[failed], depth[failed] - 1), weight[failed])
+        np.add.at(self.counts[1], (drafters, kind), mine)
+        np.add.at(self.counts[0], (drafters[failed], kind[failed], depth[failed] - 1), 1.0)
         self._rates = None
 
     def asked(
