@@ -89,7 +89,8 @@ class Table:
         left: how often it may still be asked in vain.
         trial: a drafter that is tried in the first of these steps.
         pays: whether a drafter that is asked for a depth is faster than plain decoding.
-        is_timed: whether all of these steps are timed.
+        is_timed, is_trial: whether all of these steps are timed; whether a drafter is tried in them.
+        dearer: how much longer than by their parts steps with drafts are expected to take, as a factor of the extra time.
         able: see `Fastest.choose`, of the last step.
         asks, added: per look-up, how often it was asked, and the tokens that it added to the best of the other drafters.
         chosen: drafter, kind of draft and depth of the present step; depth 0: none.
@@ -109,6 +110,8 @@ class Table:
     trial: int | None
     pays: bool
     is_timed: bool
+    is_trial: bool
+    dearer: float
     able: np.ndarray | None
     asks: list[int]
     added: list[float]
@@ -194,7 +197,8 @@ class Fastest(DraftLengthPolicy):
         self._plain_pauses: dict[int, int] = {}  # by octave of the texts' length; see `_schedule_plain`
         self._plain_due: dict[int, int] = {}
         self._plain_at = 0  # step of the last measured plain step
-        self._around = 0.0  # seconds of a step with a look-up asked in vain that are neither the look-up's nor a plain step's
+        # plain steps that steps took longer than a plain one, and that they were expected to
+        self._dearer = np.array([0.5, 0.5])
         self._was_plain = True  # whether nobody was asked in the last step
         self._overhead = self._spent = 0.0  # seconds of choosing and of learning from it: usually, and in this step
         self._has_chosen = False
@@ -360,10 +364,10 @@ class Fastest(DraftLengthPolicy):
         if is_new:
             length = min(length, 2)
         is_timed = is_new or trial is not None or self.cost.target.count < self.MEASURED
-        zeros = [0] * self.num_lookups
         self._table = Table(
-            seq, self.num_steps + length, speed.tolist(), depth.tolist(), won.cumsum(2).tolist(), usual[1].tolist(),
-            patience, left, trial, pays, is_timed, able, zeros, [0.0] * self.num_lookups,
+            seq=seq, until=self.num_steps + length, speed=speed.tolist(), depth=depth.tolist(), won=won.cumsum(2).tolist(),
+            kinds=usual[1].tolist(), patience=patience, left=left, trial=trial, pays=pays, is_timed=is_timed,
+            is_trial=trial is not None, dearer=self._factor, able=able, asks=[0] * self.num_lookups, added=[0.0] * self.num_lookups,
         )  # fmt: skip
         self.holds = not self._table.is_timed and length > 1
         self._spent = self._charge(self.clock() - began)
@@ -429,7 +433,9 @@ class Fastest(DraftLengthPolicy):
     def _observe_timed(self, step: DraftedStep, table: Table) -> None:
         """Learn from a timed step that used the table."""
         assert table.chosen is not None
-        drafter, _, depth = table.chosen
+        drafter, kind, depth = table.chosen
+        speed = table.speed[drafter][kind][depth - 1] if depth else 0.0
+        extra = (1.0 + table.won[drafter][kind][depth - 1]) / speed - 1.0 if speed else 0.0
         self._look_at(step.sequences)
         self._time_lookups(table.seconds)
         if depth and drafter >= self.num_lookups:
@@ -437,12 +443,14 @@ class Fastest(DraftLengthPolicy):
             slots = self.acceptance.slots(step.sequences, self.num_steps)
             self._observe_model(step, drafter, slots, np.array([depth]), seconds)
         if step.seconds is not None and not self._spent:
-            packed = 1 + int(step.nodes.sum()) + step.num_more
+            packed, plain = 1 + int(step.nodes.sum()) + step.num_more, self.cost.of_plain(1)
+            if not table.is_trial:
+                self._dearer *= self.WORTH
+                self._dearer += (1.0 - self.WORTH) * np.array(
+                    [step.seconds / plain - 1.0, sum(table.seconds) / plain + extra / table.dearer]
+                )
             if packed > 1:
                 self._observe_target(1, packed, step.seconds - step.drafting_seconds)
-            elif any(table.seconds):
-                seconds = step.seconds - sum(table.seconds) - self.cost.of_plain(1)
-                self._around += (1.0 - self.WORTH) * (seconds / np.count_nonzero(table.seconds) - self._around)
         num_drafted = 0 if step.sequences[0].finished else int((step.nodes[0] > 0).sum())
         self.observe_held(num_drafted, step.accepted[0])
 
@@ -529,8 +537,7 @@ class Fastest(DraftLengthPolicy):
         plain = self.cost.of_plain(num_rows)
         doubt = self._doubt(self._drafted_at.max())
         added = self.cost.of_target(num_rows, num_packed) - self.cost.of_target(num_rows, num_rows)
-        seconds = doubt * added + drafting + self._of_choosing(num_rows)
-        return seconds / plain
+        return (self._factor * (doubt * added + drafting) + self._of_choosing(num_rows)) / plain
 
     def _of_choosing(self, num_rows: int) -> float:
         """Seconds of choosing and of learning from it, as a share in a step."""
@@ -708,8 +715,13 @@ class Fastest(DraftLengthPolicy):
 
     def _price(self, index: int, plain: float) -> float:
         """Tokens a row that asking a look-up costs, with the choice that follows."""
-        seconds = (self.seconds[index] + max(self._around, 0.0)) * self._doubt(self._asked_at[index])
+        seconds = self._factor * self.seconds[index] * self._doubt(self._asked_at[index])
         return float(seconds + self._of_choosing(self._num_rows)) / plain
+
+    @property
+    def _factor(self) -> float:
+        """How much longer than by their parts steps with drafts take: what drafting leaves in the machine's caches makes the rest slower."""
+        return min(max(self._dearer[0] / self._dearer[1], 0.5), 4.0)
 
     def _value_lookups(self, worth: np.ndarray, choice: Choice) -> None:
         """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen."""
