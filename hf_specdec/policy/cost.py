@@ -168,7 +168,7 @@ class StepCost:
 
     KNOTS = np.array([1.0, 2.0, 3.0, 4.0, 6.0, *2.0 ** np.arange(3, 13)])  # up to 4096 tokens
     CONTEXT = 4096  # tokens; texts that are much shorter do not show what context costs ..
-    _OF_CONTEXT = 30.0  # .. so it is pulled to 0 that much more: noise of 10 % at 100 tokens is not a cost of context
+    _OF_CONTEXT = 5.0  # .. so it is pulled to 0 that much more: noise of 10 % at 100 tokens is not a cost of context
     LINEAR = 16  # tokens from which steps are small against the rest
     _OCTAVE = 0.1  # initial guess: how much longer a forward gets when its tokens double
 

@@ -89,7 +89,7 @@ class Table:
         left: how often it may still be asked in vain.
         trial: a drafter that is tried in the first of these steps.
         pays: whether a drafter that is asked for a depth is faster than plain decoding.
-        is_timed, is_trial: whether all of these steps are timed; whether a drafter is tried in them.
+        is_timed, is_trial, is_long: whether all of these steps are timed; whether a drafter is tried in them; and whether they are several.
         dearer: how much longer than by their parts steps with drafts are expected to take, as a factor of the extra time.
         able: see `Fastest.choose`, of the last step.
         asks, added: per look-up, how often it was asked, and the tokens that it added to the best of the other drafters.
@@ -111,6 +111,7 @@ class Table:
     pays: bool
     is_timed: bool
     is_trial: bool
+    is_long: bool
     dearer: float
     able: np.ndarray | None
     asks: list[int]
@@ -159,6 +160,7 @@ class Fastest(DraftLengthPolicy):
     DOUBT = 64  # steps without drafts after which an estimated extra time is halved, at most twice
     TRIAL = 4  # asks without use after which the hope in a look-up is halved
     WORTH = 0.9  # decay per ask of what a look-up is worth, and of the times of look-ups, heads and choosing
+    FOLLOWING = 0.95  # decay of the same per timed step of a single row
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less may always follow
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
     QUIET_SHARE = 0.002  # share of the time that choices may take while nothing is chosen
@@ -198,7 +200,7 @@ class Fastest(DraftLengthPolicy):
         self._plain_due: dict[int, int] = {}
         self._plain_at = 0  # step of the last measured plain step
         # plain steps that steps took longer than a plain one, and that they were expected to
-        self._dearer = np.array([0.5, 0.5])
+        self._dearer = np.zeros(2)
         self._was_plain = True  # whether nobody was asked in the last step
         self._overhead = self._spent = 0.0  # seconds of choosing and of learning from it: usually, and in this step
         self._has_chosen = False
@@ -360,14 +362,16 @@ class Fastest(DraftLengthPolicy):
         length = most = max(math.ceil(self._overhead / (self.CHOOSING * self.cost.of_plain(1))), 1)
         if begins[0] or trial is not None:
             length = max(most // 4, 1)
-        is_new = any(worth[index, 0] > 0 and self.drafting[index].count < self.TIMED for index in self.models)
+        is_new = any(
+            worth[index, 0] > 0 and worth[index, 0] >= worth.max() and self.drafting[index].count < self.TIMED for index in self.models
+        )
         if is_new:
             length = min(length, 2)
         is_timed = is_new or trial is not None or self.cost.target.count < self.MEASURED
         self._table = Table(
             seq=seq, until=self.num_steps + length, speed=speed.tolist(), depth=depth.tolist(), won=won.cumsum(2).tolist(),
             kinds=usual[1].tolist(), patience=patience, left=left, trial=trial, pays=pays, is_timed=is_timed,
-            is_trial=trial is not None, dearer=self._factor, able=able, asks=[0] * self.num_lookups, added=[0.0] * self.num_lookups,
+            is_trial=trial is not None, is_long=length > 1, dearer=self._factor, able=able, asks=[0] * self.num_lookups, added=[0.0] * self.num_lookups,
         )  # fmt: skip
         self.holds = not self._table.is_timed and length > 1
         self._spent = self._charge(self.clock() - began)
@@ -428,7 +432,7 @@ class Fastest(DraftLengthPolicy):
         if num_drafted:
             table.drafts.setdefault(drafter, []).append((kind, num_drafted, num_accepted))
         self.num_steps += 1
-        self._spent, self._was_plain = 0.0, False
+        self._spent, self._was_plain = 0.0, not table.is_long
 
     def _observe_timed(self, step: DraftedStep, table: Table) -> None:
         """Learn from a timed step that used the table."""
@@ -445,10 +449,10 @@ class Fastest(DraftLengthPolicy):
         if step.seconds is not None and not self._spent:
             packed, plain = 1 + int(step.nodes.sum()) + step.num_more, self.cost.of_plain(1)
             if not table.is_trial:
-                self._dearer *= self.WORTH
-                self._dearer += (1.0 - self.WORTH) * np.array(
-                    [step.seconds / plain - 1.0, sum(table.seconds) / plain + extra / table.dearer]
-                )
+                expected = sum(table.seconds) / plain + extra / table.dearer
+                most = 1.5 * (1.0 + expected) - 1.0  # a step that a busy machine delays shows nothing
+                seen = np.array([min(step.seconds / plain - 1.0, most), expected])
+                self._dearer += (1.0 - self.FOLLOWING) * (seen - self._dearer)
             if packed > 1:
                 self._observe_target(1, packed, step.seconds - step.drafting_seconds)
         num_drafted = 0 if step.sequences[0].finished else int((step.nodes[0] > 0).sum())
@@ -721,7 +725,7 @@ class Fastest(DraftLengthPolicy):
     @property
     def _factor(self) -> float:
         """How much longer than by their parts steps with drafts take: what drafting leaves in the machine's caches makes the rest slower."""
-        return min(max(self._dearer[0] / self._dearer[1], 0.5), 4.0)
+        return float(np.clip((self._dearer[0] + 0.1) / (self._dearer[1] + 0.1), 0.5, 4.0))
 
     def _value_lookups(self, worth: np.ndarray, choice: Choice) -> None:
         """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen."""
@@ -754,7 +758,8 @@ class Fastest(DraftLengthPolicy):
     def wants_plain_time(self) -> bool:
         """See DraftLengthPolicy: not in every step, because learning from it takes time too, and not just after one that is not plain: what
         drafting leaves in the machine's caches makes it slower."""
-        return self._was_plain and (not self.cost.target or self.num_steps >= self._plain_at + self.SAMPLED)
+        due = min(self._plain_due.get(self.cost.octave, 0), self._plain_at + self.SAMPLED)
+        return self._was_plain and (not self.cost.target or self.num_steps >= due)
 
     def _look_at(self, sequences: list[Sequence]) -> None:
         """From now on, costs are those of steps of these rows."""
@@ -821,7 +826,7 @@ class Fastest(DraftLengthPolicy):
         self._drafted_at[drafter[drafted]] = self.num_steps
         self.num_steps += 1
         self._charge(self._spent + self.clock() - began)
-        self._spent, self._was_plain = 0.0, False
+        self._spent = 0.0
         return None
 
     def _charge(self, spent: float) -> float:
