@@ -38,7 +38,7 @@ class Acceptance:
     ROW_MEMORY = 0.95  # decay of a row's counts per draft: a row may change within 20 drafts
     ROW_AGEING = 0.998  # decay of a row's counts per step without a draft: a text changes within 500 tokens ..
     AGEING = 0.997  # .. and a trial of one token is worth its price again within 300
-    WEIGHT = 5.0  # judged tokens that the common rate is worth against a row's own
+    WEIGHT = 10.0  # judged tokens that the common rate is worth against a row's own; of 5 to 80 it foretold real texts best
     HOPE = 0.7  # rejections of a drafter of which more is hoped than known, as a share of those known
     DEEPEST = -9.0  # log likelihood that no run of failures falls below, so that it ages within 300 tokens
     PRIOR = 6.0  # judged tokens that a guess is worth
@@ -58,9 +58,6 @@ class Acceptance:
         self.shape = np.ones((3, self.num_drafters, longest))
         # rows on which a drafter saved time, and rows
         self.paid = np.repeat([[1.0], [2.0]], self.num_drafters, 1)
-        self.promises = np.full(
-            (2, self.num_drafters), self.PRIOR
-        )  # accepted tokens of chosen drafts, and those expected
         self._rates: np.ndarray | None = None
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
@@ -144,20 +141,7 @@ class Acceptance:
         # After n failures one after another no more than this, whatever other texts show: 0.44 for 5, 0.12 for 12.
         most = 20.0 / (20.0 + (self._runs[slots, 0] * age) ** 2)
         survival *= np.minimum(most.T / survival[:, :, 0], 1.0)[:, :, None]
-        return survival * self.kept_promises[:, None, None]
-
-    @property
-    def kept_promises(self) -> np.ndarray:
-        """[D], at most 1: how many tokens of chosen drafts were accepted, as a share of those expected. Where several are compared, the
-        one that looks best is often not as good as it looks."""
-        return np.minimum(self.promises[0] / self.promises[1], 1.0)
-
-    def observe_promises(self, drafters: np.ndarray, accepted: np.ndarray, expected: np.ndarray) -> None:
-        """Chosen drafts [N] had so many accepted tokens, and so many were expected."""
-        kept, size = self.kept_promises, self.num_drafters
-        self.promises *= self.MEMORY ** np.bincount(drafters, minlength=size)
-        self.promises[0] += np.bincount(drafters, accepted, size)
-        self.promises[1] += np.bincount(drafters, expected, size) / kept
+        return survival
 
     @property
     def hope(self) -> np.ndarray:
@@ -173,10 +157,10 @@ class Acceptance:
         """[D]: share of the rows on which each drafter saves time."""
         return self.paid[0] / self.paid[1]
 
-    def offered(self, drafter: int) -> tuple[np.ndarray, np.ndarray]:
-        """[K] each: P(a draft of this drafter has a node at each depth), and how many nodes it has there, if it is asked to be that
-        deep."""
-        return self.shape[1, drafter] / self.shape[2, drafter], self.shape[0, drafter] / self.shape[2, drafter]
+    @property
+    def offered(self) -> np.ndarray:
+        """[2, D, K]: P(a draft has a node at each depth), and how many nodes it has there, if it is asked to be that deep."""
+        return self.shape[[1, 0]] / self.shape[2]
 
     def of_first_token(self, drafter: int) -> float | None:
         """Share of the judged first tokens of drafts that were accepted; None if no draft was judged."""

@@ -17,6 +17,7 @@ class FittedCost:
     Args:
         prior: float [F], initial coefficients, relative to a typical measurement.
         memory: number of sizes kept.
+        stiffness: float [F], how much more than usual each coefficient is pulled to its prior.
         dropped: how many measurements are dropped.
     """
 
@@ -24,8 +25,9 @@ class FittedCost:
     # measurement of a size may be; most measurements between two fits; rounds of a fit
     _SAMPLES, _HALF_LIFE, _PULL, _OUTLIER, _REFIT, _ROUNDS = 7, 200, 0.03, 2.0, 16, 4
 
-    def __init__(self, prior: np.ndarray, memory: int = 64, dropped: int = 1):
+    def __init__(self, prior: np.ndarray, memory: int = 64, dropped: int = 1, stiffness: np.ndarray | None = None):
         self.prior, self.memory = prior, memory
+        self.stiffness = np.ones_like(prior) if stiffness is None else stiffness
         self._sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
         self._last: dict[tuple, int] = {}
         self.count, self._fitted_at = -dropped, 0
@@ -91,16 +93,18 @@ class FittedCost:
         typical = float(np.median(seconds))
         seen = features.any(0)  # features that never occurred keep their prior
         solution = self.prior * typical
-        solution[seen] = self._fit_to(seconds, features[:, seen], self.prior[seen], typical)
+        solution[seen] = self._fit_to(seconds, features[:, seen], self.prior[seen], self.stiffness[seen], typical)
         return solution
 
-    def _fit_to(self, seconds: np.ndarray, features: np.ndarray, prior: np.ndarray, typical: float) -> np.ndarray:
+    def _fit_to(
+        self, seconds: np.ndarray, features: np.ndarray, prior: np.ndarray, stiffness: np.ndarray, typical: float
+    ) -> np.ndarray:
         age = self.count - np.array([self._last[size] for size in self._sizes])
         counts = np.array([len(samples) for samples in self._sizes.values()])
         # weights of relative errors
         weights = counts * 0.5 ** (age / self._HALF_LIFE) / np.maximum(seconds, 0.05 * typical) ** 2
         # scaled so that the units of the features do not matter
-        pull = (self._PULL * np.maximum(features.max(0), 1.0) / typical) ** 2
+        pull = (self._PULL * stiffness * np.maximum(features.max(0), 1.0) / typical) ** 2
         trust, solution = np.ones(len(seconds)), np.zeros_like(prior)
         for _ in range(self._ROUNDS):
             weighted = (features * (weights * trust)[:, None]).T
@@ -163,12 +167,16 @@ class StepCost:
     """
 
     KNOTS = np.array([1.0, 2.0, 3.0, 4.0, 6.0, *2.0 ** np.arange(3, 13)])  # up to 4096 tokens
-    CONTEXT = 4096  # while texts are much shorter, they do not show what context costs, and the fit pulls it towards 0
+    CONTEXT = 4096  # tokens; texts that are much shorter do not show what context costs ..
+    _OF_CONTEXT = 5.0  # .. so it is pulled to 0 that much more: noise of 10 % at 100 tokens is not a cost of context
     LINEAR = 16  # tokens from which steps are small against the rest
     _OCTAVE = 0.1  # initial guess: how much longer a forward gets when its tokens double
 
     def __init__(self):
-        self.target = FittedCost(np.concatenate([[0.8, 0.01, 0.0, 0.0], self._OCTAVE * np.diff(np.log2(self.KNOTS))]))
+        prior = np.concatenate([[0.8, 0.01, 0.0, 0.0], self._OCTAVE * np.diff(np.log2(self.KNOTS))])
+        stiffness = np.ones_like(prior)
+        stiffness[2:4] = self._OF_CONTEXT
+        self.target = FittedCost(prior, stiffness=stiffness)
         self.context, self.octave = 0.0, 0
         self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
         self._count = 0  # measurements at the time of the fit

@@ -77,48 +77,65 @@ class Menu:
 
 @dataclass
 class Table:
-    """The fastest drafter and depth of a single row, for every draft that its look-ups may offer. It is used for some steps.
+    """How fast a single row is with every drafter, for each draft that it may offer. It is used for some steps, and notes what happens.
 
     Attributes:
-        row: id of the sequence.
         until: number of the first step that does not use the table.
         speed: indexed by drafter, by kind of draft, and by the draft's length less one: tokens in the time of a plain step.
         depth: indexed alike: the depth with that speed.
-        won: indexed alike: tokens that are expected to be accepted at that depth.
+        won: indexed alike: tokens that are expected to be accepted up to that length.
         kinds: per drafter, the kind of a draft for which it makes no estimate.
-        awake: per look-up, whether it is asked in these steps.
-        added: per look-up, the tokens that it added to the best of the other drafters in these steps.
-        asks: number of these steps so far.
-        chosen: drafter, kind of draft and expected tokens of the last of these steps.
-        drafts: drafter → kind, depth and accepted tokens of its drafts in these steps.
-        expected: drafter → tokens of these drafts that were expected to be accepted.
+        patience: per look-up, how often it is asked in vain before it rests.
+        left: how often it may still be asked in vain.
+        trial: a drafter that is tried in the first of these steps.
+        pays: whether a drafter that is asked for a depth is faster than plain decoding.
+        is_timed, is_trial, is_long: whether all of these steps are timed; whether a drafter is tried in them; and whether they are several.
+        dearer: how much longer than by their parts steps with drafts are expected to take, as a factor of the extra time.
+        able: see `Fastest.choose`, of the last step.
+        asks, added: per look-up, how often it was asked, and the tokens that it added to the best of the other drafters.
+        chosen: drafter, kind of draft and depth of the present step; depth 0: none.
+        drafts: drafter → kind, depth and accepted tokens of the drafts that were chosen.
+        offers: index, kind of draft, length of the text, and draft of look-ups.
+        seconds: what the look-ups took in the present step.
     """
 
-    row: int
+    seq: Sequence
     until: int
     speed: list[list[list[float]]]
     depth: list[list[list[int]]]
     won: list[list[list[float]]]
     kinds: list[int]
-    awake: list[bool]
-    added: np.ndarray
-    asks: int = 0
-    chosen: tuple[int, int, float] = (0, 0, 0.0)
+    patience: list[float]
+    left: list[float]
+    trial: int | None
+    pays: bool
+    is_timed: bool
+    is_trial: bool
+    is_long: bool
+    dearer: float
+    able: np.ndarray | None
+    asks: list[int]
+    added: list[float]
+    chosen: tuple[int, int, int] | None = None
     drafts: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
-    expected: dict[int, float] = field(default_factory=dict)
+    offers: list[tuple[int, int, int, DraftTrees]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether any drafter may be asked."""
+        return self.pays or self.trial is not None or any([left > 0 for left in self.left])
 
 
 @dataclass
 class Asked:
-    """One round of choosing: sequence id → row, look-ups' drafts and seconds, the kinds [D, B] of all drafts, what was chosen, and how
-    many tokens [B] were expected of that."""
+    """One round of choosing: sequence id → row, look-ups' drafts and seconds, the kinds [D, B] of all drafts, and what was chosen."""
 
     order: dict[int, int]
     offers: list[DraftTrees]
     seconds: list[float]
     kinds: np.ndarray
     choice: Choice
-    expected: np.ndarray
 
 
 class Fastest(DraftLengthPolicy):
@@ -143,12 +160,15 @@ class Fastest(DraftLengthPolicy):
     DOUBT = 64  # steps without drafts after which an estimated extra time is halved, at most twice
     TRIAL = 4  # asks without use after which the hope in a look-up is halved
     WORTH = 0.9  # decay per ask of what a look-up is worth, and of the times of look-ups, heads and choosing
+    FOLLOWING = 0.95  # decay of the same per timed step of a single row
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less may always follow
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
     QUIET_SHARE = 0.002  # share of the time that choices may take while nothing is chosen
+    SAMPLED = 16  # steps between two measurements of plain steps, where nothing is drafted
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
     CHOOSING = 0.03  # share of the time of a single row that choices may take, once drafts are known to pay
-    TIMED = 8  # drafts of a model that are timed before its cost is relied on for some steps
+    TIMED = 8  # drafts of a model that are timed before its cost is relied on for some steps,
+    MEASURED = 32  # and steps
     ENDS = 0.98  # decay per row of how rows ended
     SPEEDS = 256  # how many speeds of a static batch are compared; and prefixes of the order of draft tokens
 
@@ -178,6 +198,10 @@ class Fastest(DraftLengthPolicy):
         self._of_fresh = 1.0  # tokens a step that heads may gain on a text that begins
         self._plain_pauses: dict[int, int] = {}  # by octave of the texts' length; see `_schedule_plain`
         self._plain_due: dict[int, int] = {}
+        self._plain_at = 0  # step of the last measured plain step
+        # plain steps that steps took longer than a plain one, and that they were expected to
+        self._dearer = np.zeros(2)
+        self._was_plain = True  # whether nobody was asked in the last step
         self._overhead = self._spent = 0.0  # seconds of choosing and of learning from it: usually, and in this step
         self._has_chosen = False
         self._followed = 0.0  # share of a plain step that heads take to follow
@@ -198,13 +222,19 @@ class Fastest(DraftLengthPolicy):
         if self.num_steps < self._quiet_until and self._are_quiet(sequences):
             return True
         self._look_at(sequences)
-        if not self.cost.target or self.wants_plain_time():
+        if not self.cost.target or self.num_steps >= self._plain_due.get(self.cost.octave, 0):
             return True
+        table = self._table_of(sequences)
+        if table is not None:
+            self.holds = not table.is_timed and self.num_steps < table.until - 1
+        return table is not None and not table.is_useful
+
+    def _table_of(self, sequences: list[Sequence]) -> Table | None:
+        """The table that this step uses, if it is one of a single row that has a table."""
         table = self._table
-        self.holds = (
-            table is not None and len(sequences) == 1 and table.row == sequences[0].id and self.num_steps < table.until
-        )
-        return False
+        if table is None or len(sequences) > 1 or table.seq is not sequences[0] or self.num_steps >= table.until:
+            return None
+        return table
 
     def _are_quiet(self, sequences: list[Sequence]) -> bool:
         """True if the last choice for these sequences was not to draft. A sequence that begins counts as quiet if nothing was chosen for an
@@ -218,11 +248,18 @@ class Fastest(DraftLengthPolicy):
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
         """The fastest depths. With look-ups or several drafters the caps, up to K: `choose` then chooses within them."""
+        nothing = [0] * len(sequences)
         if not any(caps) or self.is_plain(sequences):
-            return [0] * len(sequences)
+            return nothing
+        begins = [seq not in self.acceptance for seq in sequences]
+        if any(begins):
+            self._idle[:] = 0.0  # a text that begins gives look-ups another chance
+        if len(sequences) > 1 or sequences[0].drafter is not None:
+            self._learn_from_table()
+            self._table = None
+        elif self._table_of(sequences) is None and not self._renew(sequences[0], caps[0], begins):
+            return nothing
         if self.num_lookups or len(self.drafters) > 1:
-            if any(seq not in self.acceptance for seq in sequences):
-                self._idle[:] = 0.0  # a text that begins gives look-ups another chance
             return np.minimum(caps, len(self._depth)).tolist()
         return self.choose(sequences, caps, [], [], []).depth.tolist()
 
@@ -239,8 +276,9 @@ class Fastest(DraftLengthPolicy):
             scores: per look-up, how many tokens of each row's offer it expects to be accepted; None: it makes no estimate.
             able: bool [D, B], which drafters follow which rows; None: all follow all.
         """
-        if self.holds and self._table is not None:
-            return self._from_table(self._table, sequences[0], limits[0], offers, scores, able)
+        if self._table is not None:
+            self._table.able, self._table.seconds = able, seconds
+            return self._from_table(self._table, limits[0], offers, scores, able)
         began, begins = self.clock(), [seq not in self.acceptance for seq in sequences]
         room, slots = np.asarray(limits), self.acceptance.slots(sequences, self.num_steps)
         kinds = np.repeat(self.acceptance.usual_kinds[:, None], len(room), 1)
@@ -248,135 +286,247 @@ class Fastest(DraftLengthPolicy):
             if expected is not None and any(offers[index].lengths):
                 kinds[index] = self.acceptance.promised_kinds(np.asarray(expected), np.asarray(offers[index].lengths))
         self._quiet_until = 0
-        self._learn_from_table()
-        choice, won, quiet = self._best(sequences, slots, kinds, offers, room, able)
+        choice, quiet = self._best(sequences, slots, kinds, offers, room, able)
         if quiet and not any(seq.drafter for seq in sequences):
             self._be_quiet(sequences, quiet, begins)
-        expected = (won[choice.drafter, np.arange(len(room))] * (self._depth <= choice.depth[:, None])).sum(1)
         order = {seq.id: i for i, seq in enumerate(sequences)}
-        self._asked = Asked(order, offers, seconds, kinds, choice, expected)
+        self._asked = Asked(order, offers, seconds, kinds, choice)
         self._spent = self.clock() - began
         return choice
 
-    def _best(self, sequences, slots, kinds, offers, room, able) -> tuple[Choice, np.ndarray, float]:
-        """The fastest division of the rows among the drafters, plus the trials that are worth their price; [D, B, K], the chance that each
-        token of their drafts is accepted; and the steps for which nothing need be chosen."""
-        found, nodes, reach = self._nodes(offers, room, able)
-        won = self.acceptance.survival(slots, kinds, self.num_steps) * found
-        backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
-        backlogs = backlogs * self._catches_up
-        rates = self._rates(won, nodes, reach, backlogs / self.HORIZON, len(room))
-        worth = np.maximum(rates.max(2) - 1.0, 0.0)
-        left = tokens_left(sequences)
-        if len(room) == 1:
-            drafter, depth = divmod(int(rates.argmax()), rates.shape[2])
-            choice = Choice(np.array([drafter]), np.array([depth + 1 if worth[drafter, 0] > 0 else 0]))
-        else:
-            reach_ends = self._reach_their_ends(left)
-            choice = self._divided(won, nodes, reach, worth, backlogs, left if reach_ends else None)
-            if reach_ends:
-                room = np.where(left == left.max(), room, 0)  # another row's trial would gain nothing
+    def _best(self, sequences, slots, kinds, offers, room, able) -> tuple[Choice, float]:
+        """The fastest division of the rows among the drafters, plus the trials that are worth their price; and the steps for which nothing
+        need be chosen."""
+        num_rows, left = len(room), tokens_left(sequences)
+        won, nodes, reach, backlogs = drafts = self._drafts(sequences, slots, kinds, offers, room, able)
+        hoped, now = self._rates(self._hoped(room, able), drafts, num_rows)
+        worth = np.maximum(now.max(2) - 1.0, 0.0)
+        reach_ends = self._reach_their_ends(left)
+        choice = self._divided(won, nodes, reach, worth, backlogs, left if reach_ends else None)
+        if reach_ends:
+            room = np.where(left == left.max(), room, 0)  # another row's trial would gain nothing
         self._value_lookups(worth, choice)
         drafted = {seq.id for seq, depth in zip(sequences, choice.depth.tolist(), strict=True) if depth}
         if any(seq.id in self._drafted_for and seq.id not in drafted for seq in sequences):
             self._idle *= 0.5  # a text has changed
         self._drafted_for = drafted
-        left = np.minimum(left, self.HORIZON)
-        usual = choice
-        choice, due = self._with_trials(choice, sequences, slots, worth, won[:, :, 0], backlogs, room, left, able)
-        lasts = choice is usual and len(room) == 1 and sequences[0].drafter is None and self._may_last(choice, offers)
-        self._table = self._tabled(sequences[0].id, slots, reach, backlogs) if lasts else None
-        return choice, won, 0.0 if choice.depth.any() else due
+        awake = any(map(self.is_awake, range(self.num_lookups)))
+        choice, due = self._with_trials(
+            choice, sequences, slots, worth, won[:, :, 0], hoped.max(2) - 1.0, backlogs, room, awake
+        )
+        return choice, 0.0 if choice.depth.any() or awake else due
 
-    def _may_last(self, choice: Choice, offers: list[DraftTrees]) -> bool:
-        """True if the choice for a single row may be relied on for some steps."""
-        drafter = int(choice.drafter[0])
-        is_timed = drafter < self.num_lookups or self.drafting[drafter].count >= self.TIMED
-        is_sure = not choice.depth[0] or self._doubt(self._drafted_at.max()) > 0.9
-        return self._knows_price and is_timed and is_sure and all(offer.is_chain for offer in offers)
+    # ---- a single row -----------------------------------------------------------------------------------------------
 
-    def _tabled(self, row: int, slots: np.ndarray, reach: np.ndarray, backlogs: np.ndarray) -> Table | None:
-        """The table for a single row; None if choosing takes little. The first table of a text lasts for a quarter of the usual steps."""
-        most = math.ceil(self._overhead / (self.CHOOSING * self.cost.of_plain(1)))
-        known = self._table is not None and self._table.row == row
-        length = most if known else most // 4
-        if length < 2:
-            return None
-        kinds = np.tile(np.arange(Acceptance.KINDS), (len(reach), 1))
-        won = self.acceptance.survival(np.repeat(slots, Acceptance.KINDS), kinds, self.num_steps)
-        nodes = np.ones_like(won)
-        for index in self.models:
-            found, nodes[index] = self.acceptance.offered(index)
-            won[index] *= found
-        rates = self._rates(won, nodes, np.repeat(reach, Acceptance.KINDS, 1), backlogs / self.HORIZON, 1)
+    def _renew(self, seq: Sequence, room: int, begins: list[bool]) -> bool:
+        """Learn from the steps of the last table, and make one for the next steps: so many that this takes `CHOOSING` of their time, and a
+        quarter of them at the beginning of a text or after a trial. Returns False if no row is worth drafting for."""
+        began, old = self.clock(), self._table
+        slots = self.acceptance.slots([seq], self.num_steps)
+        self._learn_from_table()
+        able = old.able if old is not None and old.seq is seq else None
+        kinds = np.tile(np.arange(Acceptance.KINDS), (len(self.drafters), 1))
+        drafts = self._drafts(
+            [seq] * Acceptance.KINDS, np.repeat(slots, Acceptance.KINDS), kinds, [], np.array([room]), able
+        )
+        hoped, rates = self._rates(self._hoped(np.array([room]), able), drafts, 1)
+        won, _, _, backlogs = drafts
         speed = np.maximum.accumulate(rates, 2)
         depth = np.maximum.accumulate(np.where(rates >= speed, self._depth, 0), 2)
-        usual, plain = self.acceptance.usual_kinds.tolist(), self.cost.of_plain(1)
-        # what is hoped of a look-up that is not known to pay is spent in all of the steps
-        awake = [
-            self.is_awake(index) and self._worth[index] + self._hope(index) / length >= self.seconds[index] / plain
-            for index in range(self.num_lookups)
-        ]
-        added, until = np.zeros(self.num_lookups), self.num_steps + length
-        expected = np.take_along_axis(won.cumsum(2), np.maximum(depth - 1, 0), 2)
-        return Table(row, until, speed.tolist(), depth.tolist(), expected.tolist(), usual, awake, added)
+        usual = np.arange(len(rates)), self.acceptance.usual_kinds
+        worth = np.maximum(speed[usual][:, -1:] - 1.0, 0.0)
+        worth[: self.num_lookups, 0] = self._worth
+        drafter = int(worth.argmax())
+        best = Choice(np.array([drafter]), (worth[drafter] > 0).astype(np.int64))
+        patience = [self._patience(index) for index in range(self.num_lookups)]
+        left = [patience - self._aged_idle(index) for index, patience in enumerate(patience)]
+        is_awake = any([count > 0 for count in left])
+        tried, due = self._with_trials(
+            best,
+            [seq],
+            slots,
+            worth,
+            won[usual][:, :1],
+            hoped.max(2) - 1.0,
+            backlogs[:, :1],
+            np.array([room]),
+            is_awake,
+        )
+        trial = int(tried.drafter[0]) if tried is not best else None
+        pays = bool(worth[self.num_lookups :].any())
+        if trial is None and not pays and not is_awake:
+            self._table = None
+            self._be_quiet([seq], due, begins)
+            self._spent = self._charge(self.clock() - began)
+            return False
+        length = most = max(math.ceil(self._overhead / (self.CHOOSING * self.cost.of_plain(1))), 1)
+        if begins[0] or trial is not None:
+            length = max(most // 4, 1)
+        is_new = any(
+            worth[index, 0] > 0 and worth[index, 0] >= worth.max() and self.drafting[index].count < self.TIMED for index in self.models
+        )
+        if is_new:
+            length = min(length, 2)
+        is_timed = is_new or trial is not None or self.cost.target.count < self.MEASURED
+        self._table = Table(
+            seq=seq, until=self.num_steps + length, speed=speed.tolist(), depth=depth.tolist(), won=won.cumsum(2).tolist(),
+            kinds=usual[1].tolist(), patience=patience, left=left, trial=trial, pays=pays, is_timed=is_timed,
+            is_trial=trial is not None, is_long=length > 1, dearer=self._factor, able=able, asks=[0] * self.num_lookups, added=[0.0] * self.num_lookups,
+        )  # fmt: skip
+        self.holds = not self._table.is_timed and length > 1
+        self._spent = self._charge(self.clock() - began)
+        return True
 
     def _from_table(
-        self, table: Table, seq: Sequence, room: int, offers: list[DraftTrees], scores: list[list[float] | None], able: np.ndarray | None
+        self, table: Table, room: int, offers: list[DraftTrees], scores: list[list[float] | None], able: np.ndarray | None
     ) -> Choice:  # fmt: skip
         """The choice for a single row, from what is known already."""
+        trial, table.trial = table.trial, None
         first = second = 1.0
-        chosen = depth = 0
+        chosen = kind_of = depth = 0
         for index, drafter in enumerate(self.drafters):
-            is_lookup = index < self.num_lookups
-            length = min(room, drafter.longest, offers[index].lengths[0] if is_lookup else room)
-            if length and (able is None or able[index, 0]):
-                kind, score = table.kinds[index], scores[index] if is_lookup else None
+            kind, speed, best = table.kinds[index], 0.0, 0
+            if able is not None and not able[index, 0]:
+                continue
+            if index >= self.num_lookups:
+                length = min(room, drafter.longest)
+                speed, best = table.speed[index][kind][length - 1], table.depth[index][kind][length - 1]
+            elif table.left[index] > 0:
+                table.asks[index] += 1
+                table.left[index] -= 1
+                offer, score = offers[index], scores[index]
+                length = min(room, drafter.longest, offer.row_depths[0])
+                if not length:
+                    continue
                 if score is not None:
-                    kind = int(self.acceptance.promised_kinds(np.array(score), np.array(offers[index].lengths))[0])
-                speed = table.speed[index][kind][length - 1]
-                if speed > first:
-                    first, second, chosen, depth = speed, first, index, table.depth[index][kind][length - 1]
-                    table.chosen = index, kind, table.won[index][kind][length - 1]
-                elif speed > second:
-                    second = speed
-        table.asks += 1
-        if depth:
-            self.steps[self.drafters[chosen].name] += 1
-            self.acceptance.read_up_to[self.acceptance.slot(seq.id), chosen] = len(seq.tokens)
-            if chosen < self.num_lookups:
-                table.added[chosen] += first - second
+                    kind = int(self.acceptance.promised_kinds(np.array(score), np.array(offer.lengths))[0])
+                table.offers.append((index, kind, len(table.seq.tokens), offer))
+                if offer.is_chain:
+                    speed, best = table.speed[index][kind][length - 1], table.depth[index][kind][length - 1]
+                else:
+                    extra = float(self._extra(1, 1 + offer.lengths[0], 0.0))
+                    speed, best = (1.0 + table.won[index][kind][length - 1]) / (1.0 + extra), length
+            if speed > first:
+                first, second, chosen, kind_of, depth = speed, first, index, kind, best
+            elif speed > second:
+                second = speed
+        if trial is not None and (able is None or able[trial, 0]):
+            chosen, kind_of, depth = trial, table.kinds[trial], 1
+        elif depth and chosen < self.num_lookups:
+            table.added[chosen] += first - second
+            if first - second > self._price(chosen, self.cost.of_plain(1)):
+                table.left[chosen] = table.patience[chosen]
+        table.chosen = chosen, kind_of, depth
+        self.steps[self.drafters[chosen].name] += depth > 0
         return Choice(np.array([chosen]), np.array([depth]))
 
-    def _nodes(
-        self, offers: list[DraftTrees], room: np.ndarray, able: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[D, B, K] each: P(a draft has a node at a depth), and the nodes that it has there; and int [D, B], how deep it may be."""
-        found, nodes = np.zeros((2, len(self.drafters), len(room), len(self._depth)))
+    def observe_held(self, num_drafted: int, num_accepted: int) -> None:
+        """See DraftLengthPolicy. What was drafted is learnt from before the next table is made."""
+        table = self._table
+        assert table is not None and table.chosen is not None
+        (drafter, kind, depth), table.chosen = table.chosen, None
+        if depth:
+            self._drafted_at[drafter] = self.num_steps
+            slot = self.acceptance.slot(table.seq.id)
+            self.acceptance.read_up_to[slot, drafter] = len(table.seq.tokens)
+        if num_drafted:
+            table.drafts.setdefault(drafter, []).append((kind, num_drafted, num_accepted))
+        self.num_steps += 1
+        self._spent, self._was_plain = 0.0, not table.is_long
+
+    def _observe_timed(self, step: DraftedStep, table: Table) -> None:
+        """Learn from a timed step that used the table."""
+        assert table.chosen is not None
+        drafter, kind, depth = table.chosen
+        speed = table.speed[drafter][kind][depth - 1] if depth else 0.0
+        extra = (1.0 + table.won[drafter][kind][depth - 1]) / speed - 1.0 if speed else 0.0
+        self._look_at(step.sequences)
+        self._time_lookups(table.seconds)
+        if depth and drafter >= self.num_lookups:
+            seconds = max(step.drafting_seconds - sum(table.seconds) - self._spent, 0.0)
+            slots = self.acceptance.slots(step.sequences, self.num_steps)
+            self._observe_model(step, drafter, slots, np.array([depth]), seconds)
+        if step.seconds is not None and not self._spent:
+            packed, plain = 1 + int(step.nodes.sum()) + step.num_more, self.cost.of_plain(1)
+            if not table.is_trial:
+                expected = sum(table.seconds) / plain + extra / table.dearer
+                most = 1.5 * (1.0 + expected) - 1.0  # a step that a busy machine delays shows nothing
+                seen = np.array([min(step.seconds / plain - 1.0, most), expected])
+                self._dearer += (1.0 - self.FOLLOWING) * (seen - self._dearer)
+            if packed > 1:
+                self._observe_target(1, packed, step.seconds - step.drafting_seconds)
+        num_drafted = 0 if step.sequences[0].finished else int((step.nodes[0] > 0).sum())
+        self.observe_held(num_drafted, step.accepted[0])
+
+    def _learn_from_table(self) -> None:
+        """Learn from what look-ups offered and what was drafted in the steps of the table."""
+        table = self._table
+        if table is None:
+            return
+        slot, plain = self.acceptance.slot(table.seq.id), self.cost.of_plain(1)
+        seen: dict[int, list[tuple[int, int, int]]] = {}
+        for index, kind, length, offer in table.offers:
+            written = table.seq.tokens[length:]
+            if written:
+                accepted = min(len(offer.matching_path(0, written)), len(written))
+                seen.setdefault(index, []).append((kind, min(offer.row_depths[0], len(written)), accepted))
+        for drafter, drafts in table.drafts.items():
+            if drafter >= self.num_lookups:
+                seen[drafter] = drafts
+            _, drafted, accepted = np.array(drafts).T
+            spent = self._extra(1, 1 + drafted, self._of_drafting(drafter, 1, drafted, drafted))
+            self.acceptance.saved[slot, :, drafter] += (accepted - spent).sum(), len(drafts)
+        for drafter, drafts in seen.items():
+            self.acceptance.observe_steps(slot, drafter, drafts, self.num_steps)
+        for index, asks in enumerate(table.asks):
+            if asks:
+                self._worth[index] += (1.0 - self.WORTH**asks) * (table.added[index] / asks - self._worth[index])
+                if math.isfinite(table.left[index]):
+                    self._idle[index] = max(table.patience[index] - table.left[index], 0.0)
+                elif table.added[index] / asks > self._price(index, plain):
+                    self._idle[index] = 0.0
+                else:
+                    self._idle[index] = self._aged_idle(index) + asks
+                self._asked_at[index] = self.num_steps
+        table.drafts, table.offers, table.asks = {}, [], [0] * self.num_lookups
+
+    # ---- several rows -----------------------------------------------------------------------------------------------
+
+    def _drafts(self, sequences, slots, kinds, offers, room, able) -> tuple[np.ndarray, ...]:
+        """What the drafters may draft for the rows: [D, B, K], P(a token at each depth is accepted) and the nodes there; int [D, B], how deep
+        a draft may be, and how many tokens the drafter has to catch up with."""
+        chance, nodes = np.repeat(self.acceptance.offered[:, :, None], len(slots), 2)
         for index, offer in enumerate(offers):
             counts = offer.nodes_by_depth[:, : len(self._depth)]
-            nodes[index, :, : counts.shape[1]] = counts
-        found[: self.num_lookups] = nodes[: self.num_lookups] > 0
-        for index in self.models:
-            found[index], nodes[index] = self.acceptance.offered(index)
+            nodes[index, :, : counts.shape[1]], nodes[index, :, counts.shape[1] :] = counts, 0.0
+            chance[index] = nodes[index] > 0
+        won = self.acceptance.survival(slots, kinds, self.num_steps) * chance
         # One token at most until the price of a packed token is known, and trials only until a drafter's time is.
         longest = self.longest if self._knows_price else np.minimum(self.longest, 1)
-        known = [index < self.num_lookups or bool(self.drafting[index]) for index in range(len(found))]
-        reach = np.minimum(room, (longest * known)[:, None])
-        return found, nodes, reach if able is None else reach * able
+        known = [index < self.num_lookups or bool(self.drafting[index]) for index in range(len(self.drafters))]
+        reach = np.broadcast_to(np.minimum(room, (longest * known)[:, None]), kinds.shape)
+        backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
+        return won, nodes, reach if able is None else reach * able, backlogs * self._catches_up
 
-    def _rates(
-        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, num_rows: int, hopes: bool = False
-    ) -> np.ndarray:  # fmt: skip
-        """[D, B, K]: tokens per row in the time of a plain step, if all `num_rows` rows drafted as one row does; 0 where it may not.
-        `hopes`: drafting may take less than was measured."""
+    def _hoped(self, room: np.ndarray, able: np.ndarray | None) -> tuple[np.ndarray, ...]:
+        """See `_drafts`: the same if drafters that are asked for a depth are as good as one may hope."""
+        chance, nodes = self.acceptance.offered
+        won, nodes = np.repeat(np.stack([self.acceptance.hope * chance, nodes])[:, :, None], len(room), 2)
+        reach = np.minimum(room, self.longest[:, None]) * (1 if able is None else able)
+        return won, nodes, reach, np.zeros_like(reach)
+
+    def _rates(self, hoped: tuple[np.ndarray, ...], drafts: tuple[np.ndarray, ...], num_rows: int) -> list[np.ndarray]:
+        """Of both: [D, B, K], tokens per row in the time of a plain step, if all `num_rows` rows drafted as one row does; 0 where it may
+        not. With hope, drafting may take less than was measured."""
+        won, nodes, reach, backlogs = [np.concatenate(parts, 1) for parts in zip(hoped, drafts, strict=True)]
         drafting = np.zeros_like(nodes)
         for index in self.models:
-            times = num_rows, self._depth, num_rows * self._depth, num_rows * backlogs[index][:, None]
-            doubt = self._doubt(self._drafted_at[index]) if hopes else 1.0
-            drafting[index] = doubt * self._of_drafting(index, *times)
+            times = num_rows, self._depth, num_rows * self._depth, num_rows * backlogs[index][:, None] / self.HORIZON
+            drafting[index] = self._of_drafting(index, *times)
+            drafting[index, : len(hoped[2][0])] *= self._doubt(self._drafted_at[index])
         extra = self._extra(num_rows, num_rows * (1.0 + nodes.cumsum(2)), drafting)
-        return np.where((self._depth <= reach[:, :, None]) & (nodes > 0), (1.0 + won.cumsum(2)) / (1.0 + extra), 0.0)
+        rates = np.where((self._depth <= reach[:, :, None]) & (nodes > 0), (1.0 + won.cumsum(2)) / (1.0 + extra), 0.0)
+        return np.split(rates, [len(hoped[2][0])], 1)
 
     def _of_drafting(self, drafter: int, num_rows: int, depth, num_asked, backlog=0):
         """Seconds that a drafter takes to draft, and to catch up with tokens that it has not read; look-ups have drafted already."""
@@ -390,8 +540,8 @@ class Fastest(DraftLengthPolicy):
         """Extra time of a step over a plain one, with `drafting` seconds of a drafter, choosing and learning, in plain steps."""
         plain = self.cost.of_plain(num_rows)
         doubt = self._doubt(self._drafted_at.max())
-        seconds = doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting + self._of_choosing(num_rows)
-        return seconds / plain
+        added = self.cost.of_target(num_rows, num_packed) - self.cost.of_target(num_rows, num_rows)
+        return (self._factor * (doubt * added + drafting) + self._of_choosing(num_rows)) / plain
 
     def _of_choosing(self, num_rows: int) -> float:
         """Seconds of choosing and of learning from it, as a share in a step."""
@@ -488,18 +638,18 @@ class Fastest(DraftLengthPolicy):
     # ---- exploring --------------------------------------------------------------------------------------------------
 
     def _with_trials(
-        self, best: Choice, sequences, slots, worth, expected, backlogs, room, left, able
+        self, best: Choice, sequences, slots, worth, expected, gains, backlogs, room, is_awake: bool
     ) -> tuple[Choice, float]:
         """`best`, with one token of a drafter for rows where a trial is worth its price; and the steps until another may be."""
-        awake = [self.is_awake(index) for index in range(self.num_lookups)]
-        is_due = self.num_steps - self._tried_at >= self.TRIED or not (best.depth.any() or any(awake))
+        is_due = self.num_steps - self._tried_at >= self.TRIED or not (best.depth.any() or is_awake)
         if not self.models or not is_due:
             return best, self.LONGEST_QUIET
         self._tried_at = self.num_steps
         num_rows, rows, soonest = len(room), np.arange(len(room)), float(self.LONGEST_QUIET)
         current = np.where(best.depth > 0, worth[best.drafter, rows], 0.0)
         likelihoods, shares = self.acceptance.log_likelihood(slots, self.num_steps), self.acceptance.share_of_rows
-        gains, prospects = self._hoped_gains(room, able), np.zeros(num_rows)
+        gains, prospects = np.maximum(gains, 0.0), np.zeros(num_rows)
+        left = np.minimum(tokens_left(sequences), self.HORIZON)
         heads = [index for index in self.models if self.drafters[index].is_head]
         self._of_fresh = max([float(shares[index] * gains[index].max()) for index in heads], default=0.0)
         for index in self.models:
@@ -536,24 +686,14 @@ class Fastest(DraftLengthPolicy):
             self._prospects.update((seq.id, float(p)) for seq, p in zip(sequences, prospects, strict=True))
         return best, soonest
 
-    def _hoped_gains(self, room: np.ndarray, able: np.ndarray | None) -> np.ndarray:
-        """[D, B]: tokens a step that each drafter gains on a row if it is as good as one may hope."""
-        found, nodes, _ = self._nodes([], room, able)
-        hoped = np.repeat(self.acceptance.hope[:, None], len(room), 1) * found
-        reach = np.minimum(room, self.longest[:, None]) * (1 if able is None else able)
-        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), len(room), hopes=True)
-        return np.maximum(rates.max(2) - 1.0, 0.0)
-
     def _be_quiet(self, sequences: list[Sequence], steps: float, begins: list[bool]) -> None:
         """No row is worth drafting for: skip the choice until a trial may be due or a look-up wakes."""
         plain, fresh = self.cost.of_plain(len(sequences)), any(begins)
         for index, share in enumerate(self.acceptance.share_of_rows[: self.num_lookups].tolist()):
-            if self.is_awake(index):
-                return
             fresh &= share < self._price(index, plain)
-            needed = self.TRIAL * math.log2(max(share / self._price(index, plain), 1.0))
-            if needed:
-                steps = min(steps, math.log(needed / self._aged_idle(index)) / math.log(Acceptance.AGEING))
+            patience, idle = self._patience(index), self._aged_idle(index)
+            if patience:
+                steps = min(steps, math.log(min(patience / max(idle, 1e-9), 1.0)) / math.log(Acceptance.AGEING))
         length = max(1, int(steps), int(self._overhead / plain / self.QUIET_SHARE))
         self._quiet_until, self._quiet_rows = self.num_steps + length, frozenset(seq.id for seq in sequences)
         if any(begins):
@@ -563,35 +703,40 @@ class Fastest(DraftLengthPolicy):
 
     def is_awake(self, index: int) -> bool:
         """True if a look-up may save more than it takes: by its worth, and by the hope that halves with `TRIAL` asks in vain."""
-        if self.holds and self._table is not None:
-            return self._table.awake[index]
-        return self._worth[index] + self._hope(index) >= self._price(index, self.cost.of_plain(self._num_rows))
+        if self._table is not None:
+            return self._table.left[index] > 0
+        return self._aged_idle(index) <= self._patience(index)
 
-    def _hope(self, index: int) -> float:
-        return float(self.acceptance.share_of_rows[index] * 0.5 ** (self._aged_idle(index) / self.TRIAL))
+    def _patience(self, index: int) -> float:
+        """How often a look-up is asked in vain until it is hoped to save less than it takes."""
+        missing = self._price(index, self.cost.of_plain(self._num_rows)) - float(self._worth[index])
+        if missing <= 0:
+            return math.inf
+        return self.TRIAL * math.log2(max(float(self.acceptance.share_of_rows[index]) / missing, 1.0))
 
     def _aged_idle(self, index: int) -> float:
         return float(self._idle[index] * Acceptance.AGEING ** (self.num_steps - self._asked_at[index]))
 
     def _price(self, index: int, plain: float) -> float:
         """Tokens a row that asking a look-up costs, with the choice that follows."""
-        seconds = self.seconds[index] * self._doubt(self._asked_at[index])
+        seconds = self._factor * self.seconds[index] * self._doubt(self._asked_at[index])
         return float(seconds + self._of_choosing(self._num_rows)) / plain
 
+    @property
+    def _factor(self) -> float:
+        """How much longer than by their parts steps with drafts take: what drafting leaves in the machine's caches makes the rest slower."""
+        return float(np.clip((self._dearer[0] + 0.1) / (self._dearer[1] + 0.1), 0.5, 4.0))
+
     def _value_lookups(self, worth: np.ndarray, choice: Choice) -> None:
-        """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen, in this step
-        and in those from the table."""
-        best, plain, table = worth.max(0), self.cost.of_plain(worth.shape[1]), self._table
+        """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen."""
+        plain = self.cost.of_plain(worth.shape[1])
+        second, best = np.sort(np.concatenate([np.zeros((1, worth.shape[1])), worth]), 0)[-2:]
         for index in range(self.num_lookups):
             if self.is_awake(index):
-                others = np.delete(worth, index, 0).max(0, initial=0.0)
-                added = float(((best - others) * (choice.depth > 0) * (choice.drafter == index)).mean())
-                asks = 1
-                if table is not None and table.awake[index]:
-                    asks += table.asks
-                    added = (added + float(table.added[index])) / asks
-                self._worth[index] += (1.0 - self.WORTH**asks) * (added - self._worth[index])
-                self._idle[index] = 0.0 if added > self._price(index, plain) else self._aged_idle(index) + asks
+                chosen = (choice.depth > 0) & (choice.drafter == index) & (worth[index] >= best)
+                added = float(((best - second) * chosen).mean())
+                self._worth[index] += (1.0 - self.WORTH) * (added - self._worth[index])
+                self._idle[index] = 0.0 if added > self._price(index, plain) else self._aged_idle(index) + 1
                 self._asked_at[index] = self.num_steps
 
     def followed(self, seconds: float, num_rows: int) -> None:
@@ -611,8 +756,10 @@ class Fastest(DraftLengthPolicy):
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def wants_plain_time(self) -> bool:
-        """See DraftLengthPolicy: at growing intervals."""
-        return not self.cost.target or self.num_steps >= self._plain_due.get(self.cost.octave, 0)
+        """See DraftLengthPolicy: not in every step, because learning from it takes time too, and not just after one that is not plain: what
+        drafting leaves in the machine's caches makes it slower."""
+        due = min(self._plain_due.get(self.cost.octave, 0), self._plain_at + self.SAMPLED)
+        return self._was_plain and (not self.cost.target or self.num_steps >= due)
 
     def _look_at(self, sequences: list[Sequence]) -> None:
         """From now on, costs are those of steps of these rows."""
@@ -626,26 +773,30 @@ class Fastest(DraftLengthPolicy):
             2 * self._plain_pauses.get(octave, 4 if self._plain_pauses else 1), self.LONGEST_STALE
         )
         self._plain_due[octave] = self.num_steps + self._plain_pauses[octave]
+        self._plain_at = self.num_steps
 
     def observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
         """See DraftLengthPolicy."""
-        if seconds is not None and sequences:
+        if seconds is not None and sequences and not self._spent:
             self._look_at(sequences)
-            self.cost.observe_target(len(sequences), len(sequences), seconds)
-            self._schedule_plain()
-        self._asked = None
+            self._observe_target(len(sequences), len(sequences), seconds)
+        self._asked, self._spent, self._was_plain = None, 0.0, True
         self.num_steps += 1
 
     def observe(self, step: DraftedStep) -> None:
         """Update acceptance and costs."""
+        if self._table is not None and self._table.chosen is not None:
+            return self._observe_timed(step, self._table)
         asked, self._asked = self._asked, None
         if asked is None or not step.sequences:
             return self.observe_plain(step.sequences, None)
         began = self.clock()
         if not (asked.choice.depth.any() or any(asked.seconds)):  # nobody was asked
             seconds = None if step.seconds is None or step.num_more else step.seconds - step.drafting_seconds
+            spent, self._spent = self._spent, 0.0
             self.observe_plain(step.sequences, seconds)
-            return self._charge(began)
+            self._charge(spent + self.clock() - began)
+            return None
         self._look_at(step.sequences)
         at = np.array([asked.order[seq.id] for seq in step.sequences])
         drafter, depth = asked.choice.drafter[at], np.where(np.asarray(step.limits) > 0, asked.choice.depth[at], 0)
@@ -666,38 +817,43 @@ class Fastest(DraftLengthPolicy):
         for index, each, share in zip(models, limits, usual, strict=True):
             drafting += self._observe_model(step, index, slots, each, seconds * share / sum(usual))
         self.acceptance.observe(slots, asked.kinds[:, at], offered, accepted, written, self.num_steps)
-        told = np.flatnonzero(drafted & (written > 0))
-        self.acceptance.observe_promises(drafter[told], np.asarray(step.accepted)[told], asked.expected[at][told])
         self.steps.update([self.drafters[index].name for index in drafter[drafted].tolist()])
         packed = num_rows + int(step.nodes.sum()) + step.num_more
         if step.seconds is not None:
-            self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
-            self._knows_price |= packed > num_rows
-            if packed == num_rows:
-                self._schedule_plain()
-        self._settle(
-            asked.seconds, slots, drafter, drafted, np.asarray(step.accepted), packed - step.num_more, drafting
-        )
+            self._observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
+        self._time_lookups(asked.seconds)
+        self._settle(slots, drafter, drafted, np.asarray(step.accepted), packed - step.num_more, drafting)
         self._drafted_at[drafter[drafted]] = self.num_steps
         self.num_steps += 1
-        return self._charge(began)
+        self._charge(self._spent + self.clock() - began)
+        self._spent = 0.0
+        return None
 
-    def _charge(self, began: float) -> None:
-        """Note what choosing, and learning since `began`, took in this step."""
-        spent, self._spent = self._spent + self.clock() - began, 0.0
+    def _charge(self, spent: float) -> float:
+        """Note what choosing, and learning from it, took. Returns it."""
         if self._has_chosen:  # the first choice is slow
             self._overhead += (1.0 - self.WORTH if self._overhead else 1.0) * (spent - self._overhead)
         self._has_chosen = True
+        return spent
 
-    def _settle(self, seconds: list[float], slots, drafter, drafted, gained, packed: int, drafting: float) -> None:
-        """Note what the look-ups took, and what drafts saved on each row."""
+    def _observe_target(self, num_rows: int, num_packed: int, seconds: float) -> None:
+        """A step with so many packed tokens took so long, drafting left out."""
+        self.cost.observe_target(num_rows, num_packed, seconds)
+        self._knows_price |= num_packed > num_rows
+        if num_packed == num_rows:
+            self._schedule_plain()
+
+    def _time_lookups(self, seconds: list[float]) -> None:
+        """Note what look-ups took that were asked."""
         for index, taken in enumerate(seconds):
             if taken:
                 self._timed[index] += 1
                 if self._timed[index] > 1:  # the first ask is slow
                     known, weight = self.seconds[index], max(1.0 - self.WORTH, 1.0 / (self._timed[index] - 1))
                     self.seconds[index] += weight * (min(taken, 4 * known or taken) - known)
-                self.acceptance.saved[slots, 1, index] += 1.0
+
+    def _settle(self, slots, drafter, drafted, gained, packed: int, drafting: float) -> None:
+        """Note what drafts saved on each row."""
         if drafted.any() and self.cost.target:
             num_rows, plain = len(slots), self.cost.of_plain(len(slots))
             spent = float(self.cost.of_target(num_rows, packed)) - plain + drafting + self._of_choosing(num_rows)
@@ -735,37 +891,11 @@ class Fastest(DraftLengthPolicy):
         unread = int(backlogs[read > 0].sum())
         return float(self._of_drafting(index, len(slots), depth, num_asked, unread))
 
-    def observe_held(self, num_drafted: int, num_accepted: int) -> None:
-        """See DraftLengthPolicy. What was drafted is learnt from before the next choice."""
-        assert self._table is not None
-        drafter, kind, expected = self._table.chosen
-        if num_drafted:
-            self._table.expected[drafter] = self._table.expected.get(drafter, 0.0) + expected
-            self._drafted_at[drafter] = self.num_steps
-            self._table.drafts.setdefault(drafter, []).append((kind, num_drafted, num_accepted))
-        self.num_steps += 1
-        if num_drafted and not num_accepted and drafter >= self.num_lookups:  # drafts that take long may no longer pay
-            self._table.until = self.num_steps
-
-    def _learn_from_table(self) -> None:
-        """Learn from the drafts in the steps from the table."""
-        table = self._table
-        if table is None:
-            return
-        for drafter, drafts in table.drafts.items():
-            slot = self.acceptance.slot(table.row)
-            self.acceptance.observe_steps(slot, drafter, drafts, self.num_steps)
-            _, drafted, accepted = np.array(drafts).T
-            spent = self._extra(1, 1 + drafted, self._of_drafting(drafter, 1, drafted, drafted))
-            self.acceptance.saved[slot, :, drafter] += (accepted - spent).sum(), len(drafts)
-            promised = np.array([accepted.sum(), table.expected[drafter]], dtype=np.float64)
-            self.acceptance.observe_promises(np.array([drafter]), *promised[:, None])
-        table.drafts, table.expected = {}, {}
-
     def forget(self, seq: Sequence) -> None:
         """Drop the row's estimates, and count how it ended."""
-        if self._table is not None and self._table.row == seq.id:
+        if self._table is not None and self._table.seq is seq:
             self._learn_from_table()
+            self._table = None
         self._written = self.ENDS * self._written + seq.num_generated
         self._ended = self.ENDS * self._ended + (seq.finished and len(seq.tokens) < seq.max_length)
         self.acceptance.forget(seq)

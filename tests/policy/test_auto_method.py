@@ -218,13 +218,14 @@ def test_choices_that_take_a_third_of_a_step_are_made_once_for_many_steps(text, 
 
 def test_a_small_model_has_read_the_text_that_it_drafted_for_from_the_table():
     """Else what was written since the last choice would look like tokens to catch up with."""
-    policy = Fastest([KnownDrafter("small", LONGEST)], LONGEST, SlowChoices(0.004))
-    world, held = World({"small": Drafter([0.9], has_weights=True)}, cpu), 0
+    known = [KnownDrafter("ngram", LONGEST, is_lookup=True), KnownDrafter("small", LONGEST)]
+    policy = Fastest(known, LONGEST, SlowChoices(0.004))
+    world, held = World({"ngram": Drafter([0.0]), "small": Drafter([0.9], has_weights=True)}, cpu), 0
     for _ in range(120):
         start = len(world.sequences[0].tokens)
         world.step(policy)
-        if policy.holds and policy._drafted_at[0] == policy.num_steps - 1:
-            assert policy.acceptance.read_up_to[0, 0] >= start
+        if policy.holds and policy._drafted_at[1] == policy.num_steps - 1:
+            assert policy.acceptance.read_up_to[0, 1] >= start
             held += 1
     assert held > 30
 
@@ -232,9 +233,10 @@ def test_a_small_model_has_read_the_text_that_it_drafted_for_from_the_table():
 def test_a_head_that_has_let_go_is_not_chosen_from_the_table():
     world = World(TEXTS["a head"], cpu)
     policy = world.policy(clock=SlowChoices(0.004))
-    while not (policy.holds and policy._table.chosen[0] == 2):
+    while not (policy.holds and policy._drafted_at[2] == policy.num_steps - 1):
         world.step(policy)
     empty = [DraftTrees.empty(1, "cpu")] * 2
+    policy.limits(world.sequences, [LONGEST])
     choice = policy.choose(
         world.sequences, [LONGEST], empty, [0.0] * 2, [None] * 2, np.array([[True], [True], [False]])
     )

@@ -506,7 +506,7 @@ def test_catching_up_is_part_of_the_cost():
     policy.drafting[0].load([[[1, 1, 0], 0.0005, [1.0, 1.0, 1.0, 0.0]], [[1, 1, 9], 8.0, [1.0, 1.0, 1.0, 6.25]]])
     policy._quiet_until, policy._plain_due = 0, {0: 10**6}
     for behind, drafts in ((0, True), (400, False)):
-        policy.acceptance.read_up_to[place] = len(seq.tokens) - behind
+        policy.acceptance.read_up_to[place], policy._table = len(seq.tokens) - behind, None
         assert (policy.limits([seq], [8])[0] > 0) == drafts
 
 
