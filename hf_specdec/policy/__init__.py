@@ -22,10 +22,10 @@ rows on which it paid, times the likelihood of its failures there, which ages), 
 text is expected to stay as it is. A trial is made if that is more than its price, what it takes less what it is expected to gain at once,
 and if the price is small against what the rows may still write. So trials become rare by themselves where nothing is accepted.
 
-Choosing takes time, too. A single row's choices are read from a table of what is fastest for every drafter, kind of draft and length,
-which is made anew as often as `Fastest.CHOOSING` of the time allows. What was drafted meanwhile is learnt from at the next choice. Of
-several drafters the one that looks best is often not as good as it looks, so survival is multiplied by the share of expected tokens
-that chosen drafts have kept.
+Choosing takes time, too. A single row chooses from a table of what is fastest for every drafter, kind of draft and length, which is made
+anew as often as `Fastest.CHOOSING` of the time allows. What was offered and drafted meanwhile is learnt from when the next one is made.
+Steps with drafts take longer than their parts, since drafting leaves other things in the machine's caches: the extra time is multiplied by
+what timed steps showed. Plain steps are timed only after plain ones, for the same reason.
 
 Look-ups take time in every step in which they are asked, and heads in every step in which they follow. They rest while what they add, or
 the hope of it, is less than what they take. While nothing is chosen and nobody may wake, no choice is made at all.

@@ -80,6 +80,7 @@ class Table:
     """How fast a single row is with every drafter, for each draft that it may offer. It is used for some steps, and notes what happens.
 
     Attributes:
+        seq: the row.
         until: number of the first step that does not use the table.
         speed: indexed by drafter, by kind of draft, and by the draft's length less one: tokens in the time of a plain step.
         depth: indexed alike: the depth with that speed.
@@ -89,7 +90,7 @@ class Table:
         left: how often it may still be asked in vain.
         trial: a drafter that is tried in the first of these steps.
         pays: whether a drafter that is asked for a depth is faster than plain decoding.
-        is_timed, is_trial, is_long: whether all of these steps are timed; whether a drafter is tried in them; and whether they are several.
+        is_timed, is_trial, is_long: whether these steps are timed, whether a drafter is tried in them, and whether they are several.
         dearer: how much longer than by their parts steps with drafts are expected to take, as a factor of the extra time.
         able: see `Fastest.choose`, of the last step.
         asks, added: per look-up, how often it was asked, and the tokens that it added to the best of the other drafters.
@@ -124,7 +125,7 @@ class Table:
     @property
     def is_useful(self) -> bool:
         """Whether any drafter may be asked."""
-        return self.pays or self.trial is not None or any([left > 0 for left in self.left])
+        return self.pays or self.trial is not None or any(left > 0 for left in self.left)
 
 
 @dataclass
@@ -340,18 +341,10 @@ class Fastest(DraftLengthPolicy):
         best = Choice(np.array([drafter]), (worth[drafter] > 0).astype(np.int64))
         patience = [self._patience(index) for index in range(self.num_lookups)]
         left = [patience - self._aged_idle(index) for index, patience in enumerate(patience)]
-        is_awake = any([count > 0 for count in left])
+        is_awake = any(count > 0 for count in left)
         tried, due = self._with_trials(
-            best,
-            [seq],
-            slots,
-            worth,
-            won[usual][:, :1],
-            hoped.max(2) - 1.0,
-            backlogs[:, :1],
-            np.array([room]),
-            is_awake,
-        )
+            best, [seq], slots, worth, won[usual][:, :1], hoped.max(2) - 1.0, backlogs[:, :1], np.array([room]), is_awake
+        )  # fmt: skip
         trial = int(tried.drafter[0]) if tried is not best else None
         pays = bool(worth[self.num_lookups :].any())
         if trial is None and not pays and not is_awake:
@@ -362,16 +355,14 @@ class Fastest(DraftLengthPolicy):
         length = most = max(math.ceil(self._overhead / (self.CHOOSING * self.cost.of_plain(1))), 1)
         if begins[0] or trial is not None:
             length = max(most // 4, 1)
-        is_new = any(
-            worth[index, 0] > 0 and worth[index, 0] >= worth.max() and self.drafting[index].count < self.TIMED for index in self.models
-        )
+        is_new = pays and drafter >= self.num_lookups and self.drafting[drafter].count < self.TIMED
         if is_new:
             length = min(length, 2)
         is_timed = is_new or trial is not None or self.cost.target.count < self.MEASURED
         self._table = Table(
             seq=seq, until=self.num_steps + length, speed=speed.tolist(), depth=depth.tolist(), won=won.cumsum(2).tolist(),
-            kinds=usual[1].tolist(), patience=patience, left=left, trial=trial, pays=pays, is_timed=is_timed,
-            is_trial=trial is not None, is_long=length > 1, dearer=self._factor, able=able, asks=[0] * self.num_lookups, added=[0.0] * self.num_lookups,
+            kinds=usual[1].tolist(), patience=patience, left=left, trial=trial, pays=pays, is_timed=is_timed, is_trial=trial is not None,
+            is_long=length > 1, dearer=self._factor, able=able, asks=[0] * self.num_lookups, added=[0.0] * self.num_lookups,
         )  # fmt: skip
         self.holds = not self._table.is_timed and length > 1
         self._spent = self._charge(self.clock() - began)
@@ -493,8 +484,8 @@ class Fastest(DraftLengthPolicy):
     # ---- several rows -----------------------------------------------------------------------------------------------
 
     def _drafts(self, sequences, slots, kinds, offers, room, able) -> tuple[np.ndarray, ...]:
-        """What the drafters may draft for the rows: [D, B, K], P(a token at each depth is accepted) and the nodes there; int [D, B], how deep
-        a draft may be, and how many tokens the drafter has to catch up with."""
+        """What the drafters may draft for the rows: [D, B, K], P(a token at each depth is accepted) and the nodes there; int [D, B], how
+        deep a draft may be, and how many tokens the drafter has to catch up with."""
         chance, nodes = np.repeat(self.acceptance.offered[:, :, None], len(slots), 2)
         for index, offer in enumerate(offers):
             counts = offer.nodes_by_depth[:, : len(self._depth)]
@@ -724,7 +715,8 @@ class Fastest(DraftLengthPolicy):
 
     @property
     def _factor(self) -> float:
-        """How much longer than by their parts steps with drafts take: what drafting leaves in the machine's caches makes the rest slower."""
+        """How much longer than by their parts steps with drafts take: what drafting leaves in the machine's caches makes the rest
+        slower."""
         return float(np.clip((self._dearer[0] + 0.1) / (self._dearer[1] + 0.1), 0.5, 4.0))
 
     def _value_lookups(self, worth: np.ndarray, choice: Choice) -> None:
