@@ -161,15 +161,15 @@ class Fastest(DraftLengthPolicy):
     DOUBT = 64  # steps without drafts after which an estimated extra time is halved, at most twice
     TRIAL = 4  # asks without use after which the hope in a look-up is halved
     WORTH = 0.9  # decay per ask of what a look-up is worth, and of the times of look-ups, heads and choosing
-    FOLLOWING = 0.95  # decay of the same per timed step of a single row
+    DEARER = 0.95  # decay per timed step of a single row of how much longer than by their parts steps take
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less may always follow
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
     QUIET_SHARE = 0.002  # share of the time that choices may take while nothing is chosen
     SAMPLED = 16  # steps between two measurements of plain steps, where nothing is drafted
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
     CHOOSING = 0.03  # share of the time of a single row that choices may take, once drafts are known to pay
-    TIMED = 8  # drafts of a model that are timed before its cost is relied on for some steps,
-    MEASURED = 32  # and steps
+    TIMED = 8  # drafts of a model that are timed before its cost is relied on for many steps
+    MEASURED = 32  # steps that are timed before only one of a table's is
     ENDS = 0.98  # decay per row of how rows ended
     SPEEDS = 256  # how many speeds of a static batch are compared; and prefixes of the order of draft tokens
 
@@ -443,7 +443,7 @@ class Fastest(DraftLengthPolicy):
                 expected = sum(table.seconds) / plain + extra / table.dearer
                 most = 1.5 * (1.0 + expected) - 1.0  # a step that a busy machine delays shows nothing
                 seen = np.array([min(step.seconds / plain - 1.0, most), expected])
-                self._dearer += (1.0 - self.FOLLOWING) * (seen - self._dearer)
+                self._dearer += (1.0 - self.DEARER) * (seen - self._dearer)
             if packed > 1:
                 self._observe_target(1, packed, step.seconds - step.drafting_seconds)
         num_drafted = 0 if step.sequences[0].finished else int((step.nodes[0] > 0).sum())
