@@ -139,8 +139,13 @@ class DraftTrees:
     def matching_path(self, row: int, tokens: list[int]) -> list[int]:
         """The nodes on the longest path from the root of a row's tree whose ids `tokens` begin with."""
         count = self.lengths[row]
-        ids, parents = self.tokens[row, :count].tolist(), self.parent_index[row, :count].tolist()
-        path, at = [], -1
+        ids = self.tokens[row, :count].tolist()
+        if self.is_chain:
+            pairs = zip(ids, tokens, strict=False)
+            return list(
+                range(next((i for i, (node, token) in enumerate(pairs) if node != token), min(count, len(tokens))))
+            )
+        parents, path, at = self.parent_index[row, :count].tolist(), [], -1
         for token in tokens:
             at = next((node for node in range(at + 1, count) if parents[node] == at and ids[node] == token), -1)
             if at < 0:

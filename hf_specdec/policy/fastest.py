@@ -86,6 +86,7 @@ class Table:
         depth: indexed alike: the depth with that speed.
         won: indexed alike: tokens that are expected to be accepted up to that length.
         kinds: per drafter, the kind of a draft for which it makes no estimate.
+        price: per look-up, see `Fastest._price`.
         patience: per look-up, how often it is asked in vain before it rests.
         left: how often it may still be asked in vain.
         trial: a drafter that is tried in the first of these steps.
@@ -106,6 +107,7 @@ class Table:
     depth: list[list[list[int]]]
     won: list[list[list[float]]]
     kinds: list[int]
+    price: list[float]
     patience: list[float]
     left: list[float]
     trial: int | None
@@ -201,7 +203,7 @@ class Fastest(DraftLengthPolicy):
         self._plain_due: dict[int, int] = {}
         self._plain_at = 0  # step of the last measured plain step
         # plain steps that steps took longer than a plain one, and that they were expected to
-        self._dearer = np.zeros(2)
+        self._dearer = [0.0, 0.0]
         self._was_plain = True  # whether nobody was asked in the last step
         self._overhead = self._spent = 0.0  # seconds of choosing and of learning from it: usually, and in this step
         self._has_chosen = False
@@ -339,6 +341,7 @@ class Fastest(DraftLengthPolicy):
         worth[: self.num_lookups, 0] = self._worth
         drafter = int(worth.argmax())
         best = Choice(np.array([drafter]), (worth[drafter] > 0).astype(np.int64))
+        price = [self._price(index, self.cost.of_plain(1)) for index in range(self.num_lookups)]
         patience = [self._patience(index) for index in range(self.num_lookups)]
         left = [patience - self._aged_idle(index) for index, patience in enumerate(patience)]
         is_awake = any(count > 0 for count in left)
@@ -361,8 +364,9 @@ class Fastest(DraftLengthPolicy):
         is_timed = is_new or trial is not None or self.cost.target.count < self.MEASURED
         self._table = Table(
             seq=seq, until=self.num_steps + length, speed=speed.tolist(), depth=depth.tolist(), won=won.cumsum(2).tolist(),
-            kinds=usual[1].tolist(), patience=patience, left=left, trial=trial, pays=pays, is_timed=is_timed, is_trial=trial is not None,
-            is_long=length > 1, dearer=self._factor, able=able, asks=[0] * self.num_lookups, added=[0.0] * self.num_lookups,
+            kinds=usual[1].tolist(), patience=patience, left=left, trial=trial, pays=pays, is_timed=is_timed,
+            is_trial=trial is not None, is_long=length > 1, price=price, dearer=self._factor, able=able,
+            asks=[0] * self.num_lookups, added=[0.0] * self.num_lookups,
         )  # fmt: skip
         self.holds = not self._table.is_timed and length > 1
         self._spent = self._charge(self.clock() - began)
@@ -405,7 +409,7 @@ class Fastest(DraftLengthPolicy):
             chosen, kind_of, depth = trial, table.kinds[trial], 1
         elif depth and chosen < self.num_lookups:
             table.added[chosen] += first - second
-            if first - second > self._price(chosen, self.cost.of_plain(1)):
+            if first - second > table.price[chosen]:
                 table.left[chosen] = table.patience[chosen]
         table.chosen = chosen, kind_of, depth
         self.steps[self.drafters[chosen].name] += depth > 0
@@ -442,8 +446,9 @@ class Fastest(DraftLengthPolicy):
             if not table.is_trial:
                 expected = sum(table.seconds) / plain + extra / table.dearer
                 most = 1.5 * (1.0 + expected) - 1.0  # a step that a busy machine delays shows nothing
-                seen = np.array([min(step.seconds / plain - 1.0, most), expected])
-                self._dearer += (1.0 - self.DEARER) * (seen - self._dearer)
+                seen = min(step.seconds / plain - 1.0, most), expected
+                for i, value in enumerate(seen):
+                    self._dearer[i] += (1.0 - self.DEARER) * (value - self._dearer[i])
             if packed > 1:
                 self._observe_target(1, packed, step.seconds - step.drafting_seconds)
         num_drafted = 0 if step.sequences[0].finished else int((step.nodes[0] > 0).sum())
@@ -454,7 +459,7 @@ class Fastest(DraftLengthPolicy):
         table = self._table
         if table is None:
             return
-        slot, plain = self.acceptance.slot(table.seq.id), self.cost.of_plain(1)
+        slot = self.acceptance.slot(table.seq.id)
         seen: dict[int, list[tuple[int, int, int]]] = {}
         for index, kind, length, offer in table.offers:
             written = table.seq.tokens[length:]
@@ -474,7 +479,7 @@ class Fastest(DraftLengthPolicy):
                 self._worth[index] += (1.0 - self.WORTH**asks) * (table.added[index] / asks - self._worth[index])
                 if math.isfinite(table.left[index]):
                     self._idle[index] = max(table.patience[index] - table.left[index], 0.0)
-                elif table.added[index] / asks > self._price(index, plain):
+                elif table.added[index] / asks > table.price[index]:
                     self._idle[index] = 0.0
                 else:
                     self._idle[index] = self._aged_idle(index) + asks
@@ -717,7 +722,8 @@ class Fastest(DraftLengthPolicy):
     def _factor(self) -> float:
         """How much longer than by their parts steps with drafts take: what drafting leaves in the machine's caches makes the rest
         slower."""
-        return float(np.clip((self._dearer[0] + 0.1) / (self._dearer[1] + 0.1), 0.5, 4.0))
+        seen, expected = self._dearer
+        return min(max((seen + 0.1) / (expected + 0.1), 0.5), 4.0)
 
     def _value_lookups(self, worth: np.ndarray, choice: Choice) -> None:
         """Note what each look-up that is awake adds to the best of the other drafters, on the rows for which it was chosen."""
