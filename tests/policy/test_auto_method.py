@@ -38,6 +38,7 @@ class World:
     seed: int = 0
     per_depth: float = 0.001
     lookup_seconds: float = 20e-6
+    hidden_seconds: float = 0.0  # by which asking look-ups makes the rest of a step slower
     behind: list[int] = field(default_factory=list)
 
     def __post_init__(self):
@@ -78,7 +79,7 @@ class World:
     def step(self, policy, forced=None, scores=None):
         """One step; returns (tokens, true seconds). `forced`: (drafter, depth) of all rows in place of the policy's choice."""
         limits = [LONGEST] * self.num_rows if forced else policy.limits(self.sequences, [LONGEST] * self.num_rows)
-        drafts, drafting, lookups = [[] for _ in self.sequences], 0.0, 0.0
+        drafts, drafting, lookups, hidden = [[] for _ in self.sequences], 0.0, 0.0, 0.0
         if any(limits):
             awake = [forced is not None or policy.is_awake(index) for index in range(self.num_lookups)]
             offers = [
@@ -86,7 +87,7 @@ class World:
                 for name, asked in zip(self.names, awake, strict=False)
             ]
             seconds = [self.lookup_seconds * asked for asked in awake]
-            lookups = sum(seconds)
+            lookups, hidden = sum(seconds), self.hidden_seconds * any(awake)
             if forced:
                 which, depth = np.full(self.num_rows, self.names.index(forced[0])), np.full(self.num_rows, forced[1])
             else:
@@ -119,7 +120,7 @@ class World:
             self.future[row] = self.future[row][path + 1 :] + list(self.random.integers(10, 1000, path + 1))
         lengths = np.array([len(draft) for draft in drafts])
         nodes = (np.arange(LONGEST) < lengths[:, None]).astype(np.int64)
-        seconds = self.target(self.num_rows, self.num_rows + int(lengths.sum()))
+        seconds = self.target(self.num_rows, self.num_rows + int(lengths.sum())) + hidden
         new = [path + 1 for path in accepted]
         if not forced:
             shown = (drafting + lookups) * self.jitter()
@@ -214,6 +215,30 @@ def test_choices_that_take_a_third_of_a_step_are_made_once_for_many_steps(text, 
         ]
         ratios.append(found / max(*fixed, world.plain()))
     assert np.mean(ratios) > least, ratios
+
+
+@pytest.mark.parametrize(("found", "hidden", "least"), [(0.3, 0.0, 1.06), (0.17, 0.4, 0.96)])
+def test_look_ups_are_asked_by_what_whole_steps_take(found, hidden, least):
+    """One finds a draft in some of the steps. Asking takes a tenth of a plain step, and may make the rest of the step slower, too."""
+    plain = gpu(1, 1)
+    world = World(
+        {"ngram": Drafter([0.5], found=found)}, gpu, lookup_seconds=0.1 * plain, hidden_seconds=hidden * plain
+    )
+    policy = world.policy()
+    world.rate(policy, 200)
+    speed = world.rate(policy, 800) / world.plain()
+    assert speed > least, speed
+
+
+def test_plain_steps_are_timed_only_after_plain_ones():
+    """Drafting leaves other things in the machine's caches. Where a step takes long besides, that does not matter."""
+    for tick, is_clean in ((0.004, True), (0.0, False)):
+        world = World({"ngram": Drafter([0.9])}, cpu)
+        policy = world.policy(clock=SlowChoices(tick))
+        world.rate(policy, 100)
+        policy._plain_due, after_drafts = {}, policy.wants_plain_time()
+        world.step(policy)
+        assert after_drafts != is_clean and (policy.wants_plain_time() or not is_clean)
 
 
 def test_a_small_model_has_read_the_text_that_it_drafted_for_from_the_table():
