@@ -427,7 +427,10 @@ def test_schemas_of_functions_may_have_definitions(tiny_tokenizer):
 @pytest.mark.parametrize(
     ("more", "reference"),
     [
-        ({"$schema": "http://json-schema.org/draft-07/schema#"}, "#/definitions/by"),  # as zod-to-json-schema writes them
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#"},
+            "#/definitions/by",
+        ),  # as zod-to-json-schema writes them
         ({"$schema": "http://json-schema.org/draft-04/schema#"}, "#/definitions/by"),
         ({"$id": "https://example.org/trip"}, "https://example.org/trip#/definitions/by"),
         ({"$id": "https://example.org/trip"}, "#/definitions/by"),
