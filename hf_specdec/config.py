@@ -330,6 +330,14 @@ class SpeculativeConfig:
         """Raise SpeculativeConfigError unless the value of `key` is a number, or a `whole` one, in [minimum, maximum]."""
         self._refuse(key, number_error(getattr(self, key), whole, minimum, maximum))
 
+    def check_int(self, key: str, minimum: float, maximum: float | None = None) -> None:
+        """Raise SpeculativeConfigError unless the value of `key` is an integer in [minimum, maximum]. For methods of other packages."""
+        self.check_number(key, minimum, maximum, whole=True)
+
+    def check_choice(self, key: str, choices: tuple[str, ...]) -> None:
+        """Raise SpeculativeConfigError, which suggests the nearest choice, unless the value of `key` is one of `choices`. For the same."""
+        self._refuse(key, choice_error(getattr(self, key), choices))
+
     def check_text(self, key: str) -> None:
         """Raise SpeculativeConfigError unless the value of `key` is None or non-empty text."""
         value = getattr(self, key)
@@ -384,13 +392,18 @@ def key_error(f: dataclasses.Field, value: Any) -> str:
     if kind == "bool" and (optional or not none):
         return "" if isinstance(value, bool) else f"must be true or false, not {value!r}."
     if choices:
-        known = ", ".join(map(repr, choices))
-        return "" if value in choices else f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}."
+        return choice_error(value, choices)
     if kind == "str" and optional:
         return text_error(value)
     return (
         number_error(value, kind == "int", minimum, maximum) if kind in ("int", "float") and minimum is not None else ""
     )
+
+
+def choice_error(value: Any, choices: tuple[str, ...]) -> str:
+    """What is wrong with a value that must be one of `choices`, with the nearest of them, after its name; "" if nothing is."""
+    known = ", ".join(map(repr, choices))
+    return "" if value in choices else f"must be one of {known}, not {value!r}{nearest_hint(value, choices)}."
 
 
 def text_error(value: Any) -> str:

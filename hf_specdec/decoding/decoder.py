@@ -538,7 +538,7 @@ class SpeculativeDecoder:
         """Per row, how many tokens its prediction or grammar may draft: none in a step whose plain time is to be measured, or in which
         the configuration forbids drafts."""
         most, policy = self.config.disable_by_batch_size, self.policy
-        if (most is not None and len(sequences) > most) or (policy.needs_observations and policy.wants_plain_time()):
+        if (most is not None and len(sequences) > most) or policy.needs_plain_step():
             return [0] * len(sequences)
         rooms = [min(self._most_brought(seq), self._draft_room(seq)) for seq in sequences]
         return rooms if policy.needs_observations else policy.limits(sequences, rooms)

@@ -225,7 +225,7 @@ class Fastest(DraftLengthPolicy):
         if self.num_steps < self._quiet_until and self._are_quiet(sequences):
             return True
         self._look_at(sequences)
-        if not self.cost.target or self.num_steps >= self._plain_due.get(self.cost.octave, 0):
+        if self.needs_plain_step():
             return True
         table = self._table_of(sequences)
         if table is not None:
@@ -753,11 +753,14 @@ class Fastest(DraftLengthPolicy):
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
+    def needs_plain_step(self) -> bool:
+        """See DraftLengthPolicy: at growing intervals."""
+        return not self.cost.target or self.num_steps >= self._plain_due.get(self.cost.octave, 0)
+
     def wants_plain_time(self) -> bool:
         """See DraftLengthPolicy: not in every step, because learning from it takes time too, and not just after one that is not plain: what
         drafting leaves in the machine's caches makes it slower."""
-        due = min(self._plain_due.get(self.cost.octave, 0), self._plain_at + self.SAMPLED)
-        return self._was_plain and (not self.cost.target or self.num_steps >= due)
+        return self._was_plain and (self.num_steps >= self._plain_at + self.SAMPLED or self.needs_plain_step())
 
     def _look_at(self, sequences: list[Sequence]) -> None:
         """From now on, costs are those of steps of these rows."""

@@ -64,6 +64,10 @@ class DraftLengthPolicy:
     def observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
         """A step in which no row was asked to draft took so long; None: it was not timed."""
 
+    def needs_plain_step(self) -> bool:
+        """True if nothing should be drafted in the next step, so that a plain one can be measured."""
+        return False
+
     def wants_plain_time(self) -> bool:
         """True if the time of the next step is useful even if the step does not draft. Otherwise the clock is not read."""
         return True

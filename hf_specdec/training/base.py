@@ -219,10 +219,10 @@ def register(options_class: type[TrainingOptions]):
 
     def decorate(trainer: type[HeadTrainer]) -> type[HeadTrainer]:
         method = options_class.method
-        taken = _TRAINERS.setdefault(method, trainer)
+        taken = _TRAINERS.get(method, trainer)
         if taken.__qualname__ != trainer.__qualname__:
             raise ValueError(f"A trainer for {method!r} is already registered: {taken}.")
-        trainer.options_class, trainer.method = options_class, method
+        trainer.options_class, trainer.method, _TRAINERS[method] = options_class, method, trainer
         return trainer
 
     return decorate

@@ -193,6 +193,19 @@ def test_recurrent_targets_draft_from_predictions(family, states):
     assert torch.equal(found.sequences, plain) and found.speculation.num_accepted_tokens > 20
 
 
+def test_few_steps_are_plain_where_predictions_are_right(tiny_model):
+    """Measured lengths need the time of plain steps, but only now and then."""
+    llm = LLM(tiny_model, speculative_config={"method": "ngram", "num_speculative_tokens": "auto"}, max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, num_speculative_tokens=0)
+    prompt = {"prompt_token_ids": [5, 6, 7, 8] * 3}
+    ids = llm.generate([prompt], params)[0].outputs[0].token_ids
+    (output,) = llm.generate([prompt], params.copy(num_speculative_tokens=1, prediction=ids))
+    llm.close()
+    assert output.outputs[0].token_ids == ids
+    figures = output.speculation
+    assert figures.num_steps - figures.drafters["prediction"]["num_steps"] < 6
+
+
 def test_text_and_repeated_rows(tiny_model, tiny_tokenizer, batch):
     one = {"input_ids": batch["input_ids"][:1], "max_new_tokens": 20, "num_return_sequences": 2}
     plain = written(tiny_model, one, {"method": "none", "seed": 1}, True)

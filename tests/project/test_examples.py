@@ -74,6 +74,10 @@ def test_a_method_in_a_package_of_its_own(monkeypatch):
     assert '[project.entry-points."hf_specdec.methods"]\nboilerplate = "boilerplate:BoilerplateGenerator"' in declared
     with pytest.raises(hf_specdec.SpeculativeConfigError, match="token ids"):
         hf_specdec.parse_config({"method": "boilerplate", "texts": [[1]]})
+    with pytest.raises(hf_specdec.SpeculativeConfigError, match=r"'match'.* integer"):
+        hf_specdec.parse_config({"method": "boilerplate", "texts": [[1]], "match": 0})
+    with pytest.raises(hf_specdec.SpeculativeConfigError, match="must be one of 'auto', not 'fixed'"):
+        hf_specdec.parse_config("ngram").check_choice("draft_length", ("auto",))
 
 
 def test_the_chat_tints_what_was_drafted():

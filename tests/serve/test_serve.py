@@ -1,6 +1,7 @@
 """`hf-specdec serve`: a real process on loopback, asked by the openai client and by plain HTTP."""
 
 import asyncio
+import gc
 import json
 import re
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -426,6 +428,26 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         assert [type(each) for each in sent] == [Submit, Submit, Cancel] and sent[2].id == answers[0].id
         assert not server.answers
         assert server.metrics.text().count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1
+
+    asyncio.run(read())
+
+
+def test_nothing_is_kept_of_an_answer_that_has_been_read(tiny_tokenizer):
+    from hf_specdec.serve.http.server import Limits, Server
+    from hf_specdec.serve.ipc.messages import Load, Update
+
+    async def read():
+        server = Server(tiny_tokenizer, ["tiny"], Limits(keep_alive_seconds=60))
+        server.facts.max_model_len = 256
+        server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=Load())
+        answers = [server.submit([5], [5], server.facts.defaults)]
+        server._route([Update(answers[0].id, token_ids=[7], request_finished=True)])
+        assert len([update.token_ids async for _, update in server.updates(answers)]) == 1
+        server.release(answers)
+        ended = weakref.ref(answers[0])
+        del answers
+        gc.collect()
+        assert ended() is None
 
     asyncio.run(read())
 

@@ -424,6 +424,27 @@ def test_schemas_of_functions_may_have_definitions(tiny_tokenizer):
     assert PLACE["properties"]["next"]["anyOf"][1] == {"$ref": "#"}  # the client's schema is as it was
 
 
+@pytest.mark.parametrize(
+    ("more", "reference"),
+    [
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#"},
+            "#/definitions/by",
+        ),  # as zod-to-json-schema writes them
+        ({"$schema": "http://json-schema.org/draft-04/schema#"}, "#/definitions/by"),
+        ({"$id": "https://example.org/trip"}, "https://example.org/trip#/definitions/by"),
+        ({"$id": "https://example.org/trip"}, "#/definitions/by"),
+    ],
+)
+def test_schemas_of_functions_may_name_their_draft_and_themselves(tiny_tokenizer, more, reference):
+    trip = {"type": "object", "properties": {"by": {"$ref": reference}}, "required": ["by"]}
+    definitions = {"trip": {**trip, "additionalProperties": False}, "by": {"enum": ["bus", "ship"]}}
+    whole = {**more, "$ref": reference.replace("/by", "/trip"), "definitions": definitions}
+    schema = tool_grammar({"place": PLACE, "trip": whole}, "required", parallel=True)
+    assert accepts(tiny_tokenizer, schema, '[{"name":"trip","parameters":{"by":"ship"}}]')
+    assert not accepts(tiny_tokenizer, schema, '[{"name":"trip","parameters":{"by":"Rome"}}]')
+
+
 def test_a_text_that_looks_like_a_reference_is_none(tiny_tokenizer):
     properties = {"$ref": {"const": "#/x"}, "a": {"enum": [{"$ref": "#"}]}, "default": {"$ref": "#/$defs/One"}}
     odd = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}

@@ -20,6 +20,7 @@ from hf_specdec.candidate_generators import parse_config
 from hf_specdec.cli import main
 from hf_specdec.core.output import Taps
 from hf_specdec.training import TrainingError, TrainingOptions, available_trainers, pipeline, trainer_class
+from hf_specdec.training.base import register
 from hf_specdec.training.batch import BatchOrder, collate
 from hf_specdec.training.data import encode, read_rows
 from hf_specdec.training.export import push_to_hub
@@ -332,6 +333,19 @@ def test_unknown_methods_and_formats(tmp_path, data):
         trainer_class("medussa")
     with pytest.raises(TrainingError, match="--format speculators: medusa heads are written as original, vllm"):
         train("medusa", tmp_path / "head", data, form="speculators")
+
+
+def test_a_trainer_that_is_defined_again_takes_the_place_of_the_first():
+    """As when a notebook's cell is run again."""
+    first = trainer_class("medusa")
+    again = type(first.__qualname__, (first,), {})
+    try:
+        assert register(first.options_class)(again) is again is trainer_class("medusa")
+    finally:
+        register(first.options_class)(first)
+    with pytest.raises(ValueError, match="already registered"):
+        register(first.options_class)(trainer_class("eagle"))
+    assert trainer_class("medusa") is first and trainer_class("eagle").method == "eagle"
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -136,8 +136,10 @@ class GrammarCompiler:
                 return done
             if self._thread is None:
                 self._thread, size = ThreadPoolExecutor(1, "hf-specdec-grammar"), threading.stack_size(_STACK_BYTES)
-                self._thread.submit(int).result()  # starts the thread
-                threading.stack_size(size)
+                try:
+                    self._thread.submit(int).result()  # starts the thread
+                finally:
+                    threading.stack_size(size)
             return self._thread.submit(self._compile, params)
 
     def matcher(self, params: StructuredOutputsParams) -> Any:

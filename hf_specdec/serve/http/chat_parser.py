@@ -198,7 +198,9 @@ def tool_grammar(functions: dict[str, dict[str, Any]], forced: str, parallel: bo
         }
         for i, name in enumerate(functions)
     ]  # fmt: skip
-    # With an `$id`, a schema's references to its parts lead into itself, wherever it stands.
-    schemas = {str(i): {**schema, "$id": f"urn:function:{i}"} for i, schema in enumerate(functions.values())}
+    # With an `$id`, a schema's references to its parts lead into itself, wherever it stands. In older drafts an `$id` beside a `$ref` is
+    # ignored, so no schema names its draft.
+    bodies = [{key: part for key, part in schema.items() if key != "$schema"} for schema in functions.values()]
+    schemas = {str(i): {"$id": f"urn:function:{i}", **body} for i, body in enumerate(bodies)}
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": schemas}

@@ -442,15 +442,15 @@ class Server:
         heard, seconds = loop.time(), self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
 
         def notice_silence() -> None:  # one timer serves all updates, because each step brings one for each stream
-            nonlocal heard
+            nonlocal heard, timer
             if loop.time() >= heard + seconds:
                 heard = loop.time()
                 if inbox.empty():
                     inbox.put_nowait(None)
             if not all(answer.ended for answer in answers):
-                loop.call_at(heard + seconds, notice_silence)
+                timer = loop.call_at(heard + seconds, notice_silence)
 
-        loop.call_at(heard + seconds, notice_silence)
+        timer = loop.call_at(heard + seconds, notice_silence)
         while left:
             item = await inbox.get()
             heard = loop.time()
@@ -477,6 +477,7 @@ class Server:
                 logger.exception("The tokenizer raised for the new tokens of request %s.", answer.id)
                 raise failed(f"The tokenizer raised {type(error).__name__} for the new tokens.") from error
             yield item
+        timer.cancel()  # it holds the answers
 
     def release(self, answers: list[Answer]) -> None:
         """Forget a client's answers, because nobody reads them any more; cancel those that have not ended. May be called twice."""
