@@ -375,8 +375,7 @@ class Fastest(DraftLengthPolicy):
     def _from_table(
         self, table: Table, room: int, offers: list[DraftTrees], scores: list[list[float] | None], able: np.ndarray | None
     ) -> Choice:  # fmt: skip
-        """The choice for a single row, from what is known already."""
-        trial, table.trial = table.trial, None
+        """The choice for a single row, from what is known already. Without look-ups it may be made twice in a step."""
         first = second = 1.0
         chosen = kind_of = depth = 0
         for index, drafter in enumerate(self.drafters):
@@ -405,22 +404,22 @@ class Fastest(DraftLengthPolicy):
                 first, second, chosen, kind_of, depth = speed, first, index, kind, best
             elif speed > second:
                 second = speed
-        if trial is not None and (able is None or able[trial, 0]):
-            chosen, kind_of, depth = trial, table.kinds[trial], 1
+        if table.trial is not None and (able is None or able[table.trial, 0]):
+            chosen, kind_of, depth = table.trial, table.kinds[table.trial], 1
         elif depth and chosen < self.num_lookups:
             table.added[chosen] += first - second
             if first - second > table.price[chosen]:
                 table.left[chosen] = table.patience[chosen]
         table.chosen = chosen, kind_of, depth
-        self.steps[self.drafters[chosen].name] += depth > 0
         return Choice(np.array([chosen]), np.array([depth]))
 
     def observe_held(self, num_drafted: int, num_accepted: int) -> None:
         """See DraftLengthPolicy. What was drafted is learnt from before the next table is made."""
         table = self._table
         assert table is not None and table.chosen is not None
-        (drafter, kind, depth), table.chosen = table.chosen, None
+        (drafter, kind, depth), table.chosen, table.trial = table.chosen, None, None
         if depth:
+            self.steps[self.drafters[drafter].name] += 1
             self._drafted_at[drafter] = self.num_steps
             slot = self.acceptance.slot(table.seq.id)
             self.acceptance.read_up_to[slot, drafter] = len(table.seq.tokens)

@@ -230,6 +230,14 @@ def test_look_ups_are_asked_by_what_whole_steps_take(found, hidden, least):
     assert speed > least, speed
 
 
+def test_a_single_drafter_is_tried_though_its_depth_is_asked_for_twice():
+    """By `limits`, which returns it, and by `choose`, as method "auto" does with a single part."""
+    world = World({"small": Drafter([0.9], has_weights=True)}, gpu)
+    policy = world.policy()
+    world.rate(policy, 100)
+    assert world.rate(policy, 100) > 2.0 * world.plain()
+
+
 def test_plain_steps_are_timed_only_after_plain_ones():
     """Drafting leaves other things in the machine's caches. Where a step takes long besides, that does not matter."""
     for tick, is_clean in ((0.004, True), (0.0, False)):

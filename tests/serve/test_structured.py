@@ -382,7 +382,8 @@ def schemas():
 
 
 @pytest.mark.parametrize(
-    "config", [None, METHODS[0], METHODS[3], {"method": "auto", "memory": False}], ids=["none", "ngram", "eagle3-tree", "auto"]
+    "config", [None, METHODS[0], METHODS[3], {"method": "auto", "methods": ["ngram"], "memory": False}],
+    ids=["none", "ngram", "eagle3-tree", "auto"],
 )  # fmt: skip
 def test_forced_tokens_are_drafts_of_every_method(make, monkeypatch, config):
     """20 schemas, greedy and seeded: the same answers in fewer steps than without them."""
