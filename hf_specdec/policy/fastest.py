@@ -91,7 +91,7 @@ class Table:
         left: how often it may still be asked in vain.
         trial: a drafter that is tried in the first of these steps.
         pays: whether a drafter that is asked for a depth is faster than plain decoding.
-        is_timed, is_trial, is_long: whether these steps are timed, whether a drafter is tried in them, and whether they are several.
+        is_timed, is_long: whether these steps are timed, and whether they are several.
         dearer: how much longer than by their parts steps with drafts are expected to take, as a factor of the extra time.
         able: see `Fastest.choose`, of the last step.
         asks, added: per look-up, how often it was asked, and the tokens that it added to the best of the other drafters.
@@ -113,7 +113,6 @@ class Table:
     trial: int | None
     pays: bool
     is_timed: bool
-    is_trial: bool
     is_long: bool
     dearer: float
     able: np.ndarray | None
@@ -259,7 +258,6 @@ class Fastest(DraftLengthPolicy):
             self._idle[:] = 0.0  # a text that begins gives look-ups another chance
         if len(sequences) > 1 or sequences[0].drafter is not None:
             self._learn_from_table()
-            self._table = None
         elif self._table_of(sequences) is None and not self._renew(sequences[0], caps[0], begins):
             return nothing
         if self.num_lookups or len(self.drafters) > 1:
@@ -351,7 +349,6 @@ class Fastest(DraftLengthPolicy):
         trial = int(tried.drafter[0]) if tried is not best else None
         pays = bool(worth[self.num_lookups :].any())
         if trial is None and not pays and not is_awake:
-            self._table = None
             self._be_quiet([seq], due, begins)
             self._spent = self._charge(self.clock() - began)
             return False
@@ -365,7 +362,7 @@ class Fastest(DraftLengthPolicy):
         self._table = Table(
             seq=seq, until=self.num_steps + length, speed=speed.tolist(), depth=depth.tolist(), won=won.cumsum(2).tolist(),
             kinds=usual[1].tolist(), patience=patience, left=left, trial=trial, pays=pays, is_timed=is_timed,
-            is_trial=trial is not None, is_long=length > 1, price=price, dearer=self._factor, able=able,
+            is_long=length > 1, price=price, dearer=self._factor, able=able,
             asks=[0] * self.num_lookups, added=[0.0] * self.num_lookups,
         )  # fmt: skip
         self.holds = not self._table.is_timed and length > 1
@@ -379,27 +376,26 @@ class Fastest(DraftLengthPolicy):
         first = second = 1.0
         chosen = kind_of = depth = 0
         for index, drafter in enumerate(self.drafters):
-            kind, speed, best = table.kinds[index], 0.0, 0
-            if able is not None and not able[index, 0]:
-                continue
-            if index >= self.num_lookups:
-                length = min(room, drafter.longest)
-                speed, best = table.speed[index][kind][length - 1], table.depth[index][kind][length - 1]
-            elif table.left[index] > 0:
+            kind, length, nodes = table.kinds[index], min(room, drafter.longest), None
+            if index < self.num_lookups:
+                if table.left[index] <= 0:
+                    continue
                 table.asks[index] += 1
                 table.left[index] -= 1
                 offer, score = offers[index], scores[index]
-                length = min(room, drafter.longest, offer.row_depths[0])
-                if not length:
-                    continue
-                if score is not None:
+                length = min(length, offer.row_depths[0])
+                if length and score is not None:
                     kind = int(self.acceptance.promised_kinds(np.array(score), np.array(offer.lengths))[0])
-                table.offers.append((index, kind, len(table.seq.tokens), offer))
-                if offer.is_chain:
-                    speed, best = table.speed[index][kind][length - 1], table.depth[index][kind][length - 1]
-                else:
-                    extra = float(self._extra(1, 1 + offer.lengths[0], 0.0))
-                    speed, best = (1.0 + table.won[index][kind][length - 1]) / (1.0 + extra), length
+                if length:
+                    table.offers.append((index, kind, len(table.seq.tokens), offer))
+                nodes = None if offer.is_chain else offer.lengths[0]
+            if not length or (able is not None and not able[index, 0]):
+                continue
+            if nodes is None:
+                speed, best = table.speed[index][kind][length - 1], table.depth[index][kind][length - 1]
+            else:  # a tree is verified whole
+                extra = float(self._extra(1, 1 + nodes, 0.0))
+                speed, best = (1.0 + table.won[index][kind][length - 1]) / (1.0 + extra), length
             if speed > first:
                 first, second, chosen, kind_of, depth = speed, first, index, kind, best
             elif speed > second:
@@ -442,7 +438,7 @@ class Fastest(DraftLengthPolicy):
             self._observe_model(step, drafter, slots, np.array([depth]), seconds)
         if step.seconds is not None and not self._spent:
             packed, plain = 1 + int(step.nodes.sum()) + step.num_more, self.cost.of_plain(1)
-            if not table.is_trial:
+            if table.trial is None:  # a drafter's first draft may compile kernels
                 expected = sum(table.seconds) / plain + extra / table.dearer
                 most = 1.5 * (1.0 + expected) - 1.0  # a step that a busy machine delays shows nothing
                 seen = min(step.seconds / plain - 1.0, most), expected
@@ -454,8 +450,8 @@ class Fastest(DraftLengthPolicy):
         self.observe_held(num_drafted, step.accepted[0])
 
     def _learn_from_table(self) -> None:
-        """Learn from what look-ups offered and what was drafted in the steps of the table."""
-        table = self._table
+        """Learn from what look-ups offered and what was drafted in the steps of the table, which is then no longer used."""
+        table, self._table = self._table, None
         if table is None:
             return
         slot = self.acceptance.slot(table.seq.id)
@@ -483,7 +479,6 @@ class Fastest(DraftLengthPolicy):
                 else:
                     self._idle[index] = self._aged_idle(index) + asks
                 self._asked_at[index] = self.num_steps
-        table.drafts, table.offers, table.asks = {}, [], [0] * self.num_lookups
 
     # ---- several rows -----------------------------------------------------------------------------------------------
 
@@ -895,7 +890,6 @@ class Fastest(DraftLengthPolicy):
         """Drop the row's estimates, and count how it ended."""
         if self._table is not None and self._table.seq is seq:
             self._learn_from_table()
-            self._table = None
         self._written = self.ENDS * self._written + seq.num_generated
         self._ended = self.ENDS * self._ended + (seq.finished and len(seq.tokens) < seq.max_length)
         self.acceptance.forget(seq)
