@@ -93,8 +93,8 @@ class RankedDecoder(SpeculativeDecoder):
             self._choice.agree(sequences)
         return self.ranks.same(limits)
 
-    def _propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees]:
-        """Rank 0's drafts, and what this rank's drafter proposed. The limits are the same on all ranks, so a row drafts on all ranks or on
+    def _propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees, list[int]]:
+        """Rank 0's drafts; the rest is this rank's, see the base. The limits are the same on all ranks, so a row drafts on all ranks or on
         none."""
         in_common = digest(
             limits, [(len(seq.tokens), seq.tokens[-4:], self.cache.tables[seq.id].length) for seq in sequences]
@@ -102,8 +102,8 @@ class RankedDecoder(SpeculativeDecoder):
         if not any(limits) and not any(map(brings_drafts, sequences)):
             self.ranks.same((), in_common)
             return super()._propose(sequences, limits)
-        own, proposed = self._drafted(sequences, limits)
-        return self._with_slots(sequences, self._same_trees(own, in_common)), proposed
+        trees, proposed, num_drafted = self._drafted(sequences, limits)
+        return self._with_slots(sequences, self._same_trees(trees, in_common)), proposed, num_drafted
 
     def _same_trees(self, own: DraftTrees, in_common: int) -> DraftTrees:
         """Rank 0's trees."""
