@@ -111,8 +111,8 @@ def _forward(module: nn.Module, shared: Callable[[type[nn.Module], str | None], 
 
 def _kind_of(weight: torch.Tensor) -> tuple[int, str]:
     """What a quantized weight's class computes with it: the class, and its settings."""
-    settings = weight.__tensor_flatten__()[1] if hasattr(weight, "__tensor_flatten__") else None
-    return number_of(type(weight)), repr(settings)
+    flatten: Any = getattr(weight, "__tensor_flatten__", None)
+    return number_of(type(weight)), "" if flatten is None else repr(flatten()[1])
 
 
 def state_of(modules: Iterable[nn.Module]) -> tuple:
