@@ -238,8 +238,8 @@ class SpeculativeDecoder(RunningSequences):
         rows = []
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
-            own = (seq.wants_prompt_logits and not seq.num_generated) or not seq.is_text or seq.id in self.outside
-            matched = 0 if table.blocks or own else self.share_prefix(seq)
+            reads_all = (seq.wants_prompt_logits and not seq.num_generated) or not seq.is_text or seq.id in self.outside
+            matched = 0 if table.blocks or reads_all else self.share_prefix(seq)
             if matched and not seq.num_generated:
                 self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
@@ -303,7 +303,7 @@ class SpeculativeDecoder(RunningSequences):
         nodes, accepted = proposed.nodes_by_depth, [len(path) for path in seen.accepted]
         num_new = [len(new) for new in seen.new_tokens]
         chosen = dict(zip([seq.id for seq in pending.decoding], pending.limits, strict=True))
-        read = {seq.id for (seq, _), own in zip(pending.rows, pending.num_own, strict=True) if own > 1}
+        read = {seq.id for (seq, _), count in zip(pending.rows, pending.num_own, strict=True) if count > 1}
         limits = [
             chosen[seq.id] if count or seq.id not in read else 0
             for seq, count in zip(seen.sequences, proposed.lengths, strict=True)

@@ -29,10 +29,10 @@ class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
 
     @classmethod
     def of(
-        cls, speculation: Speculation, hidden_states: tuple | None = None, **found: Any
+        cls, speculation: Speculation, hidden_states: tuple | None = None, **more: Any
     ) -> SpeculativeEncoderDecoderOutput:
         """The output of a call; `hidden_states` are the decoder's."""
-        output = cls(decoder_hidden_states=hidden_states, **found)
+        output = cls(decoder_hidden_states=hidden_states, **more)
         output.speculation = speculation
         return output
 
@@ -189,12 +189,12 @@ def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tenso
     """Per layer, the states (see PagedLayer) of the row's tokens that were fed; None for a layer that reads another layer's keys."""
     length = len(seq.tokens)
     layers = cache.read(seq.id)
-    return [None if states is None else tuple(each[:length] for each in states) for states in layers]
+    return [None if states is None else tuple(tensor[:length] for tensor in states) for states in layers]
 
 
 def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: list[np.ndarray], length: int) -> None:
     """Write the rows' KV to the places transformers would have used: [B, heads, length, width] per layer."""
-    places = [_as_slice(np.concatenate([own, np.arange(own[-1] + 1, length)])) for own in columns]
+    places = [_as_slice(np.concatenate([prompt, np.arange(prompt[-1] + 1, length)])) for prompt in columns]
     for layer, example_pair in enumerate(rows[0].cache or []):
         if example_pair is None:
             continue
@@ -232,8 +232,8 @@ def read_states(cache: PagedStaticCache, seq: Sequence, counts: list[int]) -> di
     """Copies of a row's states after each of these numbers of tokens, where they were kept."""
     if cache.states is None:
         return {}
-    found = {count: cache.states.copy(seq.id, count) for count in counts}
-    return {count: states for count, states in found.items() if states is not None}
+    kept = {count: cache.states.copy(seq.id, count) for count in counts}
+    return {count: states for count, states in kept.items() if states is not None}
 
 
 def fill_states(cache: DynamicCache, rows: list[KeptStates]) -> None:
