@@ -86,6 +86,7 @@ def test_rounding_is_told_apart_in_bfloat16(kind):
         assert rounding_layers(model, model.device) == ([], ["Linear (torchao)"] if rounds else [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", [None, "Int8WeightOnlyConfig"])
 def test_weights_that_torchao_quantizes_in_place_are_judged_anew(before, caplog, monkeypatch):
     """The modules stay. Their weights become of another class, or are of that of an earlier model's, which round nothing."""
