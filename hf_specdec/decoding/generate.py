@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -106,7 +104,7 @@ def decode(
         seq.is_text = is_text and not (num_cached and decoder.target.recurrent is not None)
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
     decoder.begin_batch()
-    with _memory(decoder, sequences, returns):
+    with decoder.memory_for(sequences, all_hidden_states=returns.hidden, rows_have_places=True):
         if prompt_inputs is not None:
             inputs = {**prompt_inputs, "attention_mask": attention_mask, CACHE: cache}
             run.begin_with(
@@ -133,24 +131,6 @@ def _place(decoder: SpeculativeDecoder, sequences: list[Sequence], columns, offs
     for seq, offset, ids in zip(sequences, offsets or nothing, predictions or nothing, strict=True):
         seq.position_offset, seq.prediction = offset or 0, None if ids is None else Prediction(ids)
         check_length(model, seq.prompt_length + seq.position_offset, seq.max_length + seq.position_offset)
-
-
-@contextlib.contextmanager
-def _memory(decoder: SpeculativeDecoder, sequences: list[Sequence], returns: Returns) -> Iterator[None]:
-    """Inside the context the decoder has the memory for these rows."""
-    try:
-        decoder.allocate(
-            sum(seq.max_length + decoder.generator.max_draft_nodes for seq in sequences),
-            len(sequences),
-            all_hidden_states=returns.hidden,
-            rows_have_places=True,
-        )
-        yield
-    except BaseException:
-        decoder.abort(sequences)
-        raise
-    finally:
-        decoder.release()
 
 
 def _cache_to_fill(cache: Cache | None, returns: Returns) -> DynamicCache | None:

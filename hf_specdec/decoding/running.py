@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,19 @@ class RunningSequences:
             self.target.keep_prefix_states(self.cache)
         self._num_sequences = num_sequences
         self.generator.allocate(num_blocks * size, num_sequences, size)
+
+    @contextlib.contextmanager
+    def memory_for(self, sequences: list[Sequence], **how: bool) -> Iterator[None]:
+        """Inside the context there is memory for a static batch of these sequences. An error removes them. `how`: see `allocate`."""
+        try:
+            most_nodes = self.generator.max_draft_nodes
+            self.allocate(sum(seq.max_length + most_nodes for seq in sequences), len(sequences), **how)
+            yield
+        except BaseException:
+            self.abort(sequences)
+            raise
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Free the pools. Pools that CUDA graphs read are kept, so that the next call need not capture again."""
