@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from ..kernels.attention.inputs import AttentionRow, Window
 from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
-from .paged_layer import PagedLayer, RunningBatch
+from .paged_layer import INDEX, PagedLayer, RunningBatch
+from .segments import SegmentSize
 from .state_pool import PrefixStates, StatePool
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class PagedStaticCache(Cache):
             `prefix_states` has the states after it, because blocks hold no states.
         has_sources: rows also attend to keys of something else than their text, in `cross`, so that equal texts have other keys.
         is_latent: layers cache compressed keys (see `PagedLayer.pools`).
+        segments: by index, how layers compress segments of the text.
     """
 
     layers: list[PagedLayer]  # pyright: ignore[reportIncompatibleVariableOverride] (made below, and never others)
@@ -87,8 +90,11 @@ class PagedStaticCache(Cache):
         window: int | Window | None = None,
         has_sources: bool = False,
         is_latent: bool = False,
+        segments: Mapping[int, SegmentSize] = MappingProxyType({}),
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
+        for index, size in segments.items():
+            self.layers[index].segment = size
         weights = list(weights)
         self.block_size, self.most_blocks = block_size, num_blocks
         self.is_lazy = memory.takes_memory_when_written(weights)
@@ -464,4 +470,4 @@ class PagedStaticCache(Cache):
         slots = torch.from_numpy(self.tables[seq_id].slots[: keys.shape[0]]).to(pools.keys.device)
         pools.write(slots, keys.to(pools.keys.device), values.to(pools.values.device))
         if index_keys is not None:
-            pools.write_index(slots, index_keys.to(pools.keys.device))
+            pools.write_further(INDEX, slots, index_keys.to(pools.keys.device))

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Model types whose indexers select the keys that a token attends to by scores under the mask of all keys, whatever their order.
 _INDEXED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
+# Model types whose layers also attend to compressed segments of the text (see `segments`), and the kinds of these layers.
+_COMPRESSED = {"deepseek_v4"}
+_COMPRESSED_LAYER_TYPES = {"compressed_sparse_attention", "heavily_compressed_attention"}
 # Model types whose layers do not pass the forward's keyword arguments on to the attention function.
 _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
@@ -51,12 +54,13 @@ def check_supported(model: PreTrainedModel) -> None:
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head.")
     known = _ATTENTION_LAYER_TYPES | ({"indexed_attention"} if text.model_type in _INDEXED else set())
+    known |= _COMPRESSED_LAYER_TYPES if text.model_type in _COMPRESSED else set()
     kinds = set(getattr(text, "layer_types", None) or []) - known
     masks = {kind for kind in kinds if kind.endswith("attention") and kind != "linear_attention"}
     family = family_of(text)
     if family is not None:
         mixers_of(model, family)
-    elif getattr(model, "_is_stateful", False) or kinds - masks:
+    elif (getattr(model, "_is_stateful", False) and text.model_type not in _COMPRESSED) or kinds - masks:
         what = f"{', '.join(sorted(kinds - masks))} layers" if kinds - masks else "a recurrent state"
         raise UnsupportedModel(
             f"{name} has {what}, and how its state changes from token to token is not known to this library, so it could not be "
@@ -315,19 +319,24 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
 @contextlib.contextmanager
 def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tensor], None]):
     """Inside the context, every forward of this thread calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states
-    [B, S, H]."""
+    [B, S, H], of several streams the mean."""
 
     def hooked(hook: Callable) -> Callable:
         return for_this_thread(hook, lambda *_: None)
 
+    has_streams = hasattr(model.config.get_text_config(decoder=True), "hc_mult")  # hyper-connections [B, S, streams, H]
+
+    def read(states: torch.Tensor) -> torch.Tensor:
+        return states.mean(dim=2) if has_streams and states.dim() == 4 else states
+
     def output_of(key):
         def hook(module, args, output):
-            keep(key, output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output))
+            keep(key, read(output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)))
 
         return hooked(hook)
 
     def input_of_first(module, args, kwargs):
-        keep(0, args[0] if args else kwargs["hidden_states"])
+        keep(0, read(args[0] if args else kwargs["hidden_states"]))
 
     handles = []
     if taps.last_hidden:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cache.paged_layer import PagedLayer
+from ..cache.paged_layer import INDEX, PagedLayer
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
 from ..kernels.attention.inputs import AttentionRow
@@ -56,4 +56,4 @@ class _KeysOf:
 
     def update_indexer(self, states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """The keys [1, S, width] of the row."""
-        return read_row(self._layer.index_keys, self._row)[0]
+        return read_row(self._layer.further[INDEX], self._row)[0]

@@ -36,6 +36,7 @@ from .packed_batch import PackedBatch
 from .recurrent.families import attends, family_of, layers_without_keys
 from .recurrent.mixers import RecurrentLayers
 from .recurrent.plan import make_plan
+from .segments import segments_of
 from .sharding import checked_ranks
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class PackedModel:
 
     Attributes:
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
+        segments: by index, how layers compress segments of the text (see `model.segments`).
         rounds: its linear layers round what they read, so that rounding errors grow. Set there, too.
         recurrent: its layers with a recurrent or convolutional state; None: it has none.
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
@@ -104,6 +106,7 @@ class PackedModel:
         self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
         self.is_latent = is_latent(model)
+        self.segments = segments_of(model)
         self.rounds = False
         self.replays_drafts, self.chooses_states = False, False
         self.window: int | Window | None = None
@@ -183,7 +186,7 @@ class PackedModel:
         states = None if self.recurrent is None else StatePool(self.replays_drafts)
         return PagedStaticCache(
             num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states, window=self.window,
-            has_sources=self.family is not None, is_latent=self.is_latent,
+            has_sources=self.family is not None, is_latent=self.is_latent, segments=self.segments,
         )  # fmt: skip
 
     def read_source(self, cache: PagedStaticCache, seq_id: int, source: Source | None) -> None:
@@ -405,7 +408,8 @@ class PackedModel:
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged; None: no layer attends."""
         if not attends(self.config):
             return None
-        masks = dict.fromkeys(self._windows, self._unread_mask)
+        # Layers with segments would make a mask longer by the entries that they were given: none.
+        masks = dict.fromkeys(self._windows, None if self.segments else self._unread_mask)
         if self.gather:
             assert isinstance(batch, PackedBatch)
             dtype, device = self.model.dtype, self.device
@@ -428,5 +432,5 @@ def _parameters(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
 
 
 def _of_one_line(states: torch.Tensor) -> torch.Tensor:
-    """[T, H] from hidden states [1, T, H], or [T, A, H] from [A, 1, T, H]."""
-    return states[0] if states.dim() == 3 else states[:, 0].transpose(0, 1)
+    """[T, H] from hidden states [1, T, H]; [T, A, H] from streams [1, T, A, H] or [A, 1, T, H]."""
+    return states[0] if states.dim() == 3 or len(states) == 1 else states[:, 0].transpose(0, 1)

@@ -106,6 +106,28 @@ def build(model_type: str, seed: int = 0, **options) -> PreTrainedModel:
     return model
 
 
+_SEGMENTS = {
+    "num_key_value_heads": 1, "head_dim": 16, "partial_rotary_factor": 0.5, "q_lora_rank": 24, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 32, "index_head_dim": 16, "index_topk": 4, "hc_mult": 2,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def deepseek_v4(seed: int = 0, **options) -> PreTrainedModel:
+    """A DeepSeek-V4 whose layers compress segments of 4 and of 8 tokens, with drawn tables of what is born constant."""
+    model = build("deepseek_v4", seed, **{**_SEGMENTS, **options})
+    for name, weight in model.named_parameters():
+        if name.endswith("position_bias"):
+            weight.normal_(0, 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).argsort(1)[:, : buffer.shape[1]])
+    return model
+
+
 @torch.no_grad()
 def drawn_vectors(model: PreTrainedModel) -> PreTrainedModel:
     """The model; its biases, norms and sinks, which are born constant, get a part too."""
