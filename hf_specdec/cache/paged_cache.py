@@ -69,7 +69,7 @@ class PagedStaticCache(Cache):
             None: as they say.
         states: the pool of recurrent and convolutional states; None: no layer has a state. With states, a prefix is shared only if
             `prefix_states` has the states after it, because blocks hold no states.
-        has_sources: rows also attend to keys of something else than their text, in `cross`, so that equal texts have other keys.
+        has_other_keys: equal texts may have other keys, because rows also attend to something else, in `cross`, or count padding.
         is_latent: layers cache compressed keys (see `PagedLayer.pools`).
         segments: by index, how layers compress segments of the text.
     """
@@ -88,7 +88,7 @@ class PagedStaticCache(Cache):
         keyless: frozenset[int] = frozenset(),
         states: StatePool | None = None,
         window: int | Window | None = None,
-        has_sources: bool = False,
+        has_other_keys: bool = False,
         is_latent: bool = False,
         segments: Mapping[int, SegmentSize] = MappingProxyType({}),
     ):
@@ -104,7 +104,7 @@ class PagedStaticCache(Cache):
         self.states, self.window = states, window
         self.prefix_states: PrefixStates | None = None
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
-        self.has_sources, self.cross, self.is_latent = has_sources, None, is_latent
+        self.has_other_keys, self.cross, self.is_latent = has_other_keys, None, is_latent
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
         self.batch: RunningBatch | None = None  # see `running`
@@ -123,7 +123,7 @@ class PagedStaticCache(Cache):
     def share_prefixes(self) -> bool:
         """True if equal prefixes share blocks."""
         known = self.states is None or self.prefix_states is not None
-        return self._share_prefixes and known and not self.has_sources
+        return self._share_prefixes and known and not self.has_other_keys
 
     @share_prefixes.setter
     def share_prefixes(self, wanted: bool) -> None:

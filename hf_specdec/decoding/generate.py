@@ -92,7 +92,7 @@ def decode(
     sequences = sequences_of(
         whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed, sources
     )
-    if sources is not None:
+    if sources is not None or decoder.target.tables:
         offsets = position_offsets(decoder.target.model, columns, [seq.tokens for seq in sequences])
     if predictions is not None:
         for seq, ids in zip(sequences, predictions, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UnsupportedModel
+from ..core.names import takes_cache
 from ..core.rows import Chunks
 from . import encoder_decoder
 from .recurrent.families import attends, family_of, mixers_of
@@ -21,16 +23,16 @@ if TYPE_CHECKING:
 
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Model types whose indexers select the keys that a token attends to by scores under the mask of all keys, whatever their order.
-_INDEXED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
+_INDEXED = {"dots3_note_text", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
 # Model types whose layers also attend to compressed segments of the text (see `segments`), and the kinds of these layers.
 _COMPRESSED = {"deepseek_v4"}
 _COMPRESSED_LAYER_TYPES = {"compressed_sparse_attention", "heavily_compressed_attention"}
 # Model types whose layers do not pass the forward's keyword arguments on to the attention function.
 _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
-_SHARES_ATTENTION = {"zamba2"}
-# Model types whose attention derives positions or masks from a key's place in memory, which is wrong for packed rows.
-_POSITION_BY_SLOT = {"doge"}
+_SHARES_ATTENTION = {"zamba", "zamba2"}
+# Model types whose attention adds a bias of its own for each key, which our attention does not.
+_BIASES_KEYS = {"doge"}
 # Model types whose prompts are a prefix with bidirectional attention.
 _PREFIX_MODELS = {"paligemma"}
 # Model types that cache an image's keys before those of the ids, and expect room for an image in every padding mask.
@@ -71,10 +73,9 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} has {', '.join(sorted(masks))} layers, whose masks are not made for packed rows and draft trees. "
             "Call generate() without speculative_config."
         )
-    if text.model_type in _POSITION_BY_SLOT:
+    if not any(takes_cache(inspect.signature(kind.forward).parameters) for kind in {*map(type, all_modules(model))}):
         raise UnsupportedModel(
-            f"{name} computes positions, masks or biases from memory order inside its layers, so packed rows would be wrong: its "
-            "layers would have to take position_ids. Call generate() without speculative_config."
+            f"{name} takes no key-value cache, of which drafts could be taken back. Call generate() without speculative_config."
         )
     if text.model_type in _WINDOWED_BY_CACHE and getattr(text, "sliding_window", None) is not None:
         raise UnsupportedModel(
@@ -109,7 +110,7 @@ def reads_pages(model: PreTrainedModel) -> bool:
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
     # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
-    drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION
+    drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION | _BIASES_KEYS
     family = encoder_decoder.family_of(model)
     drops |= family is not None and family.positions == "bias"  # which our attention does not add
     fits = attends(text) and model._can_set_attn_implementation()
@@ -156,6 +157,12 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
         raise ValueError(
             f"{name} scales its queries by their place in memory from token {text.floor_scale} on, which packed rows "
             f"do not have: prompt and output together may have at most {text.floor_scale} tokens, not {max_length}."
+        )
+    most = getattr(text, "keep_window_size", None)
+    if most is not None and num_read > most:
+        raise ValueError(
+            f"{name} chooses {most} keys among those it sees, which depends on how many tokens are read at once: prompt and output together "
+            f"may have at most {most + 1} tokens, not {max_length}."
         )
     for kind in rope_parameters(rope):
         changes_at = kind.get("original_max_position_embeddings") or limit
@@ -234,7 +241,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The module that computes the final hidden states from ids; its children include the list of layers."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     while not any(isinstance(child, nn.ModuleList) for child in decoder.children()):
-        inner = getattr(decoder, "decoder", None) or getattr(decoder, "model", None)
+        names = ("decoder", "model", "encoder")  # the last of BERT and its like
+        inner = next((getattr(decoder, name) for name in names if getattr(decoder, name, None) is not None), None)
         if inner is None:
             raise UnsupportedModel(f"{type(model).__name__} has no list of decoder layers.")
         decoder = inner

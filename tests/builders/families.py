@@ -26,6 +26,7 @@ _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _IDS = {"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+_DECODER = {"d_model": 48, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
 _NO_GQA = {"num_key_value_heads": 4}
 _UNKNOWN = {"falcon": ("head_dim",)}  # names a config does not take
 
@@ -76,6 +77,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         {"num_layers": 3, "num_heads": 4, "attention_types": [[["global", "local", "global"], 1]], "window_size": WINDOW},
     ),
     "XGLM": ("xglm", {"d_model": 48, "attention_heads": 4, "num_layers": 3, "ffn_dim": 64, "init_std": 0.3}),
+    "BART's decoder": ("bart", _DECODER),
+    "RoFormer": ("roformer", {"is_decoder": True, "embedding_size": 48, "initializer_range": 1.2}),
+    "Doge": ("doge", {}),
     "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1], "sliding_window": None}),
 }  # fmt: skip
 
