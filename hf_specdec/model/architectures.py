@@ -161,8 +161,8 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
     most = getattr(text, "keep_window_size", None)
     if most is not None and num_read > most:
         raise ValueError(
-            f"{name} chooses {most} keys among those it sees, which depends on how many tokens are read at once: prompt and output together "
-            f"may have at most {most + 1} tokens, not {max_length}."
+            f"{name} chooses {most} keys among those it sees, by how many tokens are read at once: prompt and output together may "
+            f"have at most {most + 1} tokens, not {max_length}."
         )
     for kind in rope_parameters(rope):
         changes_at = kind.get("original_max_position_embeddings") or limit

@@ -26,7 +26,13 @@ _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _IDS = {"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-_DECODER = {"d_model": 48, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+_DECODER = {
+    "d_model": 48,
+    "decoder_layers": 3,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "forced_eos_token_id": None,
+}
 _NO_GQA = {"num_key_value_heads": 4}
 _UNKNOWN = {"falcon": ("head_dim",)}  # names a config does not take
 
