@@ -234,6 +234,37 @@ def test_model_without_optional_arguments():
     assert_same_tokens(output, plain(target, inputs), "no logits_to_keep")
 
 
+def test_positions_are_passed_on():
+    """A forward that does not name positions gives them to the decoder."""
+
+    class NamesNoPositions(LlamaForCausalLM):
+        def forward(self, input_ids, attention_mask=None, use_cache=None, **kwargs):
+            return super().forward(input_ids, attention_mask, use_cache=use_cache, **kwargs)
+
+    source = make("Llama")
+    target = NamesNoPositions(source.config).eval()
+    target.load_state_dict(source.state_dict())
+    target.generation_config = source.generation_config
+    inputs = prompts(5)
+    output = speculative(target, inputs, TREE, assistant_model=perturbed(source, 0.05))
+    assert_same_tokens(output, plain(target, inputs), "positions passed on")
+
+
+def test_padding_that_is_counted(family_models):
+    """BART's decoder counts padding: texts that begin alike at other places share no keys."""
+    target, drafter = family_models("BART's decoder")
+    one = prompts(1)["input_ids"]
+    ids = torch.cat([torch.nn.functional.pad(one, (3, 0)), torch.cat([one, one[:, :3]], dim=1)])
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    expected = plain(target, inputs)
+    output = speculative(target, inputs, {**TREE, "block_size": 4, "prefill_chunk_size": 8}, assistant_model=drafter)
+    assert_same_tokens(output, expected, "padding")
+    with pytest.raises(UnsupportedModel, match="counts positions in padded prompts"):
+        holes = inputs["attention_mask"].clone()
+        holes[1, 5] = 0
+        speculative(target, {**inputs, "attention_mask": holes}, NGRAM)
+
+
 @pytest.mark.skipif(not hasattr(transformers, "DoryForCausalLM"), reason="needs transformers 5.24")
 def test_layers_that_run_several_times(caplog):
     """Dory's loops keep keys in layers of their own, which its forward adds to the cache; a DynamicCache of ours would lack them."""
