@@ -63,6 +63,7 @@ ROWS = [
     ("DFlash of Muse Glimmer", TRANSFORMERS, "test_dflash.py", "transformers_own_drafter"),
     ("DFlash, DFlare, PARD-2, all layouts", FORMULA, "test_dflash.py", "those_of_the_formula or of_gemma4"),
     ("DSpark, Domino, all layouts", FORMULA, "test_dspark.py", "formula_says or of_speculators"),
+    ("DSpark of DeepSeek-V4", FORMULA, "test_deepseek_v4.py", "formula_says"),
     ("MTP of DeepSeek-V3, GLM-4.5", TRANSFORMERS, "test_mtp.py", "transformers_own"),
     ("MTP of Qwen3, Qwen3.5", SPECULATORS, "test_authors_code.py", "mtp_of_speculators"),
     ("MTP, all layouts", FORMULA, "test_mtp.py", "numerics"),

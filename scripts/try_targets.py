@@ -274,13 +274,15 @@ def attempt(model_type: str, cls: type[PreTrainedModel]) -> Trial:
 
 
 def _compare(model: PreTrainedModel, batches, plain, call) -> tuple[str, str]:
-    why, accepted = "", 0
+    why, alone, accepted = "", "", 0
     for config in METHODS:
         for batch, expected in zip(batches, plain, strict=True):
             output = model.generate(
                 **copy.deepcopy(batch), **call, speculative_config=config, return_dict_in_generate=True
             )
             ours, accepted = output.sequences, accepted + output.speculation.num_accepted_tokens
+            if not torch.equal(ours, expected) and torch.equal(ours, _alone(model, batch, call)):
+                expected, alone = ours, "each row as alone, because padding changes plain generate()"
             if not torch.equal(ours, expected):
                 row, column = (ours != expected).nonzero()[0].tolist()
                 token = column - batch["input_ids"].shape[1]
@@ -291,7 +293,16 @@ def _compare(model: PreTrainedModel, batches, plain, call) -> tuple[str, str]:
     if not accepted:
         why = "weak evidence: no draft was accepted"
     target = hf_specdec.integration.kept_decoders(model)[0].target
-    return way_of(target), why
+    return way_of(target), why or alone
+
+
+def _alone(model: PreTrainedModel, batch: dict[str, torch.Tensor], call: dict[str, Any]) -> torch.Tensor:
+    """What plain generate() writes for each row of a batch alone, padded as in the batch."""
+    rows = []
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        text = model.generate(ids[mask.bool()][None], **call)[0]
+        rows.append(torch.nn.functional.pad(text, (int((mask == 0).sum()), 0)))
+    return torch.stack(rows)
 
 
 def way_of(target: Any) -> str:
@@ -324,9 +335,8 @@ def markdown(trials: list[Trial]) -> str:
         f"{len(trials)} classes, " + ", ".join(f"{counts[way]} {way}" for way in WAYS if counts[way]) + ".",
         "",
         "A class is built small, with random weights in float32. It decodes one row and three ragged rows, with n-grams and with trees.",
-        "The text must be the one that plain `generate()` writes. [Supported models](models.md) explains the ways. *Not tried*: no small",
-        "configuration is known here, or plain `generate()` fails. *Weak evidence*: the random model repeats one or two tokens, or no",
-        "draft was accepted.",
+        "The text must be the one that plain `generate()` writes. [Supported models](models.md) explains the ways. *Weak evidence*: the",
+        "random model repeats one or two tokens, or no draft was accepted.",
         "",
         "| way | reason | classes |",
         "|---|---|---|",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from ..kernels.attention.inputs import AttentionRow, Window
 from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
-from .paged_layer import PagedLayer, RunningBatch
+from .paged_layer import INDEX, PagedLayer, RunningBatch
+from .segments import SegmentSize
 from .state_pool import PrefixStates, StatePool
 
 logger = logging.getLogger(__name__)
@@ -67,8 +69,9 @@ class PagedStaticCache(Cache):
             None: as they say.
         states: the pool of recurrent and convolutional states; None: no layer has a state. With states, a prefix is shared only if
             `prefix_states` has the states after it, because blocks hold no states.
-        has_sources: rows also attend to keys of something else than their text, in `cross`, so that equal texts have other keys.
+        has_other_keys: equal texts may have other keys, because rows also attend to something else, in `cross`, or count padding.
         is_latent: layers cache compressed keys (see `PagedLayer.pools`).
+        segments: by index, how layers compress segments of the text.
     """
 
     layers: list[PagedLayer]  # pyright: ignore[reportIncompatibleVariableOverride] (made below, and never others)
@@ -85,10 +88,13 @@ class PagedStaticCache(Cache):
         keyless: frozenset[int] = frozenset(),
         states: StatePool | None = None,
         window: int | Window | None = None,
-        has_sources: bool = False,
+        has_other_keys: bool = False,
         is_latent: bool = False,
+        segments: Mapping[int, SegmentSize] = MappingProxyType({}),
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
+        for index, size in segments.items():
+            self.layers[index].segment = size
         weights = list(weights)
         self.block_size, self.most_blocks = block_size, num_blocks
         self.is_lazy = memory.takes_memory_when_written(weights)
@@ -98,7 +104,7 @@ class PagedStaticCache(Cache):
         self.states, self.window = states, window
         self.prefix_states: PrefixStates | None = None
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
-        self.has_sources, self.cross, self.is_latent = has_sources, None, is_latent
+        self.has_other_keys, self.cross, self.is_latent = has_other_keys, None, is_latent
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
         self.batch: RunningBatch | None = None  # see `running`
@@ -117,7 +123,7 @@ class PagedStaticCache(Cache):
     def share_prefixes(self) -> bool:
         """True if equal prefixes share blocks."""
         known = self.states is None or self.prefix_states is not None
-        return self._share_prefixes and known and not self.has_sources
+        return self._share_prefixes and known and not self.has_other_keys
 
     @share_prefixes.setter
     def share_prefixes(self, wanted: bool) -> None:
@@ -464,4 +470,4 @@ class PagedStaticCache(Cache):
         slots = torch.from_numpy(self.tables[seq_id].slots[: keys.shape[0]]).to(pools.keys.device)
         pools.write(slots, keys.to(pools.keys.device), values.to(pools.values.device))
         if index_keys is not None:
-            pools.write_index(slots, index_keys.to(pools.keys.device))
+            pools.write_further(INDEX, slots, index_keys.to(pools.keys.device))

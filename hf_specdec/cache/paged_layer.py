@@ -11,7 +11,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..kernels.cache import rotate_and_write, write_keys_values
 from . import memory
+from .segments import WithSegments
 
+INDEX = "index"  # the further pool of keys by which an indexer selects tokens
 _untraced = cast("Callable[[Any], Any]", torch.compiler.disable)  # typed as what it returns for all kinds of arguments
 
 
@@ -43,23 +45,22 @@ class RunningBatch(Protocol):
     def on(self, device: torch.device) -> SlotsOnDevice: ...
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(WithSegments, CacheLayerMixin):
     """One layer's keys [slots, heads, width] and values [slots, heads, value width], allocated by the first write.
 
     `pools`: what was allocated, keys and values; for latent attention one tensor whose columns are the latents and the rotated keys,
-    which transformers caches as keys and values. `index_keys` [slots, 1, width], a further pool: the keys by which an indexer selects
-    tokens; None: the layer has written none.
+    which transformers caches as keys and values; one tensor, too, where values are the keys. `further`: more pools [slots, 1, width] by
+    name, in the order in which they were first written, the keys of an indexer for example.
     """
 
     is_sliding = False
     keys: Any  # tensors; transformers' classes have None in them before the first write
     values: Any
-    index_keys: Any
 
     def __init__(self, owner: Any):
         super().__init__()
         self.pools: list[torch.Tensor] = []
-        self.index_keys = None
+        self.further: dict[str, torch.Tensor] = {}
         # weak: a cycle of strong references would keep all memory until the garbage collector runs
         self._owner = weakref.ref(owner)
 
@@ -72,28 +73,27 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the pools for states [1, heads, T, width]; keys and values may differ in heads and width (MLA)."""
         shapes = [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
-        per_slot = sum(heads * width for heads, width in shapes) * key_states.element_size()
-        slots = self.owner.slots_at_first(per_slot)
         self._widths = [width for _, width in shapes]
         if self.owner.is_latent:
             shapes = [(shapes[0][0], sum(self._widths))]
+        elif key_states is value_states:
+            shapes = shapes[:1]
+        per_slot = sum(heads * width for heads, width in shapes) * key_states.element_size()
+        slots = self.owner.slots_at_first(per_slot)
         # Zeros, not empty: attention multiplies masked slots by zero weights, and 0 * NaN would be NaN.
         self._use([memory.zeros((slots, *shape), key_states) for shape in shapes])
         self.is_initialized = True
         self.owner.note_allocated(self.pools)
 
     def _use(self, pools: list[torch.Tensor]) -> None:
-        self.pools = pools
-        if self.owner.is_latent:
-            (self.keys, self.values), more = pools[0].split(self._widths, dim=2), pools[1:]
-        else:
-            self.keys, self.values, *more = pools
-        self.index_keys = more[0] if more else None
+        self.pools, first = pools, pools[: len(pools) - len(self.further)]
+        self.further = dict(zip(self.further, pools[len(first) :], strict=True))
+        self.keys, self.values = pools[0].split(self._widths, dim=2) if self.owner.is_latent else (first[0], first[-1])
 
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
-        """All that is kept of a token: keys, values and, of layers with an indexer, its keys."""
-        return self.keys, self.values, *(() if self.index_keys is None else (self.index_keys,))
+        """All that is kept of a token: keys, values and what is in the further pools."""
+        return self.keys, self.values, *self.further.values()
 
     def grow(self, num_slots: int, runs: list[tuple[int, int]]) -> None:
         """Move to larger pools and copy the slots in `runs` (first, end)."""
@@ -140,22 +140,22 @@ class PagedLayer(CacheLayerMixin):
         """Write keys and values [T, heads, width] to `slots` [T]."""
         write_keys_values(keys, values, self.keys, self.values, slots)
 
-    def write_index(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
-        """Write an indexer's keys [T, 1, width] to `slots` [T]."""
-        if self.index_keys is None:
-            pool = memory.zeros((self.keys.shape[0], *keys.shape[1:]), keys)
-            self._use([*self.pools, pool])
-            self.owner.note_allocated([pool])
-        self.pools[-1].index_copy_(0, slots, keys)
+    def write_further(self, name: str, slots: torch.Tensor, states: torch.Tensor) -> None:
+        """Write states [T, 1, width] to `slots` [T] of a further pool."""
+        if name not in self.further:
+            self.further[name] = memory.zeros((self.keys.shape[0], *states.shape[1:]), states)
+            self.pools.append(self.further[name])
+            self.owner.note_allocated([self.further[name]])
+        self.further[name].index_copy_(0, slots, states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write an indexer's keys [1, T, width]. Returns none, since the pages are read, or, for models that attend to what the cache
         returns, those of all rows, one row after the other: [1, S_total, width]."""
         there = self.owner.batch.on(indexer_key_states.device)
-        self.write_index(there.write_slots, indexer_key_states[0][:, None])
+        self.write_further(INDEX, there.write_slots, indexer_key_states[0][:, None])
         if not self.owner.batch.gather:
             return indexer_key_states[:, :0]
-        return self.index_keys.index_select(0, there.read_slots).transpose(0, 1)
+        return self.further[INDEX].index_select(0, there.read_slots).transpose(0, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """For the mask helpers of transformers; our masks are made elsewhere."""

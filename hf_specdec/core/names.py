@@ -17,6 +17,11 @@ CACHE = next(
 )
 
 
+def takes_cache(parameters: Iterable[str]) -> bool:
+    """True if one of these parameters of a module's forward is a KV cache."""
+    return not set(_CACHE_NAMES).isdisjoint(parameters)
+
+
 def cache_argument(parameters: Iterable[str]) -> str:
     """The name of the KV cache among the parameters of a module's forward. Code from a model's repository may keep an older name than
     CACHE."""

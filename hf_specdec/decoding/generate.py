@@ -99,7 +99,7 @@ def decode(
         decoder, input_ids, sequences, stopping_criteria, streamer, pad_token,
         (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
-    export = _cache_to_fill(cache, returns)
+    export = _cache_to_fill(decoder, cache, returns)
     for seq in sequences:  # the recurrent states of the caller's cache cannot be computed again from the ids
         seq.is_text = is_text and not (num_cached and decoder.target.recurrent is not None)
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
@@ -126,17 +126,21 @@ def decode(
 def _place(decoder: SpeculativeDecoder, sequences: list[Sequence], columns, offsets, predictions) -> None:
     """Set the rows' positions and predictions. Raises ValueError: a row is longer than the model allows."""
     model, nothing = decoder.target.model, [None] * len(sequences)
-    if sequences and sequences[0].source is not None:
+    if decoder.target.tables or (sequences and sequences[0].source is not None):
         offsets = position_offsets(model, columns, [seq.tokens for seq in sequences])
     for seq, offset, ids in zip(sequences, offsets or nothing, predictions or nothing, strict=True):
         seq.position_offset, seq.prediction = offset or 0, None if ids is None else Prediction(ids)
         check_length(model, seq.prompt_length + seq.position_offset, seq.max_length + seq.position_offset)
 
 
-def _cache_to_fill(cache: Cache | None, returns: Returns) -> DynamicCache | None:
+def _cache_to_fill(decoder: SpeculativeDecoder, cache: Cache | None, returns: Returns) -> DynamicCache | None:
     """The caller's cache if the KV of the result are to be written to it."""
-    keep = returns.as_dict or getattr(cache, "_is_user_defined", False)
-    return cache if keep and isinstance(cache, DynamicCache) else None
+    if not (returns.as_dict or getattr(cache, "_is_user_defined", False)) or not isinstance(cache, DynamicCache):
+        return None
+    if decoder.target.segments:
+        _leave_out(cache, decoder, "compresses segments of a row's text, and transformers' cache those of padded rows")
+        return None
+    return cache
 
 
 def _num_reused(
@@ -169,6 +173,11 @@ def check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: d
         raise UnsupportedModel(
             f"{type(decoder.target.model).__name__} has layers with a state, so a prompt with images, embeddings or other positions cannot "
             f"continue {CACHE}: pass the whole prompt without them."
+        )
+    if prompt_inputs is not None and decoder.target.segments:
+        raise UnsupportedModel(
+            f"{type(decoder.target.model).__name__} compresses segments of its text, and a prompt that is more than ids is read into "
+            "transformers' cache, which has lost what an open segment needs: pass input_ids alone."
         )
     if prompt_inputs is not None and not attends(decoder.target.config):
         raise UnsupportedModel(
@@ -228,11 +237,16 @@ def _has_all_layers(export: DynamicCache, run: BatchRun) -> bool:
     with_keys = [layer for layer, pair in enumerate(run.tensors[0].cache or []) if pair is not None]
     if export.layer_class_to_replicate is not None or max(with_keys, default=-1) < len(export.layers):
         return True
-    why = f"{type(run.decoder.target.model).__name__} keeps keys in more layers than a DynamicCache of its configuration has"
+    _leave_out(export, run.decoder, "keeps keys in more layers than a DynamicCache of its configuration has")
+    return False
+
+
+def _leave_out(export: DynamicCache, decoder: SpeculativeDecoder, what: str) -> None:
+    """Warn that there will be no cache; raises UnsupportedModel if the caller passed it. `what`: what the model does."""
+    why = f"{type(decoder.target.model).__name__} {what}"
     if getattr(export, "_is_user_defined", False):
         raise UnsupportedModel(f"{why}: call generate() without {CACHE}, or without speculative_config.")
     logger.warning("The output has no cache: %s.", why)
-    return False
 
 
 def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
@@ -255,7 +269,8 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
             rows = [getattr(row, name) for row in tensors]
             output[name] = tuple(at_step(rows, step) for step in range(steps))
     if returns.hidden:
-        output["hidden_states"] = hidden_per_step(tensors, columns, num_fed, steps, returns.layers)
+        stacked = hasattr(run.decoder.target.config, "altup_num_inputs")
+        output["hidden_states"] = hidden_per_step(tensors, columns, num_fed, steps, returns.layers, stacked)
     if run.decoder.target.family is None:
         return SpeculativeDecoderOnlyOutput(**output)
     return SpeculativeEncoderDecoderOutput.of(**output)

@@ -150,10 +150,15 @@ def at_step(rows: list[list[torch.Tensor]], step: int) -> torch.Tensor:
 
 
 def hidden_per_step(
-    rows: list[RowTensors], columns: list[np.ndarray], num_fed: int, num_steps: int, layers: list[int] | None
+    rows: list[RowTensors],
+    columns: list[np.ndarray],
+    num_fed: int,
+    num_steps: int,
+    layers: list[int] | None,
+    stacked: bool,
 ) -> tuple:
     """transformers' hidden_states: a tuple over layers of [B, num_fed, H] for the prompt, then one of [B, 1, H] per token; zeros
-    at padding. Gemma 3n has A states per layer: [A, B, .., H].
+    at padding. Layers that have A streams of states return [B, .., A, H]; if they are `stacked`, as those of Gemma 3n, [A, B, .., H].
 
     Args:
         columns: per row, the columns of the padded prompt that hold its tokens.
@@ -164,14 +169,14 @@ def hidden_per_step(
     num_layers = len(rows[0].prompt_hidden or [])
     wanted = range(num_layers) if layers is None else {index % num_layers for index in layers}
     by_layer = [
-        _layer_hidden(rows, layer, columns, num_fed, num_steps) if layer in wanted else [None] * num_steps
+        _layer_hidden(rows, layer, columns, num_fed, num_steps, stacked) if layer in wanted else [None] * num_steps
         for layer in range(num_layers)
     ]
     return tuple(zip(*by_layer, strict=True))
 
 
 def _layer_hidden(
-    rows: list[RowTensors], layer: int, columns: list[np.ndarray], num_fed: int, num_steps: int
+    rows: list[RowTensors], layer: int, columns: list[np.ndarray], num_fed: int, num_steps: int, stacked: bool
 ) -> list[torch.Tensor]:
     prompts = [row.prompt_hidden[layer] for row in rows]  # type: ignore[index]
     first = prompts[0].new_zeros(len(rows), num_fed, *prompts[0].shape[1:])
@@ -182,7 +187,7 @@ def _layer_hidden(
         fed = torch.cat([piece[layer] for piece in row.hidden])[: num_steps - 1]
         later[i, : len(fed)] = fed
     every = [first, *(later[:, step : step + 1] for step in range(num_steps - 1))]
-    return [states.movedim(2, 0) for states in every] if first.dim() == 4 else every
+    return [states.movedim(2, 0) for states in every] if stacked and first.dim() == 4 else every
 
 
 def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tensor, ...] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UnsupportedModel
+from ..core.names import takes_cache
 from ..core.rows import Chunks
 from . import encoder_decoder
 from .recurrent.families import attends, family_of, mixers_of
@@ -21,13 +23,16 @@ if TYPE_CHECKING:
 
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Model types whose indexers select the keys that a token attends to by scores under the mask of all keys, whatever their order.
-_INDEXED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
+_INDEXED = {"dots3_note_text", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
+# Model types whose layers also attend to compressed segments of the text (see `segments`), and the kinds of these layers.
+_COMPRESSED = {"deepseek_v4"}
+_COMPRESSED_LAYER_TYPES = {"compressed_sparse_attention", "heavily_compressed_attention"}
 # Model types whose layers do not pass the forward's keyword arguments on to the attention function.
 _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
-_SHARES_ATTENTION = {"zamba2"}
-# Model types whose attention derives positions or masks from a key's place in memory, which is wrong for packed rows.
-_POSITION_BY_SLOT = {"doge"}
+_SHARES_ATTENTION = {"zamba", "zamba2"}
+# Model types whose attention adds a bias of its own for each key, which our attention does not.
+_BIASES_KEYS = {"doge"}
 # Model types whose prompts are a prefix with bidirectional attention.
 _PREFIX_MODELS = {"paligemma"}
 # Model types that cache an image's keys before those of the ids, and expect room for an image in every padding mask.
@@ -51,12 +56,13 @@ def check_supported(model: PreTrainedModel) -> None:
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head.")
     known = _ATTENTION_LAYER_TYPES | ({"indexed_attention"} if text.model_type in _INDEXED else set())
+    known |= _COMPRESSED_LAYER_TYPES if text.model_type in _COMPRESSED else set()
     kinds = set(getattr(text, "layer_types", None) or []) - known
     masks = {kind for kind in kinds if kind.endswith("attention") and kind != "linear_attention"}
     family = family_of(text)
     if family is not None:
         mixers_of(model, family)
-    elif getattr(model, "_is_stateful", False) or kinds - masks:
+    elif (getattr(model, "_is_stateful", False) and text.model_type not in _COMPRESSED) or kinds - masks:
         what = f"{', '.join(sorted(kinds - masks))} layers" if kinds - masks else "a recurrent state"
         raise UnsupportedModel(
             f"{name} has {what}, and how its state changes from token to token is not known to this library, so it could not be "
@@ -67,10 +73,9 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} has {', '.join(sorted(masks))} layers, whose masks are not made for packed rows and draft trees. "
             "Call generate() without speculative_config."
         )
-    if text.model_type in _POSITION_BY_SLOT:
+    if not any(takes_cache(inspect.signature(kind.forward).parameters) for kind in {*map(type, all_modules(model))}):
         raise UnsupportedModel(
-            f"{name} computes positions, masks or biases from memory order inside its layers, so packed rows would be wrong: its "
-            "layers would have to take position_ids. Call generate() without speculative_config."
+            f"{name} takes no key-value cache, of which drafts could be taken back. Call generate() without speculative_config."
         )
     if text.model_type in _WINDOWED_BY_CACHE and getattr(text, "sliding_window", None) is not None:
         raise UnsupportedModel(
@@ -105,7 +110,7 @@ def reads_pages(model: PreTrainedModel) -> bool:
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
     # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
-    drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION
+    drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION | _BIASES_KEYS
     family = encoder_decoder.family_of(model)
     drops |= family is not None and family.positions == "bias"  # which our attention does not add
     fits = attends(text) and model._can_set_attn_implementation()
@@ -152,6 +157,12 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
         raise ValueError(
             f"{name} scales its queries by their place in memory from token {text.floor_scale} on, which packed rows "
             f"do not have: prompt and output together may have at most {text.floor_scale} tokens, not {max_length}."
+        )
+    most = getattr(text, "keep_window_size", None)
+    if most is not None and num_read > most:
+        raise ValueError(
+            f"{name} chooses {most} keys among those it sees, by how many tokens are read at once: prompt and output together may "
+            f"have at most {most + 1} tokens, not {max_length}."
         )
     for kind in rope_parameters(rope):
         changes_at = kind.get("original_max_position_embeddings") or limit
@@ -230,7 +241,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The module that computes the final hidden states from ids; its children include the list of layers."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     while not any(isinstance(child, nn.ModuleList) for child in decoder.children()):
-        inner = getattr(decoder, "decoder", None) or getattr(decoder, "model", None)
+        names = ("decoder", "model", "encoder")  # the last of BERT and its like
+        inner = next((getattr(decoder, name) for name in names if getattr(decoder, name, None) is not None), None)
         if inner is None:
             raise UnsupportedModel(f"{type(model).__name__} has no list of decoder layers.")
         decoder = inner
@@ -315,19 +327,24 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
 @contextlib.contextmanager
 def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tensor], None]):
     """Inside the context, every forward of this thread calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states
-    [B, S, H]."""
+    [B, S, H], of several streams the mean."""
 
     def hooked(hook: Callable) -> Callable:
         return for_this_thread(hook, lambda *_: None)
 
+    has_streams = hasattr(model.config.get_text_config(decoder=True), "hc_mult")  # hyper-connections [B, S, streams, H]
+
+    def read(states: torch.Tensor) -> torch.Tensor:
+        return states.mean(dim=2) if has_streams and states.dim() == 4 else states
+
     def output_of(key):
         def hook(module, args, output):
-            keep(key, output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output))
+            keep(key, read(output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)))
 
         return hooked(hook)
 
     def input_of_first(module, args, kwargs):
-        keep(0, args[0] if args else kwargs["hidden_states"])
+        keep(0, read(args[0] if args else kwargs["hidden_states"]))
 
     handles = []
     if taps.last_hidden:

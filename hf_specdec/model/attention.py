@@ -21,6 +21,7 @@ from .architectures import layer_window
 from .latent import attend_latent
 from .options.compiled import TRACED, traced_attention
 from .packed_batch import PackedBatch
+from .segments import attend_segments
 
 
 def paged_attention_forward(
@@ -60,7 +61,9 @@ def paged_attention_forward(
     if batch.invariant is not None:
         attend = batch.invariant.direct()(attend)
     options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    if is_latent:
+    if layer.segment is not None:
+        out = attend_segments(module, packed, layer, batch, scaling, window, kwargs.get("s_aux"))
+    elif is_latent:
         out = attend_latent(module, packed, layer, batch, attend, scaling, kwargs.get("indices"), **options)
     else:
         out = attend(packed, layer.keys, layer.values, batch, scaling, **options)

@@ -207,6 +207,8 @@ def capture_obstacle(model: Capturable) -> str | None:
         return f"cannot be used with {name}: its recurrent layers are run token by token, outside of graphs"
     if getattr(model, "family", None) is not None:
         return f"cannot be used with {name}: its decoder reads the encoder's output outside of graphs"
+    if getattr(model, "segments", None):
+        return f"cannot be used with {name}: its layers compress segments of the text row by row, outside of graphs"
     if architectures.has_indexers(model.module):
         return f"cannot be used with {name}: its indexers select keys row by row, outside of graphs"
     if not getattr(model, "gather", False) and can_capture_steps(model.device) and len(devices) == 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cache.paged_layer import PagedLayer
+from ..cache.paged_layer import INDEX, PagedLayer
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
 from ..kernels.attention.inputs import AttentionRow
@@ -31,9 +31,9 @@ def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
             raise UnsupportedModel(
                 "Layers that select their keys (indexers) run neither in CUDA graphs nor with 'deterministic'. Leave the key out."
             )
-        hidden, queries, angles, mask, positions = inputs
+        hidden, queries, angles, mask, *positions = inputs  # Dots3-Note names the last, and gives none
         # Every key is written before any row is scored, because rows may share blocks.
-        forward(indexer, hidden, queries, angles, mask[..., :0], positions, **given)
+        forward(indexer, hidden, queries, angles, mask[..., :0], *positions, **given)
         rows, masks = batch.plan(cache.window, hidden[0, :, None], hidden[0, :, None])
         found = []
         for row, own_mask in zip(rows, masks, strict=True):
@@ -41,8 +41,8 @@ def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
             seen = hidden.new_zeros(1, row.length) if own_mask is None else own_mask
             keys = _KeysOf(cache.layers[indexer.layer_idx], row)
             turned = tuple(each[:, own] for each in angles)
-            part = hidden[:, own], queries[:, own], turned, seen[None], positions[:, own]
-            found.append(forward(indexer, *part, **{CACHE: keys})[0].long())
+            part = hidden[:, own], queries[:, own], turned, seen[None], *(each[:, own] for each in positions)
+            found.append(forward(indexer, *part, **given | {CACHE: keys})[0].long())
         return found
 
     return select
@@ -56,4 +56,4 @@ class _KeysOf:
 
     def update_indexer(self, states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """The keys [1, S, width] of the row."""
-        return read_row(self._layer.index_keys, self._row)[0]
+        return read_row(self._layer.further[INDEX], self._row)[0]

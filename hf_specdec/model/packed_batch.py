@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..cache import PagedStaticCache
+from ..cache.segments import ClosedSegments, SegmentSize
 from ..core.rows import Chunks, RowInput
 from ..kernels.attention import attention_for
 from ..kernels.attention.inputs import AttentionInputs, AttentionRow, NativeRows, Window, attention_inputs, window_parts
@@ -21,6 +22,7 @@ from ..kernels.transfer import upload
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
 from .row_descriptions import additive_masks, block_diagonal_mask, describe, describe_lines
+from .segments import Part, closed_segments, parts_of
 
 
 @dataclass
@@ -185,6 +187,19 @@ class PackedBatch:
             )
             self._parts[key] = own, upload(tokens, device)
         return self._parts[key]
+
+    def closed_segments(self, size: SegmentSize, device: torch.device) -> ClosedSegments:
+        """The segments that these tokens close, for layers that compress them; found once per step, not per layer."""
+        if (size, device) not in self._plans:
+            self._plans[size, device] = closed_segments(self.inputs, self.cache, size, device)
+        return self._plans[size, device]
+
+    def parts_of(self, rate: int, window: int | Window | None, like: torch.Tensor) -> list[Part]:
+        """See `segments.parts_of`; made once per step, not per layer."""
+        key = rate, window, like.dtype, like.device
+        if key not in self._plans:
+            self._plans[key] = parts_of(self.inputs, self.starts, self.cache, rate, window, like)
+        return self._plans[key]
 
     @functools.cached_property
     def cross(self) -> PackedBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -33,10 +34,13 @@ from .latent import is_latent
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
+from .positions import at_positions, counting_tables
 from .recurrent.families import attends, family_of, layers_without_keys
 from .recurrent.mixers import RecurrentLayers
 from .recurrent.plan import make_plan
+from .segments import segments_of
 from .sharding import checked_ranks
+from .threads import replaced_method
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +80,8 @@ class PackedModel:
 
     Attributes:
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
+        tables: of positions, which count from the cache's length (see `model.positions`).
+        segments: by index, how layers compress segments of the text (see `model.segments`).
         rounds: its linear layers round what they read, so that rounding errors grow. Set there, too.
         recurrent: its layers with a recurrent or convolutional state; None: it has none.
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
@@ -104,6 +110,7 @@ class PackedModel:
         self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
         self.is_latent = is_latent(model)
+        self.segments = segments_of(model)
         self.rounds = False
         self.replays_drafts, self.chooses_states = False, False
         self.window: int | Window | None = None
@@ -115,12 +122,14 @@ class PackedModel:
         self.active_options: list[Activated] = []
         self.forward_parameters = _parameters(model)
         self.cache_argument = cache_argument(self.forward_parameters)
+        self._takes_positions = "position_ids" in self.forward_parameters or _passes_positions_on(model)
         self._windows = architectures.layer_windows(self.config)
         # `attention_mask` may be a dict of masks, one for each kind of layer.
         self._wants_masks_by_kind = hasattr(self.config, "layer_types") and not architectures.has_bidirectional_prompts(
             model
         )
         self._has_alibi = alibi.is_needed(model)
+        self.tables = [] if self.family is not None else counting_tables(model)
         self.checked_prompts: set[frozenset[str]] = set()  # kinds of prompts that `prompt.read_prompt` has checked
         self._logged_choice: bool | None = None
         self._lock = threading.RLock()
@@ -183,7 +192,7 @@ class PackedModel:
         states = None if self.recurrent is None else StatePool(self.replays_drafts)
         return PagedStaticCache(
             num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states, window=self.window,
-            has_sources=self.family is not None, is_latent=self.is_latent,
+            has_other_keys=self.family is not None or bool(self.tables), is_latent=self.is_latent, segments=self.segments,
         )  # fmt: skip
 
     def read_source(self, cache: PagedStaticCache, seq_id: int, source: Source | None) -> None:
@@ -352,7 +361,7 @@ class PackedModel:
         else:
             kwargs |= {"input_ids": batch.input_ids, "attention_mask": self._masks(batch)}
             kwargs[self.cache_argument] = batch.cache
-            if "position_ids" in self.forward_parameters:
+            if self._takes_positions:
                 kwargs["position_ids"] = batch.position_ids
         model_selects = logit_index is not None and "logits_to_keep" in self.forward_parameters and not self.taps.logits
         if model_selects:
@@ -372,6 +381,8 @@ class PackedModel:
             if self._has_alibi:
                 assert isinstance(batch, PackedBatch)  # such models gather
                 stack.enter_context(alibi.packed(model, batch))
+            for table in self.tables:
+                stack.enter_context(replaced_method(table, "forward", functools.partial(at_positions, batch)))
             if self.family is not None:
                 assert isinstance(batch, PackedBatch)
                 stack.enter_context(replaced(model, self.family, batch))
@@ -405,7 +416,8 @@ class PackedModel:
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged; None: no layer attends."""
         if not attends(self.config):
             return None
-        masks = dict.fromkeys(self._windows, self._unread_mask)
+        # Layers with segments would make a mask longer by the entries that they were given: none.
+        masks = dict.fromkeys(self._windows, None if self.segments else self._unread_mask)
         if self.gather:
             assert isinstance(batch, PackedBatch)
             dtype, device = self.model.dtype, self.device
@@ -427,6 +439,13 @@ def _parameters(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
     return {**inspect.signature(type(model).forward).parameters, **own} if passes_on else own
 
 
+def _passes_positions_on(model: PreTrainedModel) -> bool:
+    """True if a model's forward gives what it does not name to a decoder that takes positions."""
+    passes_on = any(each.kind == each.VAR_KEYWORD for each in _parameters(model).values())
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return passes_on and decoder is not None and "position_ids" in inspect.signature(type(decoder).forward).parameters
+
+
 def _of_one_line(states: torch.Tensor) -> torch.Tensor:
-    """[T, H] from hidden states [1, T, H], or [T, A, H] from [A, 1, T, H]."""
-    return states[0] if states.dim() == 3 else states[:, 0].transpose(0, 1)
+    """[T, H] from hidden states [1, T, H]; [T, A, H] from streams [1, T, A, H] or [A, 1, T, H]."""
+    return states[0] if states.dim() == 3 or len(states) == 1 else states[:, 0].transpose(0, 1)

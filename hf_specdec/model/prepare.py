@@ -77,6 +77,8 @@ def prepare(
         )
     if packed.family is not None:
         _check_options(packed, options, "an encoder-decoder model")
+    if packed.segments:
+        _check_options(packed, options, "whose layers compress segments of the text")
     # Prepacked products depend on the number of rows, which determinism forbids; and they cannot be compiled.
     keeps_linears = options.deterministic or options.keep_linears
     wants_prepacked = False if keeps_linears or options.compile else options.prepack_weights

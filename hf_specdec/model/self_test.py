@@ -183,7 +183,7 @@ def _judge(packed: PackedModel) -> tuple[str, bool]:
     what = name if packed.num_layers is None else f"{name} with its first {packed.num_layers} layers"
     expected = _Expected(packed)
     expected.check_rounding()
-    ways = ["gather"] if packed.gather else ["paged", "gather"]
+    ways = ["gather"] if packed.gather else ["paged"] if packed.segments else ["paged", "gather"]
     problems = []
     for way in ways:
         packed.gather = way == "gather"

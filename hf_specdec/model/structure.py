@@ -35,6 +35,7 @@ _WRAPPERS = (
     "accelerate.",
     "compressed_tensors.",
 )  # their forwards in place of a module's serve each token alone
+_OURS = ("hf_specdec.model.indexed", "hf_specdec.model.segments")
 _SCALARS = {int, float, bool, str, type(None)}
 _FUNCTIONS = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial}
 _PLAIN = (nn.Parameter, type(None))
@@ -97,7 +98,12 @@ def structure_of(model: nn.Module) -> tuple:
 def _shared(kind: type[nn.Module], attention: str | None) -> tuple:
     """What modules of a class share, and those whose configurations name the same attention."""
     registered = ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
-    return tuple(map(number_of, (kind.forward, kind.__call__, *registered)))
+    forward: Any = kind.forward
+    if (
+        getattr(forward, "__globals__", {}).get("__name__") in _OURS
+    ):  # it replaces a class's at the first use of a model
+        forward = forward.__wrapped__
+    return tuple(map(number_of, (forward, kind.__call__, *registered)))
 
 
 def _forward(module: nn.Module, shared: Callable[[type[nn.Module], str | None], tuple]) -> tuple:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +29,17 @@ def for_this_thread(ours: Callable, theirs: Callable) -> Callable:
         return (ours if _here() == owner else theirs)(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def replaced_method(module: nn.Module, name: str, ours: Callable) -> Iterator[None]:
+    """Inside the context, calls of a method in this thread call `ours(method, ..)`."""
+    own, original = vars(module).get(name), getattr(module, name)
+    setattr(module, name, for_this_thread(functools.partial(ours, original), original))
+    try:
+        yield
+    finally:
+        delattr(module, name) if own is None else setattr(module, name, own)
 
 
 class FalseInThisThread:

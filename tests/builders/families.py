@@ -26,6 +26,13 @@ _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _IDS = {"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+_DECODER = {
+    "d_model": 48,
+    "decoder_layers": 3,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "forced_eos_token_id": None,
+}
 _NO_GQA = {"num_key_value_heads": 4}
 _UNKNOWN = {"falcon": ("head_dim",)}  # names a config does not take
 
@@ -76,6 +83,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         {"num_layers": 3, "num_heads": 4, "attention_types": [[["global", "local", "global"], 1]], "window_size": WINDOW},
     ),
     "XGLM": ("xglm", {"d_model": 48, "attention_heads": 4, "num_layers": 3, "ffn_dim": 64, "init_std": 0.3}),
+    "BART's decoder": ("bart", _DECODER),
+    "RoFormer": ("roformer", {"is_decoder": True, "embedding_size": 48, "initializer_range": 1.2}),
+    "Doge": ("doge", {}),
     "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1], "sliding_window": None}),
 }  # fmt: skip
 
@@ -103,6 +113,28 @@ def build(model_type: str, seed: int = 0, **options) -> PreTrainedModel:
     model = drawn_vectors(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    return model
+
+
+_SEGMENTS = {
+    "num_key_value_heads": 1, "head_dim": 16, "partial_rotary_factor": 0.5, "q_lora_rank": 24, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 32, "index_head_dim": 16, "index_topk": 4, "hc_mult": 2,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def deepseek_v4(seed: int = 0, **options) -> PreTrainedModel:
+    """A DeepSeek-V4 whose layers compress segments of 4 and of 8 tokens, with drawn tables of what is born constant."""
+    model = build("deepseek_v4", seed, **{**_SEGMENTS, **options})
+    for name, weight in model.named_parameters():
+        if name.endswith("position_bias"):
+            weight.normal_(0, 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).argsort(1)[:, : buffer.shape[1]])
     return model
 
 

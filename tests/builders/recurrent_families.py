@@ -74,6 +74,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1, "expert_layer_period": 2,
          "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False},
     ),
+    "Zamba": (
+        "zamba",
+        {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_dt_rank": 8,
+         "n_mamba_heads": 2, "use_mamba_kernels": False},
+    ),
     "Zamba2": (
         "zamba2",
         {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "num_key_value_heads": 4,

@@ -270,7 +270,7 @@ def test_a_growth_that_fails_leaves_a_cache_of_one_size(monkeypatch):
     slots = types.SimpleNamespace(write_slots=torch.from_numpy(cache.tables[0].slots), write=write_keys_values)
     cache.batch = types.SimpleNamespace(on=lambda device: slots, gather=False)
     for layer in cache.layers:
-        layer.update(states, states)
+        layer.update(states, states.clone())
     cache.tables[0].length = 8
     zeros, calls = memory.zeros, []
 

@@ -309,14 +309,19 @@ def test_bad_checkpoints(tmp_path, glm, case):
 
 # owner → tensors of its MTP layers that have no layout here
 UNKNOWN = {
-    "DeepSeek-V4": ("mtp.0.main_proj.weight", "mtp.2.markov_head.markov_w1.weight", "mtp.2.confidence_head.proj.weight"),
-    "DeepSeek-V4 (DSpark or not)": ("mtp.0.attn.wq_a.weight", "mtp.0.e_proj.weight", "mtp.0.hc_head_fn"),
+    "DeepSeek-V4 (not DSpark)": ("mtp.0.attn.wq_a.weight", "mtp.0.e_proj.weight", "mtp.0.hc_head_fn"),
     "Mistral Large 4": ("mtp_dspark.layers.0.attn.wq.weight",),
     "MiniMax-M3": (
         "language_model.model.mtp.layers.0.eh_proj.weight",
         "language_model.model.mtp.layers.0.transformer_layer.self_attn.q_proj.weight",
     ),
 }  # fmt: skip
+
+
+def test_dspark_of_deepseek_v4_is_for_another_method(tmp_path, glm):
+    save_file({"mtp.0.main_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(hf_specdec.SpeculativeConfigError, match=r"DeepSeek-V4 \(DSpark: 'dflash' runs them\)"):
+        drafted(glm.model, model=str(tmp_path))
 
 
 @pytest.mark.parametrize("owner", UNKNOWN)

@@ -17,6 +17,8 @@ GATHERED = {
     "GPT-Neo",
     "XGLM",
     "Llama4",
+    "RoFormer",
+    "Doge",
 }  # `cuda_graphs` refuses them, and says so
 
 

@@ -586,8 +586,6 @@ def test_the_key_for_states_needs_states(model):
 
 UNKNOWN = {
     "recurrent_gemma": {"lru_width": 48, "attention_window_size": 16},
-    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 5, "n_mamba_heads": 2,
-              "mamba_d_state": 4},
     "minimax": {"layer_types": ["full_attention", "linear_attention", "full_attention"], "num_local_experts": 2},
 }  # fmt: skip
 

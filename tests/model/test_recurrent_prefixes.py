@@ -17,7 +17,11 @@ from hf_specdec.serve.engine.params import SamplingParams
 pytestmark = pytest.mark.skipif(
     not hasattr(Cache, "get_conv_state"), reason="needs transformers 5.23, as the models do"
 )
-ALL = [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in FAMILIES if name != "Jamba"]
+ALL = [
+    pytest.param(name, marks=() if name in SHORT else pytest.mark.slow)
+    for name in FAMILIES
+    if name not in ("Jamba", "Zamba")
+]
 PREFIX = torch.randint(5, 120, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 CHUNK = 64  # of all these models
 NEW = 10

@@ -38,7 +38,8 @@ _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
 
 # Layers that are made of more than a method here runs: sparse attention, streams that are mixed.
 _REFUSED = {
-    r"mtp\.\d+\.(main_proj|attn)\.": "DeepSeek-V4 (DSpark or not)",
+    r"mtp\.\d+\.main_proj\.": "DeepSeek-V4 (DSpark: 'dflash' runs them)",
+    r"mtp\.\d+\.attn\.": "DeepSeek-V4 (not DSpark)",
     r"mtp_dspark\.": "Mistral Large 4 (DSpark)",
     r"((language_)?model\.)+mtp\.layers\.\d+\.transformer_layer\.(self_attn|block_sparse_moe)\.": "MiniMax-M3",
 }

@@ -350,7 +350,7 @@ class Embeddings:
     def __init__(self, table: nn.Module, last: int | None = None, scale: float | None = None):
         self.table, self.last, self.scale = table, last, scale
 
-    def __call__(self, input_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, like: torch.Tensor | PackedHead) -> torch.Tensor:
         """[1, T, H] from ids [1, T], on the device and in the dtype of `like`."""
         if self.last is not None:
             input_ids = input_ids.clamp(max=self.last)

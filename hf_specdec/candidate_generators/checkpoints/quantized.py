@@ -11,6 +11,8 @@ import torch
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of 4 bits that holds the i-th of eight columns
 _FP8_BLOCK = (128, 128)  # DeepSeek-V3's, if config.json gives none
+_FP4_BLOCK = 32  # columns that share a factor
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of the codes 0 to 7 (e2m1); the fourth bit is the sign
 # Scales of activations and caches, which weights do not need.
 _BESIDE = re.compile(r"\.((input|output|activation|[kvq])_(scale|zero_point|global_scale)(_inv)?|weight_format)$")
 
@@ -81,23 +83,28 @@ def _modules(checkpoint: Stored, ending: str) -> list[str]:
 
 
 def _fp8(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
-    """DeepSeek-V3's: a factor for each block of a matrix in float8."""
+    """DeepSeek-V3's: a factor for each block of a matrix in float8. In DeepSeek-V4's files these are `scale`, and experts are in float4."""
     high, wide = config.get("weight_block_size") or _FP8_BLOCK
-    for module in _modules(checkpoint, ".weight_scale_inv"):
-        name = f"{module}.weight"
-        if name not in checkpoint.files:
-            raise checkpoint.error(f"has {name}_scale_inv and no {name}.")
-        shape, scales = checkpoint.stored_shape(name), checkpoint.stored_shape(f"{name}_scale_inv")
-        blocks = tuple(-(-size // block) for size, block in zip(shape, (high, wide), strict=False))
-        if scales not in (blocks, (), (1,)):
-            raise checkpoint.error(
-                f"{name}_scale_inv has shape {list(scales)}; a matrix {list(shape)} in blocks of {high} x {wide} has {list(blocks)}."
-            )
+    for role in ("weight_scale_inv", "scale"):
+        for module in _modules(checkpoint, f".{role}"):
+            name, its_scale = f"{module}.weight", f"{module}.{role}"
+            if name not in checkpoint.files:
+                raise checkpoint.error(f"has {its_scale} and no {name}.")
+            shape, scales = checkpoint.stored_shape(name), checkpoint.stored_shape(its_scale)
+            blocks = tuple(-(-size // block) for size, block in zip(shape, (high, wide), strict=False))
+            if is_packed := scales == (shape[0], -(-2 * shape[-1] // _FP4_BLOCK)) and scales != blocks:
+                shape = shape[0], 2 * shape[1]
+            elif scales not in (blocks, (), (1,)):
+                raise checkpoint.error(
+                    f"{its_scale} has shape {list(scales)}; a matrix {list(shape)} in blocks of {high} x {wide} has {list(blocks)}."
+                )
+            block = (1, _FP4_BLOCK) if is_packed else (high, wide)
 
-        def read(stored: dict[str, torch.Tensor]) -> torch.Tensor:
-            return scaled(stored["weight"], stored["weight_scale_inv"], None, (high, wide))
+            def read(stored: dict[str, torch.Tensor], role=role, block=block, is_packed=is_packed) -> torch.Tensor:
+                values = float4(stored["weight"]) if is_packed else stored["weight"]
+                return scaled(values, stored[role], None, block)
 
-        yield QuantizedWeight(checkpoint, module, "weight weight_scale_inv", shape, read)
+            yield QuantizedWeight(checkpoint, module, f"weight {role}", shape, read)
 
 
 def _compressed(checkpoint: Stored, config: dict[str, Any]) -> Iterator[QuantizedWeight]:
@@ -222,6 +229,13 @@ def unpacked(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Unsigned integers of `bits` bits that are packed along a dimension of a matrix of int32, the lowest bits first."""
     fields = (packed[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)  # [m, n, 32 / bits]
     return fields.flatten(1) if dim == 1 else fields.transpose(1, 2).flatten(0, 1)
+
+
+def float4(packed: torch.Tensor) -> torch.Tensor:
+    """Values [m, 2 n] in float32 of pairs of codes in bytes [m, n], the low half first."""
+    codes = packed.view(torch.uint8)
+    pairs = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
+    return torch.tensor([*_FP4, *(-value for value in _FP4)])[pairs.long()]
 
 
 def scaled(

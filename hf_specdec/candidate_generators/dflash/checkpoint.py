@@ -16,6 +16,7 @@ from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, int
 from ..checkpoints.layers import LoadedHead, keys_of_layers, loaded, read_layer_config, table_scale
 from ..checkpoints.target_parts import trained_for
 from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
+from .streams import is_streams
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ _TABLE = Table(
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
+    if is_streams(checkpoint):
+        return True
     kind = checkpoint.config.get("speculators_model_type")
     if kind is not None:
         return kind in _KINDS
@@ -98,7 +101,7 @@ def is_dflash(checkpoint: Checkpoint) -> bool:
 
 register_format(
     "DFlash, DFlash2, DSpark, Domino, DFlare, PARD-2 (z-lab/*-DFlash*, DeepSpec, SpecForge, speculators: hidden_norm, fc; Muse Glimmer's "
-    "assistant)",
+    "assistant; DeepSeek-V4's DSpark: mtp.0.main_proj)",
     "dflash",
     is_dflash,
 )

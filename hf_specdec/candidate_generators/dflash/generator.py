@@ -21,6 +21,7 @@ from ..growing.features import FeatureGenerator
 from ..growing.tree_growth import DraftLevel
 from ..registry import register
 from .checkpoint import is_dflash, load_dflash, read_layout
+from .streams import is_streams, load_streams, read_streams
 
 
 @dataclass
@@ -66,15 +67,15 @@ class DFlashGenerator(FeatureGenerator):
     def __init__(self, config: DFlashConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_dflash)
         scale = config.input_embedding_scale
-        layout = self.layout = read_layout(checkpoint, target, scale)
+        has_streams = is_streams(checkpoint)
+        layout = read_streams(checkpoint, target) if has_streams else read_layout(checkpoint, target, scale)
+        self.layout, load = layout, load_streams if has_streams else load_dflash
         config = config.with_default_length(proposed_length(checkpoint) or layout.num_tokens)
         shape = config.shape_within(layout.num_tokens)
         super().__init__(config, target, context, shape, has_loop=False)  # one forward has drafted all depths
-        loaded = load_once(
-            config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights), scale
-        )
+        loaded = load_once(config, target, lambda: load(checkpoint, layout, target, config.prepack_weights), scale)
         # not native: its blocks are packed once per kind of attention
-        self.block = self.use(loaded, native=False)
+        self.block = self.use(loaded, native=False, graphs=not has_streams)
         self.sequential, self.confidence = self.block.module.sequential, self.block.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(layout.tapped)))
         self.num_slots = shape.depth + (not layout.from_anchor)
@@ -118,7 +119,7 @@ class DFlashGenerator(FeatureGenerator):
         hidden: torch.Tensor = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
-        self.base = self.layout.capped(self.lm_head(self.hidden))
+        self.base = self.layout.capped(self.lm_head(self.block.module.before_head(self.hidden)))
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
         self.state = hidden.new_zeros(len(sequences), 1, size)
@@ -166,7 +167,7 @@ class DFlashGenerator(FeatureGenerator):
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device
-        return self.block.module.embeddings(ids[None].to(device), self.block.module.norm.weight)[0]
+        return self.block.module.embeddings(ids[None].to(device), self.head)[0]
 
     def log_survival(self) -> torch.Tensor | None:
         """The confidence head's estimates, if the checkpoint has one."""

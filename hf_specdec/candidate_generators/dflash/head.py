@@ -205,9 +205,9 @@ class ConfidenceHead(nn.Module):
         input_size: H, or H + r if it also reads the Markov head's summary of the previous token.
     """
 
-    def __init__(self, input_size: int):
+    def __init__(self, input_size: int, bias: bool = True):
         super().__init__()
-        self.proj = nn.Linear(input_size, 1)
+        self.proj = nn.Linear(input_size, 1, bias=bias)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Log-probability [...] in float32, from features [..., input_size]."""
@@ -287,6 +287,10 @@ class DFlashDrafter(nn.Module):
     def sequential(self) -> SequentialHead | None:
         """The head that corrects the logits along a path, if there is one."""
         return self.markov_head or self.domino or self.candidate_selector
+
+    def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the language-model head reads: the block's hidden states, which have had the last norm."""
+        return hidden
 
     def confidence_features(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """What the confidence head reads [..], from hidden states [.., H] and the tokens before [..]."""

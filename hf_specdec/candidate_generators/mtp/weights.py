@@ -9,7 +9,8 @@ import torch
 
 from ..checkpoints.files import Checkpoint
 
-_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<i>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<i>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\.weight")
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 class TargetTensors(Checkpoint):
@@ -37,7 +38,8 @@ class TargetTensors(Checkpoint):
             for name in super().names():
                 match = _EXPERT.fullmatch(name)
                 if match:
-                    matrices.setdefault(match["experts"], {}).setdefault(int(match["i"]), {})[match["part"]] = name
+                    parts = matrices.setdefault(match["experts"], {}).setdefault(int(match["i"]), {})
+                    parts[_PARTS.get(match["part"], match["part"])] = name
         stacks: dict[str, list[list[str]]] = {}
         for experts, parts in matrices.items():
             for stacked in sorted(self.stacked):

@@ -102,15 +102,15 @@ def position_offsets(model: PreTrainedModel, columns: list[np.ndarray], prompts:
         UnsupportedModel: in this model, no such number exists.
     """
     family = family_of(model)
-    assert family is not None
-    if family.positions not in ("table", "ids"):
+    positions = "table" if family is None else family.positions  # of others, only decoders whose tables count are asked
+    if positions not in ("table", "ids"):
         return [0] * len(columns)
     pad = model.config.pad_token_id
     has_hole = any(len(own) <= own[-1] - own[0] for own in columns)
-    by_ids = family.positions == "ids" and (any(own[0] for own in columns) or any(pad in ids[:-1] for ids in prompts))
+    by_ids = positions == "ids" and (any(own[0] for own in columns) or any(pad in ids[:-1] for ids in prompts))
     if has_hole or by_ids:
         raise UnsupportedModel(
-            f"{type(model).__name__} counts positions in padded decoder prompts in its own way: pass decoder_input_ids without padding, or "
+            f"{type(model).__name__} counts positions in padded prompts of its decoder in its own way: pass them without padding, or "
             "call generate() without speculative_config."
         )
     return [int(own[0]) for own in columns]

@@ -15,7 +15,8 @@ from ...cache.paged_layer import PagedLayer
 from ...core.names import CACHE
 from ..attention import attend_next_to
 from ..packed_batch import PackedBatch
-from ..threads import for_this_thread
+from ..positions import at_positions
+from ..threads import replaced_method
 from .families import Family, decoder_layers
 from .source import encoder_output
 
@@ -77,12 +78,10 @@ def replaced(model: Any, family: Family, batch: PackedBatch) -> Iterator[None]:
         stack.callback(attend_next_to, None)  # an error may come between a layer's keys and its attention
 
         def replace(module: Any, name: str, ours: Callable) -> None:
-            own, original = vars(module).get(name), getattr(module, name)
-            setattr(module, name, for_this_thread(functools.partial(ours, batch, original), original))
-            stack.callback(delattr, module, name) if own is None else stack.callback(setattr, module, name, own)
+            stack.enter_context(replaced_method(module, name, functools.partial(ours, batch)))
 
         if family.positions == "table":
-            replace(embed, "forward", _at_positions)
+            replace(embed, "forward", at_positions)
         elif family.positions == "ids":
             replace(embed, "create_position_ids_from_input_ids", _numbered)
         elif family.positions == "bias":
@@ -92,11 +91,6 @@ def replaced(model: Any, family: Family, batch: PackedBatch) -> Iterator[None]:
         for layer in layers if batch.gather else ():
             replace(layer.get_submodule(family.cross), "forward", _masked)
         yield
-
-
-def _at_positions(batch: PackedBatch, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The table's rows [1, T, H] or [T, H]."""
-    return original(*args, **{**kwargs, "position_ids": batch.position_ids[0]})
 
 
 def _numbered(

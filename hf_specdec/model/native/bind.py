@@ -178,7 +178,7 @@ def can_try(packed: PackedModel) -> bool:
     """True if a program might run this model: it is on a CPU with the library, reads pages, and its rows are only text. A program has no
     collectives, so a sharded model never gets one."""
     whole = packed.ranks is None and packed.recurrent is None and packed.family is None and packed.graphs is None
-    plain = whole and not packed.gather and not packed.is_latent and not packed.deterministic
+    plain = whole and not (packed.gather or packed.is_latent or packed.segments or packed.deterministic)
     return plain and uses_native(packed.device) and packed.model.dtype in TYPES
 
 

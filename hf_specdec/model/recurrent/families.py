@@ -26,12 +26,14 @@ class RecurrentFamily:
     Attributes:
         mixer: class name of the module with a state inside each layer.
         rule: its recurrence; None: it only convolves.
+        by_head: its functions are called once for each head, whose states are beside each other in the layer's.
         two_rules: its one-token function and its chunk form give different results, because only the chunk form clamps dt from below.
     """
 
     mixer: str
     rule: Rule | None
     two_rules: bool = False
+    by_head: bool = False
 
 
 # By model_type of the text configuration. Each of them gave the text of plain generate() (tests/model/test_recurrent.py).
@@ -49,6 +51,7 @@ FAMILIES = {
     "nemotron_h": RecurrentFamily("NemotronHMamba2Mixer", MAMBA2, two_rules=True),
     "zamba2": RecurrentFamily("Zamba2MambaMixer", MAMBA2, two_rules=True),
     "jamba": RecurrentFamily("JambaMambaMixer", MAMBA1),
+    "zamba": RecurrentFamily("ZambaMambaMixer", MAMBA1, by_head=True),
     "mamba2": RecurrentFamily("Mamba2Mixer", MAMBA2),
     "mamba": RecurrentFamily("MambaMixer", MAMBA1),
     "falcon_mamba": RecurrentFamily("FalconMambaMixer", MAMBA1),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -168,10 +169,11 @@ class RecurrentLayers:
         kept_windows, windows = (None, None) if by_kernels else lines.windows(inputs.shape[-1])
         if rule is not None and base is not None:
             of_rule = rule, self._one_token
+            heads = itertools.count() if self.family.by_head else None
             if by_kernels and rule.over_lines is not None:
                 replaced["chunk"] = _rule_over_lines(*of_rule, lines, base, pool, layer)
             else:
-                replaced["chunk"] = _token_by_token(*of_rule, lines, base, pool, layer)
+                replaced["chunk"] = _token_by_token(*of_rule, lines, base, pool, layer, heads)
         if by_kernels:
             replaced["convolution"] = _convolution_over_lines(lines, pool.conv[layer])
         elif windows is not None:
@@ -246,14 +248,25 @@ def _of_first_token(chunk: Callable, *args: Any, **kwargs: Any):
 
 
 def _token_by_token(
-    rule: Rule, one_token: Callable, lines: LinesOnDevice, base: torch.Tensor, pool: StatePool, layer: int
+    rule: Rule,
+    one_token: Callable,
+    lines: LinesOnDevice,
+    base: torch.Tensor,
+    pool: StatePool,
+    layer: int,
+    heads: Iterator[int] | None,
 ):
-    """The rule over lines, level by level, from the states `base` [n, ..], instead of the chunk form; writes what is kept to the pool."""
-    kept_states, kept_inputs = pool.recurrent[layer], pool.inputs.get(layer, ())
+    """The rule over lines, level by level, from the states `base` [n, ..], instead of the chunk form; writes what is kept to the pool.
+    `heads`: the next call's head; None: a call reads all of them."""
 
     def replacement(chunk: Callable, first: torch.Tensor, *args: Any, **kwargs: Any):
         inputs, step = rule.bind(one_token, first, *args, **kwargs)
         out, state = torch.empty(0), base
+        kept_states, kept_inputs = pool.recurrent[layer], pool.inputs.get(layer, ())
+        if heads is not None:
+            head = next(heads)
+            state, kept_states = state[:, head], kept_states[:, head]
+            kept_inputs = kept_inputs[head * len(inputs) : (head + 1) * len(inputs)]
         for has, slots in lines.replays:
             before = state if has is None else state.index_select(0, has)
             _, after = step(tuple(kept_input.index_select(0, slots) for kept_input in kept_inputs), before)
