@@ -1,0 +1,188 @@
+"""Rows with adapters of their own: PEFT's LoRA layers compute every packed token with the adapter of its row."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..core.errors import UnsupportedModel
+from ..core.ranks import ranks_of
+from ..core.rows import RowInput
+from ..kernels.transfer import upload
+from . import architectures
+from .encoder_decoder import family_of
+from .latent import is_latent
+from .recurrent.families import family_of as recurrent_family_of
+from .recurrent.mixers import RecurrentLayers
+from .threads import for_this_thread
+
+BASE = "__base__"  # PEFT's name for no adapter
+_LORA = "peft.tuners.lora.layer"
+_Groups = list[tuple["str | None", "slice | torch.Tensor"]]
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    """PEFT's LoRA layers of a model."""
+    lora = sys.modules.get(_LORA)  # a model without it has no such layer
+    return (
+        [] if lora is None else [each for each in architectures.all_modules(model) if isinstance(each, lora.LoraLayer)]
+    )
+
+
+def have_adapters(rows: list[RowInput]) -> bool:
+    """True if some rows have adapters of their own."""
+    return any(row.adapter is not None for row in rows)
+
+
+def is_disabled(model: nn.Module) -> bool:
+    """True if PEFT's adapters are switched off: then every row is computed by the base model."""
+    return any(layer.disable_adapters for layer in lora_layers(model))
+
+
+def check_mixed(model: PreTrainedModel, adapters: Collection[str]) -> None:
+    """Raise UnsupportedModel unless rows with these adapters, of no adapter, and of the active ones can share a forward."""
+    problem = None
+    if family_of(model) is not None or ranks_of(model) is not None:
+        problem = "the model is sharded" if family_of(model) is None else "the model has an encoder"
+    family = recurrent_family_of(model.config.get_text_config(decoder=True))
+    mixers = [] if family is None else RecurrentLayers(model, family).mixers
+    apart = {id(inner) for mixer in mixers for inner in mixer.modules()}
+    for name, layer in model.named_modules():
+        problem = problem or _problem(name, layer, adapters)
+        if problem is None and hasattr(layer, "lora_A"):
+            reads_others = ".experts." in f".{name}." or (is_latent(model) and name.endswith("kv_b_proj"))
+            problem = f"{name} does not read the tokens in their order" if id(layer) in apart or reads_others else None
+    if problem is not None:
+        raise UnsupportedModel(
+            f"Rows of different adapters cannot share a forward of {type(model).__name__}: {problem}. Use one adapter at a time "
+            "(set_adapter)."
+        )
+
+
+def _problem(name: str, layer: Any, adapters: Collection[str]) -> str | None:
+    """What hinders a layer, in words, from computing each row with its adapter."""
+    from peft.tuners.lora.layer import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer  # only a model with such layers comes here
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if isinstance(layer, AuxiliaryTrainingWrapper):
+        return f"{name} is a whole module for each adapter (modules_to_save or trainable_token_indices)"
+    if not isinstance(layer, LoraLayer):
+        return f"{name} is a layer of {type(layer).__module__}" if isinstance(layer, BaseTunerLayer) else None
+    lora: Any = layer
+    variants = [
+        type(lora.lora_variant[each]).__name__ for each in {*adapters, *lora.active_adapters} & lora.lora_variant.keys()
+    ]
+    if lora.merged:
+        return f"{name} has merged adapters: call unmerge_adapter() first"
+    if variants:
+        return f"{name} has a {variants[0]}, which is no ordinary LoRA"
+    plain = all(isinstance(each, nn.Linear) for each in lora.lora_A.values())
+    if not plain or type(lora).__name__ in ("ParamWrapper", "MultiheadAttention"):
+        return f"{name} is a LoRA of a {type(lora).__name__}"
+    return None
+
+
+class RowAdapters:
+    """The LoRA layers of a model, as they are while it is active."""
+
+    def __init__(self, model: PreTrainedModel):
+        self._layers = lora_layers(model)
+        self._head = model.get_output_embeddings()
+        self._rows: list[RowInput] | None = []
+        self._selects = False
+        self._groups: dict[Any, _Groups] = {}
+
+    @contextlib.contextmanager
+    def running(self, rows: list[RowInput], selects: bool = False) -> Iterator[None]:
+        """Inside the context, a layer computes every token of these packed rows with its row's adapter. `selects`: the model's head reads
+        only the tokens that need logits."""
+        self._rows, self._selects, self._groups = rows, selects, {}
+        with self._replaced():
+            yield
+
+    @contextlib.contextmanager
+    def alone(self, adapter: str | None) -> Iterator[None]:
+        """Inside the context, a layer computes all that it reads with this adapter; None: with the active ones."""
+        self._rows, self._groups = None, {None: [(adapter, slice(None))]}
+        with self._replaced():
+            yield
+
+    @contextlib.contextmanager
+    def _replaced(self) -> Iterator[None]:
+        before = [vars(layer).get("forward") for layer in self._layers]
+        for layer in self._layers:
+            ours = _with_embeddings if isinstance(layer.get_base_layer(), nn.Embedding) else _with_products
+            vars(layer)["forward"] = for_this_thread(functools.partial(ours, self, layer), layer.forward)
+        try:
+            yield
+        finally:
+            for layer, own in zip(self._layers, before, strict=True):
+                del vars(layer)["forward"]
+                if own is not None:
+                    vars(layer)["forward"] = own
+
+    def groups(self, layer: Any, shape: torch.Size, device: torch.device) -> _Groups:
+        """The tokens of each adapter among those [.., n] that a layer reads. Made once per forward, not per layer."""
+        if self._rows is None:
+            return self._groups[None]
+        selected = self._selects and layer is self._head
+        key = selected, device
+        counts = [row.logits if selected else row.num_tokens for row in self._rows]
+        if shape.numel() != shape[-1] or shape[-1] != sum(counts):
+            raise UnsupportedModel(
+                f"A LoRA of {type(layer.get_base_layer()).__name__} reads {list(shape)} tokens in a forward over {sum(counts)}, so "
+                "their rows are not known: use one adapter at a time."
+            )
+        if key not in self._groups:
+            names = [row.adapter for row in self._rows]
+            of_tokens = np.repeat([list(dict.fromkeys(names)).index(name) for name in names], counts)
+            self._groups[key] = [
+                (name, _place(np.flatnonzero(of_tokens == i), device))
+                for i, name in enumerate(dict.fromkeys(names))
+                if name != BASE
+            ]
+        return self._groups[key]
+
+
+def _place(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """The indices as a slice, which needs no copy, if they are adjacent."""
+    first, end = (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)
+    return slice(first, end) if end - first == len(tokens) else upload(tokens, device)
+
+
+def _adapters(layer: Any, group: str | None, known: Collection[str]) -> list[str]:
+    """The adapters of a group that change this layer."""
+    return [name for name in (layer.active_adapters if group is None else [group]) if name in known]
+
+
+def _with_products(adapters: RowAdapters, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A linear layer's output [.., n, out] for x [.., n, in], as PEFT's `lora.Linear` computes it."""
+    result = layer.base_layer(x, *args, **kwargs)
+    for group, tokens in adapters.groups(layer, x.shape[:-1], x.device):
+        for name in _adapters(layer, group, layer.lora_A):
+            down, up = layer.lora_A[name], layer.lora_B[name]
+            part = layer._cast_input_dtype(x[..., tokens, :], down.weight.dtype)
+            change = up(down(layer.lora_dropout[name](part))) * layer.scaling[name]
+            result[..., tokens, :] = (result[..., tokens, :] + change).to(result.dtype)
+    return result
+
+
+def _with_embeddings(adapters: RowAdapters, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """An embedding's output [.., n, H] for ids [.., n], as PEFT's `lora.Embedding` computes it."""
+    result, scale = layer.base_layer(x, *args, **kwargs), layer._get_embed_scale()
+    for group, tokens in adapters.groups(layer, x.shape, x.device):
+        for name in _adapters(layer, group, layer.lora_embedding_A):
+            rows = layer._embed(x[..., tokens], layer.lora_embedding_A[name].T)
+            change = (rows @ layer.lora_embedding_B[name].T) * layer.scaling[name]
+            change = change if scale is None else change * scale.to(change.dtype)
+            result[..., tokens, :] = (result[..., tokens, :] + change).to(result.dtype)
+    return result
