@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import itertools
 import logging
-import operator
 import os
 import random
 import warnings
@@ -16,9 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import (
     AutoConfig,
     AutoFeatureExtractor,
@@ -42,23 +39,14 @@ from ..integration import make_decoder, model_lock
 from ..model.encoder_decoder import is_encoder_decoder
 from ..model.options.fingerprints import fingerprints
 from ..model.structure import structure_of
-from ..sampling.grammar import Reasoning
-from .engine.encoder import EncoderFacts, EncoderInput, EncoderSide
+from .engine.encoder import EncoderFacts, EncoderSide
 from .engine.engine import Engine
-from .engine.images import (
-    NO_IMAGES,
-    adds_special_tokens,
-    bytes_of,
-    load_processor,
-    processed,
-    read_images,
-    reads_images,
-)
-from .engine.params import SamplingParams
+from .engine.images import load_processor, reads_images
+from .engine.params import OF_MODELS, SamplingParams
+from .engine.prompts import PromptReader
 from .engine.request import Request, RequestOutput
-from .engine.structured import reasoning_before, reasoning_marks
 from .hidden_states import NIXL, KVTransferConfig, with_storage
-from .ipc.messages import Load, Submit, Update, response_template_of
+from .ipc.messages import Load, Submit, Update
 from .ipc.worker import EngineWorker, load_of
 from .ranks import RankProcesses
 from .transfer import Transfers
@@ -143,7 +131,7 @@ class LLM:
         speculative_config = with_storage(_from_older_arguments(speculative_config, others), transfer)
         _check_others(others)
         config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
-        self.processes = _rank_processes(given)
+        self.processes = RankProcesses.of(given)
         self._metrics: Metrics | None = None  # without the package for them there are none
         if importlib.util.find_spec("prometheus_client") is not None:
             from .metrics import Metrics
@@ -173,6 +161,7 @@ class LLM:
             if self.encoder is not None:
                 raise ValueError(f"kv_transfer_config is for decoder-only models; {name} has an encoder.")
             make_transfers = partial(Transfers.of, transfer.kv_connector_extra_config)
+        self.prompts = PromptReader(self.model, self.tokenizer, self.processor, self.encoder)
         num_states = 0 if self.encoder is None else self.encoder.max_length
         num_blocks, num_source_blocks = _num_blocks(
             decoder, self.max_model_len, num_states, given["max_num_seqs"], given["kv_cache_memory_bytes"]
@@ -281,15 +270,10 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         if chat_template is None and self.tokenizer.chat_template is None:
             raise ValueError("The tokenizer has no chat template: pass chat_template=, or use generate().")
-        taken, prompts = [_without_images(conversation) for conversation in conversations], []
-        texts: Any = conversations and self.tokenizer.apply_chat_template(  # which refuses an empty list
-            [messages for messages, _ in taken], tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message, tokenize=False, **(chat_template_kwargs or {}),
+        prompts = self.prompts.of_conversations(
+            conversations, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
         )  # fmt: skip
-        for text, (_, images) in zip(texts, taken, strict=True):
-            adds = adds_special_tokens(self.tokenizer, self.processor, text)
-            ids = self.tokenizer(text, add_special_tokens=adds)["input_ids"]
-            prompts.append({"prompt": text, "multi_modal_data": {"image": images}} if images else ids)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -302,8 +286,7 @@ class LLM:
         if not config.do_sample:
             penalty = None if self.encoder is None else config.repetition_penalty
             return SamplingParams(temperature=0.0, repetition_penalty=penalty or 1.0)
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        given = {name: getattr(config, name, None) for name in names}
+        given = {name: getattr(config, name, None) for name in OF_MODELS}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def get_metrics(self) -> list[Metric]:
@@ -356,87 +339,8 @@ class LLM:
             self._contents = contents
 
     def _submit(self, prompt: Any, params: SamplingParams) -> Submit:
-        """The request for a prompt. Raises ValueError: it is none, or not one that this model reads."""
-        name, facts = str(next(self._ids)), self.encoder
-        has_both = isinstance(prompt, dict) and "encoder_prompt" in prompt
-        if facts is None:
-            if has_both:
-                raise ValueError(f"{type(self.model).__name__} has no encoder: encoder_prompt is not for it.")
-            has_images = isinstance(prompt, dict) and "multi_modal_data" in prompt
-            text, ids, images = self._with_images(prompt) if has_images else (*self._read(prompt), None)
-            return Submit(name, text, ids, params, self._reasoning(text, ids, params), images)
-        if params.thinking_token_budget is not None:
-            raise ValueError("thinking_token_budget is for decoder-only models.")
-        read, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
-        data = read.get("multi_modal_data") if isinstance(read, dict) else None
-        if facts.speech is None:
-            if data is not None:
-                raise ValueError(f"{type(self.model).__name__} reads text: multi_modal_data is not for it.")
-            text, ids = self._read(read)
-            return Submit(name, text, self._decoder_prompt(begins), params, encoder=EncoderInput(ids))
-        audio = data.get("audio") if isinstance(data, dict) else None
-        if not isinstance(audio, (tuple, list)) or len(audio) != 2:
-            raise ValueError('A prompt of this model is {"multi_modal_data": {"audio": (samples, sampling rate)}}.')
-        features = facts.speech.features(np.asarray(audio[0], np.float32), int(audio[1]))
-        if features.shape[1] > facts.speech.num_frames:
-            raise ValueError(
-                "The audio is longer than a window of the model: use the server's /v1/audio/transcriptions, or model.generate()."
-            )
-        if begins is None and not read.keys().isdisjoint(("prompt", "prompt_token_ids")):
-            begins = read
-        if begins is not None:
-            return Submit(name, None, self._decoder_prompt(begins), params, encoder=EncoderInput(features=features))
-        ids, beginning = facts.speech.prompt([], facts.speech.beginning("transcribe", None, has_timestamps=False))
-        return Submit(name, None, ids, params, encoder=EncoderInput(features=features, beginning=beginning))
-
-    def _with_images(self, prompt: dict[str, Any]) -> tuple[str, list[int], EncoderInput]:
-        """A prompt's text and token ids, and its images as the model reads them."""
-        if self.processor is None:
-            raise ValueError(f"{type(self.model).__name__} {NO_IMAGES}. LLM also takes a processor as its tokenizer.")
-        data, text = prompt["multi_modal_data"], prompt.get("prompt")
-        if not isinstance(text, str) or not isinstance(data, dict) or data.keys() != {"image"}:
-            raise ValueError(
-                'A prompt with images is {"prompt": text with their placeholders, "multi_modal_data": {"image": image or list}}.'
-            )
-        images = list(data["image"]) if isinstance(data["image"], (list, tuple)) else [data["image"]]
-        return text, *processed(self.processor, text, images)
-
-    def _reasoning(self, text: str | None, ids: list[int], params: SamplingParams) -> Reasoning | None:
-        """The reasoning before the answer to a prompt, if it has a budget. Raises ValueError: no response template describes it."""
-        if params.thinking_token_budget is None:
-            return None
-        tokenizer, template = self.tokenizer, response_template_of(self.tokenizer, self.model)
-        if reasoning_marks(template) is None:
-            raise ValueError(
-                "thinking_token_budget: no response template says how this model begins and ends its reasoning."
-            )
-        prefix = tokenizer.decode(ids) if text is None else text
-        return reasoning_before(tokenizer, template, prefix, params.structured_outputs is not None)
-
-    def _decoder_prompt(self, given: Any) -> list[int]:
-        """Ids with which a decoder begins: the model's own, then a text without special tokens; or the ids that are given."""
-        begins = [] if self.encoder is None else self.encoder.decoder_prompt
-        if given is None:
-            return begins
-        text, ids = self._read(given, adds=False)
-        return ids if text is None else begins + ids
-
-    def _read(self, prompt: Any, adds: bool = True) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it was given as text, and its token ids. `adds`: with the tokenizer's special tokens. Raises ValueError: no
-        prompt, or a text without a tokenizer.
-        """
-        if isinstance(prompt, dict):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(map(operator.index, prompt["prompt_token_ids"]))
-            prompt = prompt.get("prompt")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("Text prompts need a tokenizer: pass one to LLM(tokenizer=...), or token ids.")
-            return prompt, self.tokenizer(prompt, add_special_tokens=adds)["input_ids"]
-        if isinstance(prompt, (list, tuple)) and all(isinstance(token, int) for token in prompt):
-            return None, list(prompt)
-        kinds = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
-        raise ValueError(f"A prompt is {kinds}, not {type(prompt).__name__}.")
+        text, ids, reasoning, encoder = self.prompts.read(prompt, params)
+        return Submit(str(next(self._ids)), text, ids, params, reasoning, encoder)
 
 
 def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
@@ -475,44 +379,6 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
     elif folder:
         processor = load_processor(folder, model.config, tokenizer, **origin)
     return model, tokenizer, processor
-
-
-def _without_images(messages: list[dict]) -> tuple[list[dict], list[Any]]:
-    """A conversation whose parts say only where images are, and the images. Raises ValueError: a part holds none."""
-    images, changed = [], []
-
-    def place_of(part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "image_url":
-            given = part.get("image_url")
-            images.extend(read_images([bytes_of(str(given.get("url") if isinstance(given, dict) else given))]))
-        elif kind == "image" and "image" in part:
-            images.append(part["image"])
-        else:
-            return part
-        return {"type": "image"}
-
-    for message in messages:
-        content = message.get("content")
-        changed.append({**message, "content": list(map(place_of, content))} if isinstance(content, list) else message)
-    return changed, images
-
-
-def _rank_processes(given: dict[str, Any]) -> RankProcesses | None:
-    """Start the other ranks' processes; None for one rank, or under torchrun. Raises ValueError: the arguments do not fit together."""
-    size = given["tensor_parallel_size"]
-    if type(size) is not int or size < 1:
-        raise ValueError(f"tensor_parallel_size must be an integer of at least 1, not {size!r}.")
-    if size == 1:
-        return None
-    if isinstance(given["model"], PreTrainedModel):
-        raise ValueError(
-            f"tensor_parallel_size={size} shards a model while it is loaded: pass a name or a folder; or a model that was loaded with "
-            "distributed_config=DistributedConfig(tp_size=...) on every rank, without tensor_parallel_size."
-        )
-    if dist.is_initialized() or "WORLD_SIZE" in os.environ:
-        return None
-    return RankProcesses(size, {**given, "model": os.fspath(given["model"])})
 
 
 def _from_older_arguments(config: Any, others: dict[str, Any]) -> Any:

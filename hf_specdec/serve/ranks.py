@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from ..core.ranks import RankError, Ranks
 from ..integration import model_lock
@@ -68,6 +69,23 @@ class RankProcesses:
         except BaseException:
             self.end()
             raise
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> RankProcesses | None:
+        """Those for arguments of `LLM`; None for one rank, or under torchrun. Raises ValueError: the arguments do not fit together."""
+        size = given["tensor_parallel_size"]
+        if type(size) is not int or size < 1:
+            raise ValueError(f"tensor_parallel_size must be an integer of at least 1, not {size!r}.")
+        if size == 1:
+            return None
+        if isinstance(given["model"], PreTrainedModel):
+            raise ValueError(
+                f"tensor_parallel_size={size} shards a model while it is loaded: pass a name or a folder; or a model that was loaded with "
+                "distributed_config=DistributedConfig(tp_size=...) on every rank, without tensor_parallel_size."
+            )
+        if dist.is_initialized() or "WORLD_SIZE" in os.environ:
+            return None
+        return cls(size, {**given, "model": os.fspath(given["model"])})
 
     def end(self, ranks: Ranks | None = None) -> None:
         """End the processes and wait for them. `ranks` sends them the order to end; if it is None, they are killed at once."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_specdec.kernels.native import Operation, Rows
 from hf_specdec.model.native.program import _allocated, _encoded, _registers
-from hf_specdec.model.native.trace import Place, Register, TapeStep
+from hf_specdec.model.native.tape import Place, Register, TapeStep
 
 SHARED = {Operation.LINEAR, Operation.ATTEND}
 

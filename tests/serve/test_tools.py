@@ -9,14 +9,18 @@ from helpers_server import in_thread
 from oracle import tiny_llama
 
 from hf_specdec.serve import LLM, SamplingParams
-from hf_specdec.serve.engine.structured import GrammarCompiler, StructuredOutputsParams, reasoning_before
+from hf_specdec.serve.engine.structured import (
+    GrammarCompiler,
+    StructuredOutputsParams,
+    reasoning_before,
+    response_template_of,
+)
 from hf_specdec.serve.http.chat_parser import (
     MessageParser,
     joined_calls,
     tool_grammar,
     without_tools,
 )
-from hf_specdec.serve.ipc.messages import response_template_of
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")

@@ -22,7 +22,8 @@ from .. import architectures
 from ..packed_batch import PackedBatch, _OnDevice
 from ..self_test import MOST_NOISE_LOW_PRECISION, TOLERANCES, relative_error
 from .program import Program, addresses, assemble
-from .trace import NotLowered, Tape, TapeRecorder
+from .tape import NotLowered, Tape
+from .trace import TapeRecorder
 
 _SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # candidates for the number of recorded tokens, which no dimension may equal
 _MORE = 8  # slots reserved per row for the tokens of later batches

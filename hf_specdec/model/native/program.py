@@ -14,7 +14,7 @@ import torch
 from ...cache import PagedStaticCache
 from ...kernels.native import OP, TYPES, UNARY_FUNCTIONS, Operation, Rows, StepInputs, library
 from ..packed_batch import PackedBatch
-from .trace import Call, NotLowered, Place, Register, Table, Tape, TapeStep, Value
+from .tape import Call, NotLowered, Place, Register, Table, Tape, TapeStep, Value
 
 # The most tokens of a forward that runs as a program. Measured: for more, torch's products and its attention are as fast or faster.
 MOST_TOKENS = 256

@@ -13,7 +13,8 @@ from ..options.native_weights import NativeWeight
 from ..structure import hooks_of, state_of
 from .check import Assumption, CalledCode, Traceable, build, hold
 from .program import Program
-from .trace import NotLowered, is_rotary
+from .tape import NotLowered
+from .trace import is_rotary
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,8 @@ _NUMBERS = {
     "temperature": (0, 100), "top_p": (0, 1), "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
     "repetition_penalty": (0, 100),
 }  # fmt: skip
+# whose defaults a model's generation config may set
+OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @with_hints

@@ -176,6 +176,18 @@ class GrammarCompiler:
         return matcher
 
 
+def response_template_of(tokenizer: Any, model: Any) -> dict | None:
+    """The tokenizer's response template, or the one that transformers has for this family of models; None if neither exists."""
+    template = getattr(tokenizer, "response_template", None)
+    if template is not None or not hasattr(tokenizer, "get_response_parser"):
+        return template
+    try:
+        from transformers.cli.serving.utils import get_response_template
+    except ImportError:  # this version of transformers has no such function, or has moved it
+        return None
+    return get_response_template(tokenizer, model)
+
+
 def reasoning_marks(template: dict | None) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
     """The template's name for reasoning, the texts that begin it, and those that end it; None if it does not say."""
     fields = {} if template is None else template["fields"]

@@ -19,10 +19,11 @@ import hf_specdec
 
 from ..engine.images import adds_special_tokens
 from .audio import AudioRequest, Transcription
+from .bodies import read_body
 from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, served
 from .errors import ApiError, bad_request, failed
 from .guard import Guard
-from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read_body
+from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import Responses, ResponsesRequest
 from .server import Server
 

@@ -23,11 +23,11 @@ from ..engine.encoder import EncoderInput
 from ..engine.params import SamplingParams
 from ..engine.speech import Segment
 from ..ipc.messages import Update
+from .bodies import Body, checked
 from .endpoints import EventStream, ignored_header, sse
 from .errors import bad_request, shown
 from .guard import SPACE
 from .lanes import LONG_BYTES
-from .protocol import Body, checked
 from .server import Answer, Server
 
 MOST_SECONDS = 3600  # of a recording: its features take 115 MB then, and making them 1.8 GB for a moment

@@ -22,12 +22,13 @@ from ..engine.encoder import EncoderInput
 from ..engine.structured import StructuredOutputsParams, reasoning_before, reasoning_marks
 from ..engine.text import token_bytes, token_text
 from ..ipc.messages import Update
+from .bodies import Body, read_body
 from .chat_parser import Delta, MessageParser, joined_calls, without_tools
 from .errors import ApiError, bad_request, shown
 from .guard import SPACE
 from .lanes import LONG_BYTES
 from .logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
-from .protocol import Body, ChatRequest, CompletionRequest, StreamOptions, read_body
+from .protocol import ChatRequest, CompletionRequest, StreamOptions
 from .server import Answer, Server
 
 IGNORED_HEADER = "x-ignored-fields"

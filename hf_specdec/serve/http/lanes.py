@@ -17,6 +17,7 @@ from typing import Any
 
 from ..ipc.engine_process import SIGNALS
 from .errors import shutting_down
+from .reader import RequestReader
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ class Lanes:
     interpreter's lock, for seconds if it holds a million items.
     """
 
-    def __init__(self, server: Any):
-        self._server = server
+    def __init__(self, reader: RequestReader):
+        self._reader = reader
         self._short, self._long = (ThreadPoolExecutor(1, f"hf-specdec-{size}-bodies") for size in ("short", "long"))
         self._process: ProcessPoolExecutor | None = None
         self._pid = 0
@@ -46,7 +47,7 @@ class Lanes:
         gc.freeze()  # collections would copy the memory that the processes share, and make streams wait
         try:
             context = multiprocessing.get_context("fork")
-            self._process = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(self._server,))
+            self._process = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(self._reader,))
         except (OSError, NotImplementedError, ValueError) as error:  # no semaphores, as without /dev/shm; no fork
             logger.warning("There is no process for long bodies, which may hold up streams: %s", error)
             return
@@ -63,7 +64,7 @@ class Lanes:
             self._process = None
 
     async def run(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Returns `function(server, *args)`. If the caller is cancelled before its turn comes, the function is not called.
+        """Returns `function(reader, *args)`. If the caller is cancelled before its turn comes, the function is not called.
 
         Args:
             num_bytes: size of the body. For a long one, the arguments and the result must be picklable.
@@ -74,9 +75,9 @@ class Lanes:
         """
         try:
             if num_bytes > LONG_BYTES and self._process is not None:
-                task = self._process.submit(_call, self._server.facts, function, args)
+                task = self._process.submit(_call, self._reader.facts, function, args)
             else:
-                task = (self._long if num_bytes > LONG_BYTES else self._short).submit(function, self._server, *args)
+                task = (self._long if num_bytes > LONG_BYTES else self._short).submit(function, self._reader, *args)
             waiting = asyncio.wrap_future(task)
             self._waiting.add(waiting)
             waiting.add_done_callback(self._waiting.discard)
@@ -97,13 +98,13 @@ class Lanes:
             future.cancel()
 
 
-_server: Any = None  # in the forked process: its copy of the server
+_reader: Any = None  # in the forked process: its copy
 
 
-def _begin(server: Any) -> None:
+def _begin(reader: RequestReader) -> None:
     """Begin the forked process: only the other process ends it, by a signal that cannot be ignored or by its own end."""
-    global _server
-    _server = server
+    global _reader
+    _reader = reader
     os.nice(_NICENESS)
     gc.disable()  # collections would take most of the time that it takes to read a million items
     for number in SIGNALS:
@@ -118,9 +119,9 @@ def _end_with_parent() -> None:
 
 def _call(facts: Any, function: Callable[..., Any], args: tuple) -> Any:
     """Run a task in the forked process. `facts`: what the server has been told about the model since."""
-    if facts != _server.facts:
-        _server.know(facts)
+    if facts != _reader.facts:
+        _reader.know(facts)
     try:
-        return function(_server, *args)
+        return function(_reader, *args)
     finally:
         gc.collect()

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictInt, ValidationError
 
 from ..ipc.messages import Update
+from .bodies import Items, Part
 from .chat_parser import Delta
 from .endpoints import Chat, sse
 from .errors import ApiError, bad_request
-from .protocol import MOST_MESSAGES, ChatRequest, Items, JsonSchema, NamedFunction, Part, SamplingFields, joined_text
+from .protocol import MOST_MESSAGES, ChatRequest, JsonSchema, NamedFunction, SamplingFields, joined_text
 from .server import Answer, Server
 
 _UNSUPPORTED_FIELDS = (

@@ -10,7 +10,7 @@ from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderFacts, EncoderInput
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob
-from ..engine.structured import StructuredOutputsParams
+from ..engine.structured import StructuredOutputsParams, response_template_of
 
 
 class Submit(NamedTuple):
@@ -57,18 +57,6 @@ class Facts:
         """The facts about a loaded `LLM`. `tokenizer`: the one that the HTTP side uses."""
         template = response_template_of(tokenizer, llm.model)
         return cls(llm.get_default_sampling_params(), llm.max_model_len, template, llm.encoder)
-
-
-def response_template_of(tokenizer: Any, model: Any) -> dict | None:
-    """The tokenizer's response template, or the one that transformers has for this family of models; None if neither exists."""
-    template = getattr(tokenizer, "response_template", None)
-    if template is not None or not hasattr(tokenizer, "get_response_parser"):
-        return template
-    try:
-        from transformers.cli.serving.utils import get_response_template
-    except ImportError:  # this version of transformers has no such function, or has moved it
-        return None
-    return get_response_template(tokenizer, model)
 
 
 class Compiled(NamedTuple):

@@ -1,0 +1,153 @@
+"""Prompts as `LLM` takes them, read into what a request of the engine holds."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from ...sampling.grammar import Reasoning
+from .encoder import EncoderFacts, EncoderInput
+from .images import NO_IMAGES, adds_special_tokens, bytes_of, processed, read_images
+from .params import SamplingParams
+from .structured import reasoning_before, reasoning_marks, response_template_of
+
+# a text, if one was given; ids; the reasoning before the answer; what else the model reads
+Read = tuple[str | None, list[int], Reasoning | None, EncoderInput | None]
+
+
+class PromptReader:
+    """Reads the prompts of a model.
+
+    Args:
+        tokenizer: None: prompts are token ids.
+        processor: transformers' processor of images and text, or a feature extractor of audio; None: prompts have neither.
+        encoder: None: the model is decoder-only.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, processor: Any, encoder: EncoderFacts | None):
+        self.model, self.tokenizer, self.processor, self.encoder = model, tokenizer, processor, encoder
+        self.name = type(model).__name__
+
+    def read(self, prompt: Any, params: SamplingParams) -> Read:
+        """A prompt as `LLM.generate` takes it. Raises ValueError: it is none, or not one that this model reads."""
+        facts = self.encoder
+        has_both = isinstance(prompt, dict) and "encoder_prompt" in prompt
+        if facts is None:
+            if has_both:
+                raise ValueError(f"{self.name} has no encoder: encoder_prompt is not for it.")
+            has_images = isinstance(prompt, dict) and "multi_modal_data" in prompt
+            text, ids, images = self._with_images(prompt) if has_images else (*self._text(prompt), None)
+            return text, ids, self._reasoning(text, ids, params), images
+        if params.thinking_token_budget is not None:
+            raise ValueError("thinking_token_budget is for decoder-only models.")
+        source, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
+        data = source.get("multi_modal_data") if isinstance(source, dict) else None
+        if facts.speech is not None:
+            return self._speech(facts, source, data, begins)
+        if data is not None:
+            raise ValueError(f"{self.name} reads text: multi_modal_data is not for it.")
+        text, ids = self._text(source)
+        return text, self._decoder_prompt(facts, begins), None, EncoderInput(ids)
+
+    def of_conversations(self, conversations: list[list[dict]], **options: Any) -> list[Any]:
+        """The prompts of conversations. `options`: those of the tokenizer's `apply_chat_template`. Raises ValueError: a part that should
+        hold an image holds none."""
+        stripped, prompts = [_without_images(conversation) for conversation in conversations], []
+        messages = [messages for messages, _ in stripped]
+        # apply_chat_template refuses an empty list
+        texts: Any = messages and self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        for text, (_, images) in zip(texts, stripped, strict=True):
+            adds = adds_special_tokens(self.tokenizer, self.processor, text)
+            ids = self.tokenizer(text, add_special_tokens=adds)["input_ids"]
+            prompts.append({"prompt": text, "multi_modal_data": {"image": images}} if images else ids)
+        return prompts
+
+    def _speech(self, facts: EncoderFacts, source: Any, data: Any, begins: Any) -> Read:
+        """A recording of one window. `begins`: how the transcript begins, if that is said."""
+        speech: Any = facts.speech
+        audio = data.get("audio") if isinstance(data, dict) else None
+        if not isinstance(audio, (tuple, list)) or len(audio) != 2:
+            raise ValueError('A prompt of this model is {"multi_modal_data": {"audio": (samples, sampling rate)}}.')
+        features = speech.features(np.asarray(audio[0], np.float32), int(audio[1]))
+        if features.shape[1] > speech.num_frames:
+            raise ValueError(
+                "The audio is longer than a window of the model: use the server's /v1/audio/transcriptions, or model.generate()."
+            )
+        if begins is None and not source.keys().isdisjoint(("prompt", "prompt_token_ids")):
+            begins = source
+        if begins is not None:
+            return None, self._decoder_prompt(facts, begins), None, EncoderInput(features=features)
+        ids, beginning = speech.prompt([], speech.beginning("transcribe", None, has_timestamps=False))
+        return None, ids, None, EncoderInput(features=features, beginning=beginning)
+
+    def _with_images(self, prompt: dict[str, Any]) -> tuple[str, list[int], EncoderInput]:
+        """A prompt's text and token ids, and its images as the model reads them."""
+        if self.processor is None:
+            raise ValueError(f"{self.name} {NO_IMAGES}. LLM also takes a processor as its tokenizer.")
+        data, text = prompt["multi_modal_data"], prompt.get("prompt")
+        if not isinstance(text, str) or not isinstance(data, dict) or data.keys() != {"image"}:
+            raise ValueError(
+                'A prompt with images is {"prompt": text with their placeholders, "multi_modal_data": {"image": image or list}}.'
+            )
+        images = list(data["image"]) if isinstance(data["image"], (list, tuple)) else [data["image"]]
+        return text, *processed(self.processor, text, images)
+
+    def _reasoning(self, text: str | None, ids: list[int], params: SamplingParams) -> Reasoning | None:
+        """The reasoning before the answer to a prompt, if it has a budget. Raises ValueError: no response template describes it."""
+        if params.thinking_token_budget is None:
+            return None
+        template = response_template_of(self.tokenizer, self.model)
+        if reasoning_marks(template) is None:
+            raise ValueError(
+                "thinking_token_budget: no response template says how this model begins and ends its reasoning."
+            )
+        prefix = self.tokenizer.decode(ids) if text is None else text
+        return reasoning_before(self.tokenizer, template, prefix, params.structured_outputs is not None)
+
+    def _decoder_prompt(self, facts: EncoderFacts, given: Any) -> list[int]:
+        """Ids with which a decoder begins: the model's, then a text without special tokens; or the ids that are given."""
+        if given is None:
+            return facts.decoder_prompt
+        text, ids = self._text(given, adds=False)
+        return ids if text is None else facts.decoder_prompt + ids
+
+    def _text(self, prompt: Any, adds: bool = True) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it was given as text, and its token ids. `adds`: with the tokenizer's special tokens. Raises ValueError: no
+        prompt, or a text without a tokenizer.
+        """
+        if isinstance(prompt, dict):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(map(operator.index, prompt["prompt_token_ids"]))
+            prompt = prompt.get("prompt")
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("Text prompts need a tokenizer: pass one to LLM(tokenizer=...), or token ids.")
+            return prompt, self.tokenizer(prompt, add_special_tokens=adds)["input_ids"]
+        if isinstance(prompt, (list, tuple)) and all(isinstance(token, int) for token in prompt):
+            return None, list(prompt)
+        kinds = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+        raise ValueError(f"A prompt is {kinds}, not {type(prompt).__name__}.")
+
+
+def _without_images(messages: list[dict]) -> tuple[list[dict], list[Any]]:
+    """A conversation whose parts say only where images are, and the images. Raises ValueError: a part holds none."""
+    images, changed = [], []
+
+    def place_of(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image_url":
+            given = part.get("image_url")
+            images.extend(read_images([bytes_of(str(given.get("url") if isinstance(given, dict) else given))]))
+        elif kind == "image" and "image" in part:
+            images.append(part["image"])
+        else:
+            return part
+        return {"type": "image"}
+
+    for message in messages:
+        content = message.get("content")
+        changed.append({**message, "content": list(map(place_of, content))} if isinstance(content, list) else message)
+    return changed, images
