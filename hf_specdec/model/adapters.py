@@ -62,8 +62,7 @@ def check_mixed(model: PreTrainedModel, adapters: Collection[str]) -> None:
             problem = f"{name} does not read the tokens in their order" if id(layer) in apart or reads_others else None
     if problem is not None:
         raise UnsupportedModel(
-            f"Rows of different adapters cannot share a forward of {type(model).__name__}: {problem}. Use one adapter at a time "
-            "(set_adapter)."
+            f"Rows of different adapters cannot share a forward of {type(model).__name__}: {problem}."
         )
 
 
