@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,14 @@ from .threads import for_this_thread
 
 BASE = "__base__"  # PEFT's name for no adapter
 _LORA = "peft.tuners.lora.layer"
-_Groups = list[tuple["str | None", "slice | torch.Tensor"]]
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Tokens by adapter: `order` int64 [n], those that have one, by adapter; None: they stand so already. `spans`: each adapter's place."""
+
+    order: torch.Tensor | None
+    spans: list[tuple[str | None, slice]]
 
 
 def lora_layers(model: nn.Module) -> list[Any]:
@@ -111,7 +120,7 @@ class RowAdapters:
     @contextlib.contextmanager
     def alone(self, adapter: str | None) -> Iterator[None]:
         """Inside the context, a layer computes all that it reads with this adapter; None: with the active ones."""
-        self._rows, self._groups = None, {None: [(adapter, slice(None))]}
+        self._rows, self._groups = None, {None: _Groups(None, [(adapter, slice(None))])}
         with self._replaced():
             yield
 
@@ -143,45 +152,59 @@ class RowAdapters:
             )
         if key not in self._groups:
             names = [row.adapter for row in self._rows]
-            of_tokens = np.repeat([list(dict.fromkeys(names)).index(name) for name in names], counts)
-            self._groups[key] = [
-                (name, _place(np.flatnonzero(of_tokens == i), device))
-                for i, name in enumerate(dict.fromkeys(names))
-                if name != BASE
-            ]
+            chosen = [name for name in dict.fromkeys(names) if name != BASE]
+            of_tokens = np.repeat([chosen.index(name) if name in chosen else -1 for name in names], counts)
+            order = np.flatnonzero(of_tokens >= 0)
+            order = order[np.argsort(of_tokens[order], kind="stable")]
+            in_place = bool((np.diff(order) == 1).all())
+            ends = np.searchsorted(of_tokens[order], np.arange(len(chosen) + 1))
+            ends += order[0] if in_place and len(order) else 0
+            spans = [slice(start, end) for start, end in itertools.pairwise(ends.tolist())]
+            self._groups[key] = _Groups(
+                None if in_place else upload(order, device), list(zip(chosen, spans, strict=True))
+            )
         return self._groups[key]
 
 
-def _place(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """The indices as a slice, which needs no copy, if they are adjacent."""
-    first, end = (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)
-    return slice(first, end) if end - first == len(tokens) else upload(tokens, device)
-
-
-def _adapters(layer: Any, group: str | None, known: Collection[str]) -> list[str]:
-    """The adapters of a group that change this layer."""
-    return [name for name in (layer.active_adapters if group is None else [group]) if name in known]
+def _changed(
+    adapters: RowAdapters, layer: Any, result: torch.Tensor, x: torch.Tensor, change: Callable, known: Collection[str]
+):
+    """A layer's output [.., n, out] with what `change(name, x)` makes of each adapter's tokens. `x`: [.., n, in], or ids [.., n, 1]."""
+    groups = adapters.groups(layer, x.shape[:-1], x.device)
+    spans = [
+        (name, span)
+        for group, span in groups.spans
+        for name in (layer.active_adapters if group is None else [group])
+        if name in known
+    ]
+    if not spans:
+        return result
+    order = groups.order
+    read, changed = (x, result) if order is None else (each.index_select(-2, order) for each in (x, result))
+    for name, span in spans:
+        changed[..., span, :] += change(name, read[..., span, :])
+    return result if order is None else result.index_copy_(-2, order, changed)
 
 
 def _with_products(adapters: RowAdapters, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A linear layer's output [.., n, out] for x [.., n, in], as PEFT's `lora.Linear` computes it."""
-    result = layer.base_layer(x, *args, **kwargs)
-    for group, tokens in adapters.groups(layer, x.shape[:-1], x.device):
-        for name in _adapters(layer, group, layer.lora_A):
-            down, up = layer.lora_A[name], layer.lora_B[name]
-            part = layer._cast_input_dtype(x[..., tokens, :], down.weight.dtype)
-            change = up(down(layer.lora_dropout[name](part))) * layer.scaling[name]
-            result[..., tokens, :] = (result[..., tokens, :] + change).to(result.dtype)
-    return result
+
+    def change(name: str, part: torch.Tensor) -> torch.Tensor:
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        part = layer._cast_input_dtype(part, down.weight.dtype)
+        return up(down(layer.lora_dropout[name](part))) * layer.scaling[name]
+
+    return _changed(adapters, layer, layer.base_layer(x, *args, **kwargs), x, change, layer.lora_A)
 
 
 def _with_embeddings(adapters: RowAdapters, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """An embedding's output [.., n, H] for ids [.., n], as PEFT's `lora.Embedding` computes it."""
-    result, scale = layer.base_layer(x, *args, **kwargs), layer._get_embed_scale()
-    for group, tokens in adapters.groups(layer, x.shape, x.device):
-        for name in _adapters(layer, group, layer.lora_embedding_A):
-            rows = layer._embed(x[..., tokens], layer.lora_embedding_A[name].T)
-            change = (rows @ layer.lora_embedding_B[name].T) * layer.scaling[name]
-            change = change if scale is None else change * scale.to(change.dtype)
-            result[..., tokens, :] = (result[..., tokens, :] + change).to(result.dtype)
-    return result
+    scale = layer._get_embed_scale()
+
+    def change(name: str, ids: torch.Tensor) -> torch.Tensor:
+        rows = layer._embed(ids[..., 0], layer.lora_embedding_A[name].T)
+        change = (rows @ layer.lora_embedding_B[name].T) * layer.scaling[name]
+        return change if scale is None else change * scale.to(change.dtype)
+
+    known = layer.lora_embedding_A
+    return _changed(adapters, layer, layer.base_layer(x, *args, **kwargs), x[..., None], change, known)

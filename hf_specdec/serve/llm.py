@@ -143,15 +143,15 @@ class LLM:
         try:
             self.model, self.tokenizer, self.processor = _loaded(given)
             self._make_engine(config, transfer, given)
+            self._structure = structure_of(self.model)
+            for name, path in (lora_modules or {}).items():
+                self.load_lora_adapter(name, path)
         except BaseException:
             if self.processes is not None:
                 self.processes.end()
             raise
         self._ids = itertools.count()
         self._contents: list[bytes] = []
-        self._structure = structure_of(self.model)
-        for name, path in (lora_modules or {}).items():
-            self.load_lora_adapter(name, path)
 
     def _make_engine(self, config: SpeculativeConfig, transfer: KVTransferConfig | None, given: dict[str, Any]) -> None:
         """Set `engine`, `encoder`, `ranks` and `max_model_len`. `given`: the arguments of the class."""

@@ -18,6 +18,8 @@ import hf_specdec
 from hf_specdec.cli.serve import _lora_modules
 from hf_specdec.model.structure import structure_of
 from hf_specdec.serve.engine.params import SamplingParams
+from hf_specdec.serve.http.reader import RequestReader
+from hf_specdec.serve.ipc.messages import Facts
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
@@ -143,7 +145,7 @@ def test_a_seed_means_the_same_beside_other_adapters(folders, prompts):
 
 def test_a_model_that_is_passed_in_is_left_as_it_was(folders, prompts, expected):
     model = load_bundled("tiny")
-    before = structure_of(model)
+    before, trained = structure_of(model), [parameter.requires_grad for parameter in model.parameters()]
     llm = hf_specdec.LLM(model, speculative_config=NGRAM, lora_modules=folders)
     assert_right(llm, prompts, expected, ALL)
     llm.unload_lora_adapter("north")
@@ -152,6 +154,7 @@ def test_a_model_that_is_passed_in_is_left_as_it_was(folders, prompts, expected)
     assert_right(llm, prompts, expected, [(0, None), (0, "south")])
     llm.close()
     assert structure_of(model) == before and not hasattr(model, "peft_config")
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
 
 
 def test_adapters_of_a_peft_model(folders, prompts, expected):
@@ -336,6 +339,16 @@ def test_adapters_are_not_loaded_unless_allowed(folders):
         status, message = told(server, "/v1/load_lora_adapter", {"lora_name": "north", "lora_path": folders["north"]})
         assert status == 403 and "--allow-runtime-lora-updating" in message
         assert told(server, "/v1/unload_lora_adapter", {"lora_name": "north"})[0] == 403
+
+
+def test_names_that_cannot_be(folders):
+    with pytest.raises(ValueError, match="lora must be the name of an adapter, not 3"):
+        SamplingParams(lora=3)
+    llm = hf_specdec.LLM("tiny", lora_modules={"tiny": folders["north"]})
+    reader = RequestReader(llm.tokenizer, ["tiny"], None, None)
+    with pytest.raises(ValueError, match="'tiny' is the name of the model"):
+        reader.know(Facts.of(llm, llm.tokenizer))
+    llm.close()
 
 
 @pytest.mark.parametrize("given", ["north", "=path", "north=", "north=a north=b"])

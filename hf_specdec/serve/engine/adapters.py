@@ -107,13 +107,18 @@ class Adapters:
         config: Any = PeftConfig.from_pretrained(path)
         _check_config(config)
         weights = load_peft_weights(path, device="cpu")
+        trained = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
         active = {id(layer): layer.active_adapters for layer in lora_layers(self._model)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are several adapters
-            inject_adapter_in_model(config, self._model, number)
-            for layer in lora_layers(self._model):
-                layer.set_adapter(active.get(id(layer), []), inference_mode=True)
-                layer.eval()
+            try:
+                inject_adapter_in_model(config, self._model, number)
+                for layer in lora_layers(self._model):
+                    layer.set_adapter(active.get(id(layer), []), inference_mode=True)
+                    layer.eval()
+            finally:
+                for parameter, wanted in trained:  # PEFT freezes the model
+                    parameter.requires_grad_(wanted)
             expected = get_peft_model_state_dict(self._model, adapter_name=number, save_embedding_layers=False)
             weights = self._own(weights)
             _compare(weights, expected)

@@ -139,6 +139,8 @@ class SamplingParams:
         if not isinstance(self.private, bool) or not isinstance(self.space, str):
             given = f"{self.private!r} and {self.space!r}"
             raise ValueError(f"private must be True or False and space a text, not {given}.")
+        if not isinstance(self.lora, (str, type(None))):
+            raise ValueError(f"lora must be the name of an adapter, not {self.lora!r}.")
         if self.prediction is not None and not (isinstance(self.prediction, str) or are_ids(self.prediction)):
             raise ValueError(f"prediction must be a text or token ids, not {type(self.prediction).__name__}.")
         if self.prediction is not None and self.num_speculative_tokens == 0:

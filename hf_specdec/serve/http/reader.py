@@ -50,6 +50,8 @@ class RequestReader:
                 raise ImportError(f"Serving {self.names[0]} needs {missing}: pip install 'hf-specdec[audio]'")
         if facts.encoder is None and self.tokenizer.chat_template is None:
             logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
+        if twice := set(facts.adapters) & set(self.names):
+            raise ValueError(f"lora_modules: {min(twice)!r} is the name of the model. Give the adapter another name.")
         self.facts = facts
         if self.response_template is None:
             self.response_template = facts.response_template

@@ -98,15 +98,13 @@ def serve(
         arguments: further arguments of `LLM`, which must be picklable.
 
     Raises:
-        ValueError: see `Privacy.check`; or a LoRA adapter has the name of the model.
+        ValueError: see `Privacy.check`.
         OSError: the address cannot be had (see `listen`); the model has not been loaded then.
         Exception: the error with which loading the model failed.
         ChildProcessError: the engine's process was killed.
     """
     privacy = privacy or Privacy()
     privacy.check(arguments.get("speculative_config"), api_keys)
-    if twice := sorted(set(arguments.get("lora_modules") or ()) & set(names)):
-        raise ValueError(f"--lora-modules: {twice[0]!r} is the name of the model. Give the adapter another name.")
     loading = {key: arguments[key] for key in ("revision", "trust_remote_code") if key in arguments}
     loaded_tokenizer = AutoTokenizer.from_pretrained(resolve_model(os.fspath(tokenizer or model)), **loading)
     folder = resolve_model(os.fspath(model))
