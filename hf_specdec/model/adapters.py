@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -99,11 +100,71 @@ def _problem(name: str, layer: Any, adapters: Collection[str]) -> str | None:
     return None
 
 
+_changes = weakref.WeakKeyDictionary[Any, "Change"]()  # by LoRA layer
+
+
+class Change(nn.Module):
+    """What the adapters of a forward's rows add to a LoRA layer's output: [.., n, out] for x [.., n, in], or for ids [.., n].
+
+    It is a module so that a native program can call it, and run the rest of the layer itself. `number`: a program serves this one alone.
+    """
+
+    _next_number = itertools.count().__next__
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.layer, self.number = weakref.ref(layer), Change._next_number()
+        self.adapters: Callable[[], RowAdapters | None] = lambda: None  # of the forward that runs, or that ran last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer, adapters = self.layer(), self.adapters()
+        assert layer is not None and adapters is not None
+        base = layer.get_base_layer()
+        reads_ids = isinstance(base, nn.Embedding)
+        known, of_adapter = (layer.lora_embedding_A, _of_ids) if reads_ids else (layer.lora_A, _of_states)
+        states, dtype = (x[..., None], base.weight.dtype) if reads_ids else (x, x.dtype)
+        groups = adapters.groups(layer, states.shape[:-1], x.device)
+        spans = [
+            (name, span)
+            for group, span in groups.spans
+            for name in (layer.active_adapters if group is None else [group])
+            if name in known
+        ]
+        order = groups.order if spans else None
+        read = states if order is None else states.index_select(-2, order)
+        found = read.new_zeros((*read.shape[:-1], layer.out_features), dtype=dtype)
+        for name, span in spans:
+            found[..., span, :] += of_adapter(layer, name, read[..., span, :])
+        if order is None:
+            return found
+        return found.new_zeros((*states.shape[:-1], layer.out_features)).index_copy_(-2, order, found)
+
+
+def _of_states(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+    """As PEFT's `lora.Linear` computes it: [.., n, out] for x [.., n, in]."""
+    down, up = layer.lora_A[name], layer.lora_B[name]
+    x = layer._cast_input_dtype(x, down.weight.dtype)
+    return up(down(layer.lora_dropout[name](x))) * layer.scaling[name]
+
+
+def _of_ids(layer: Any, name: str, ids: torch.Tensor) -> torch.Tensor:
+    """As PEFT's `lora.Embedding` computes it: [.., n, H] for ids [.., n, 1]."""
+    rows, scale = layer._embed(ids[..., 0], layer.lora_embedding_A[name].T), layer._get_embed_scale()
+    found = (rows @ layer.lora_embedding_B[name].T) * layer.scaling[name]
+    return found if scale is None else found * scale.to(found.dtype)
+
+
+def _forward(layer: Any, change: Change, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The output of a LoRA layer whose tokens have the adapters of their rows."""
+    return layer.base_layer(x, *args, **kwargs) + change(x)
+
+
 class RowAdapters:
     """The LoRA layers of a model, as they are while it is active."""
 
     def __init__(self, model: PreTrainedModel):
         self._layers = lora_layers(model)
+        self.changes = [_changes.setdefault(layer, Change(layer)) for layer in self._layers]
         self._head = model.get_output_embeddings()
         self._rows: list[RowInput] | None = []
         self._selects = False
@@ -127,9 +188,9 @@ class RowAdapters:
     @contextlib.contextmanager
     def _replaced(self) -> Iterator[None]:
         before = [vars(layer).get("forward") for layer in self._layers]
-        for layer in self._layers:
-            ours = _with_embeddings if isinstance(layer.get_base_layer(), nn.Embedding) else _with_products
-            vars(layer)["forward"] = for_this_thread(functools.partial(ours, self, layer), layer.forward)
+        for layer, change in zip(self._layers, self.changes, strict=True):
+            change.adapters = weakref.ref(self)
+            vars(layer)["forward"] = for_this_thread(functools.partial(_forward, layer, change), layer.forward)
         try:
             yield
         finally:
@@ -164,47 +225,3 @@ class RowAdapters:
                 None if in_place else upload(order, device), list(zip(chosen, spans, strict=True))
             )
         return self._groups[key]
-
-
-def _changed(
-    adapters: RowAdapters, layer: Any, result: torch.Tensor, x: torch.Tensor, change: Callable, known: Collection[str]
-):
-    """A layer's output [.., n, out] with what `change(name, x)` makes of each adapter's tokens. `x`: [.., n, in], or ids [.., n, 1]."""
-    groups = adapters.groups(layer, x.shape[:-1], x.device)
-    spans = [
-        (name, span)
-        for group, span in groups.spans
-        for name in (layer.active_adapters if group is None else [group])
-        if name in known
-    ]
-    if not spans:
-        return result
-    order = groups.order
-    read, changed = (x, result) if order is None else (each.index_select(-2, order) for each in (x, result))
-    for name, span in spans:
-        changed[..., span, :] += change(name, read[..., span, :])
-    return result if order is None else result.index_copy_(-2, order, changed)
-
-
-def _with_products(adapters: RowAdapters, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A linear layer's output [.., n, out] for x [.., n, in], as PEFT's `lora.Linear` computes it."""
-
-    def change(name: str, part: torch.Tensor) -> torch.Tensor:
-        down, up = layer.lora_A[name], layer.lora_B[name]
-        part = layer._cast_input_dtype(part, down.weight.dtype)
-        return up(down(layer.lora_dropout[name](part))) * layer.scaling[name]
-
-    return _changed(adapters, layer, layer.base_layer(x, *args, **kwargs), x, change, layer.lora_A)
-
-
-def _with_embeddings(adapters: RowAdapters, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """An embedding's output [.., n, H] for ids [.., n], as PEFT's `lora.Embedding` computes it."""
-    scale = layer._get_embed_scale()
-
-    def change(name: str, ids: torch.Tensor) -> torch.Tensor:
-        rows = layer._embed(ids[..., 0], layer.lora_embedding_A[name].T)
-        change = (rows @ layer.lora_embedding_B[name].T) * layer.scaling[name]
-        return change if scale is None else change * scale.to(change.dtype)
-
-    known = layer.lora_embedding_A
-    return _changed(adapters, layer, layer.base_layer(x, *args, **kwargs), x[..., None], change, known)

@@ -42,18 +42,23 @@ _made = weakref.WeakKeyDictionary[nn.Module, dict[Any, Made]]()
 def _forward_of_model(packed: PackedModel, by_row: bool) -> Traceable:
     """The forward of an active PackedModel. `by_row`: over rows with adapters of their own."""
     model, taps = packed.model, packed.taps
+    modules = [*architectures.all_modules(model), *(packed.row_adapters.changes if by_row else ())]
 
     def compute(batch: Any, features: torch.Tensor | None) -> list[torch.Tensor]:
-        output = packed.forward_batch(batch, batch.logit_index)
+        with _by_row(packed, batch.inputs) if by_row else contextlib.nullcontext():
+            output = packed.forward_batch(batch, batch.logit_index)
         more = [output.last_hidden] if taps.last_hidden else [], [output.all_logits] if taps.logits else []
         return [output.logits, *more[0], *output.layers.values(), *more[1]]  # pyright: ignore[reportReturnType]
 
     return Traceable(
-        (taps, packed.num_layers, packed.window, by_row), type(model).__name__, list(architectures.all_modules(model)),
-        packed.device, model.dtype, compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), model.config,
+        (taps, packed.num_layers, packed.window, by_row), type(model).__name__, modules, packed.device, model.dtype,
+        compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), model.config,
         vocab_size=packed.vocab_size, max_positions=packed.max_positions, ours=False, rounds=packed.rounds,
-        calls_adapters=by_row,
     )  # fmt: skip
+
+
+def _by_row(packed: PackedModel, rows: list[RowInput]) -> contextlib.AbstractContextManager[None]:
+    return packed.row_adapters.running(rows, packed.selects_logits)
 
 
 def _forward_of_head(head: PackedHead, key: Hashable, reads: bool, features_width: int) -> Traceable:
@@ -166,7 +171,7 @@ class NativeRunner(_Bound):
             return None
         packed = self._owner()
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
-        with packed.row_adapters.running(rows, packed.selects_logits) if by_row else contextlib.nullcontext():
+        with _by_row(packed, rows) if by_row else contextlib.nullcontext():
             remaining = iter(program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1))
         taps = packed.taps if tapped else Taps()
         return PackedOutput(  # in the order of `_forward_of_model`

@@ -43,7 +43,6 @@ class Traceable:
         max_positions: positions it was built for; None: any number.
         ours: its modules may be of this package; otherwise all must be torch's or transformers'.
         rounds: its layers round what they read.
-        calls_adapters: layers of PEFT are called, because they compute each row with its adapter.
     """
 
     key: Any
@@ -59,7 +58,6 @@ class Traceable:
     max_positions: int | None = None
     ours: bool = True
     rounds: bool = False
-    calls_adapters: bool = False
 
 
 @torch.no_grad()

@@ -40,10 +40,9 @@ def current_program(subject: Traceable, made: dict[Any, Made]) -> Program | str:
 
 def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
     own = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
-    assumptions, found = _tried(subject, own if subject.calls_adapters else own + _ADAPTERS)
-    adapted = any(type(each).__module__.startswith(_ADAPTERS) for each in subject.modules)
-    if isinstance(found, str) and adapted and not subject.calls_adapters:
-        assumptions, found = _tried(subject, own)
+    assumptions, found = _tried(subject, own + _ADAPTERS)
+    if isinstance(found, str) and any(type(each).__module__.startswith(_ADAPTERS) for each in subject.modules):
+        assumptions, found = _tried(subject, own)  # adapters are called
     if isinstance(found, str):
         logger.info("%s runs operator by operator on the CPU: %s.", subject.name, found)
     return assumptions, found
