@@ -91,6 +91,7 @@ class NGramPool:
             del followers[next(iter(followers))]
 
     def add_text(self, tokens: list[int], n: int) -> None:
+        """Add every run of `n` ids."""
         for i in range(len(tokens) - n + 1):
             self.add(tuple(tokens[i : i + n]))
 

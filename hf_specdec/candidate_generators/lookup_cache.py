@@ -80,6 +80,7 @@ class Spaces(Generic[Tables]):
         return tables
 
     def leave(self, seq: Sequence) -> None:
+        """The sequence has ended: drop its tables if no other text shares them."""
         space, tables = self._running.pop(seq.id, ("", None))
         if space is None and tables is not None:
             self.drop(tables)

@@ -12,8 +12,8 @@ from rich.table import Column, Table
 import hf_specdec
 
 from ..config import SpeculativeConfig
+from ..core.sequence import end_ids
 from . import options
-from .measure import end_tokens
 from .options import Output, positive_int
 
 EPILOG = """\
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         for prompt in prompts
     ]
     decoder = get_decoder(model, config, DrafterContext(tokenizer=tokenizer))
-    console, ends = Output(), frozenset(end_tokens(model))
+    console, ends = Output(), end_ids(model.generation_config.eos_token_id)
     measured = f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens"
     if size is not None:
         new = args.max_new_tokens

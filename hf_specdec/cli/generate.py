@@ -13,8 +13,8 @@ from rich.progress import Progress
 
 import hf_specdec
 
+from ..core.sequence import cut_at_end, end_ids
 from . import options
-from .measure import cut_at_end, end_tokens
 from .options import CONFIG_HELP
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
         output = model.generate(**inputs, **arguments, streamer=streamer)
     seconds = time.perf_counter() - start
 
-    rows = cut_at_end(output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), end_tokens(model))
+    rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    rows = cut_at_end(rows, end_ids(model.generation_config.eos_token_id))
     texts = [] if stream else tokenizer.batch_decode(rows, skip_special_tokens=True)
     for number, text in enumerate(texts, 1):
         print(f"--- {number} ---\n{text}" if len(texts) > 1 else text)

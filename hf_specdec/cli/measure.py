@@ -25,6 +25,7 @@ from rich.table import Table
 
 import hf_specdec
 
+from ..core.sequence import cut_at_end, end_ids
 from .options import progress_bar
 
 if TYPE_CHECKING:
@@ -132,17 +133,6 @@ class Measurement:
                 self.accepted_at[position] += rate * speculation["num_steps"]
 
 
-def end_tokens(model: Any) -> set[int]:
-    """The ids that end a text for this model."""
-    ids = model.generation_config.eos_token_id
-    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
-
-
-def cut_at_end(rows: list[list[int]], ends: set[int]) -> list[list[int]]:
-    """Each row up to and including its first end token, without padding."""
-    return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
-
-
 def timed_generate(
     model: Any, inputs: dict[str, torch.Tensor], variant: Variant, arguments: dict[str, Any], seed: int
 ) -> tuple[list[list[int]], float, Any]:
@@ -163,7 +153,8 @@ def timed_generate(
     wait(model.device)
     seconds = clock() - start
     rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    return cut_at_end(rows, end_tokens(model)), seconds, output.get("speculation")
+    ends = end_ids(model.generation_config.eos_token_id)
+    return cut_at_end(rows, ends), seconds, output.get("speculation")
 
 
 def warm_up(model: Any, inputs: dict[str, torch.Tensor], variant: Variant, arguments: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ class DraftTrees:
         width = max(first.tokens.shape[1], second.tokens.shape[1])
         rows = np.asarray(use_second, dtype=bool)
         pick = torch.from_numpy(rows).to(first.tokens.device)
-        a, b = (torch.nn.functional.pad(each.tokens, (0, width - each.tokens.shape[1])) for each in (first, second))
+        a, b = (torch.nn.functional.pad(trees.tokens, (0, width - trees.tokens.shape[1])) for trees in (first, second))
         out = cls(
             torch.where(pick[:, None], b, a),
             [m if use else n for n, m, use in zip(first.lengths, second.lengths, use_second, strict=True)],
@@ -75,27 +75,27 @@ class DraftTrees:
         if not (first.is_chain and second.is_chain):
             chain = np.tile(np.arange(-1, width - 1), (len(rows), 1))
             padded = [chain.copy(), chain.copy()]
-            for each, parents in zip((first, second), padded, strict=True):
-                parents[:, : each.tokens.shape[1]] = each.parent_index
+            for trees, parents in zip((first, second), padded, strict=True):
+                parents[:, : trees.tokens.shape[1]] = trees.parent_index
             out.parents = np.where(rows[:, None], padded[1], padded[0])
         if first.probs is not None or second.probs is not None:
-            size = next(each.probs.shape[2] for each in (second, first) if each.probs is not None)
-            (p, index), (q, other) = (each._distributions(width, size) for each in (first, second))
+            size = next(trees.probs.shape[2] for trees in (second, first) if trees.probs is not None)
+            (p, index), (q, other) = (trees._distributions(width, size) for trees in (first, second))
             count = max(p.shape[1], q.shape[1])
-            p, q = (torch.nn.functional.pad(each, (0, 0, 0, count - each.shape[1])) for each in (p, q))
+            p, q = (torch.nn.functional.pad(table, (0, 0, 0, count - table.shape[1])) for table in (p, q))
             out.probs = torch.where(pick[:, None, None], q, p)
             out.prob_index = np.where(rows[:, None], other, index)
         return out
 
     def _distributions(self, width: int, vocab_size: int) -> tuple[torch.Tensor, np.ndarray]:
         """`probs` and `prob_index` [B, width]. Deterministic drafts get one-hot distributions."""
-        own = np.tile(np.arange(width), (len(self.lengths), 1))
+        index = np.tile(np.arange(width), (len(self.lengths), 1))
         probs = self.probs
         if probs is None:
             probs = torch.nn.functional.one_hot(self.tokens, vocab_size).to(torch.float32)
         elif self.prob_index is not None:
-            own[:, : self.prob_index.shape[1]] = self.prob_index
-        return probs, np.clip(own, 0, max(probs.shape[1] - 1, 0))  # padding must name a distribution, too
+            index[:, : self.prob_index.shape[1]] = self.prob_index
+        return probs, np.clip(index, 0, max(probs.shape[1] - 1, 0))  # padding must name a distribution, too
 
     def check(self) -> None:
         """Raise ValueError if a parent does not come before its child, or if a length is out of range."""
@@ -208,8 +208,8 @@ class DraftTrees:
         Args:
             after: per row, the node that they follow (-1: the root); None: its last one.
         """
-        own = [row[:count] for row, count in zip(self.tokens.tolist(), self.lengths, strict=True)]
-        joined, parents = [[*ids, *further] for ids, further in zip(own, more, strict=True)], None
+        drafted = [row[:count] for row, count in zip(self.tokens.tolist(), self.lengths, strict=True)]
+        joined, parents = [[*ids, *further] for ids, further in zip(drafted, more, strict=True)], None
         if not self.is_chain:
             parents = []
             for i, (n, ids) in enumerate(zip(self.lengths, joined, strict=True)):
@@ -229,15 +229,15 @@ class DraftTrees:
 
     def kept(self, nodes: list[list[int]]) -> DraftTrees:
         """Only these nodes of each row, in order, with the parents of all of them among them; for deterministic drafts."""
-        lengths = [len(own) for own in nodes]
-        if all(own[-1:] == [len(own) - 1] for own in nodes if own):  # the first nodes
+        lengths = [len(kept) for kept in nodes]
+        if all(kept[-1:] == [len(kept) - 1] for kept in nodes if kept):  # the first nodes
             return replace(self, lengths=lengths)
         index = np.zeros((len(nodes), max(lengths)), dtype=np.int64)
         parents = np.tile(np.arange(-1, index.shape[1] - 1), (len(nodes), 1))
-        for i, own in enumerate(nodes):
-            place = {-1: -1, **{node: k for k, node in enumerate(own)}}
-            index[i, : len(own)] = own
-            parents[i, : len(own)] = [place[parent] for parent in self.parent_index[i, own].tolist()]
+        for i, kept in enumerate(nodes):
+            place = {-1: -1, **{node: k for k, node in enumerate(kept)}}
+            index[i, : len(kept)] = kept
+            parents[i, : len(kept)] = [place[parent] for parent in self.parent_index[i, kept].tolist()]
         return DraftTrees(self.tokens.gather(1, torch.from_numpy(index).to(self.tokens.device)), lengths, parents)
 
     def first_path(self, row: int) -> list[int]:
@@ -251,9 +251,9 @@ class DraftTrees:
 
     def spread(self, rows: list[int], batch_size: int) -> DraftTrees:
         """A batch whose given rows have these trees and whose other rows have empty trees."""
-        own = dict(zip(rows, range(len(rows)), strict=True))
-        trees = self.select([own.get(row, 0) for row in range(batch_size)])
-        trees.lengths = [length if row in own else 0 for row, length in enumerate(trees.lengths)]
+        place = dict(zip(rows, range(len(rows)), strict=True))
+        trees = self.select([place.get(row, 0) for row in range(batch_size)])
+        trees.lengths = [length if row in place else 0 for row, length in enumerate(trees.lengths)]
         return trees
 
     def select(self, rows: list[int]) -> DraftTrees:

@@ -88,13 +88,13 @@ class Ranks:
         Raises:
             RankError: another rank has failed, or has passed another digest.
         """
-        found, digests = self._exchange(numbers, in_common)
+        result, digests = self._exchange(numbers, in_common)
         if len(set(digests)) > 1:
             raise RankError(
                 f"The ranks disagree about what comes next (digests {digests}): their inputs or settings differ, or "
                 "a rank has missed a step. Nothing more was computed. Give every rank the same arguments."
             )
-        return found
+        return result
 
     def settle(self) -> None:
         """Wait until every rank has come this far without an error.
@@ -131,26 +131,26 @@ class Ranks:
             self._on_host(lambda: dist.broadcast(tensor, self.members[0], group=self.host_group))
         return tensor
 
-    def _exchange(self, numbers: Sequence[int], own: int, failed: bool = False) -> tuple[list[int], list[int]]:
-        """Rank 0's numbers, and each rank's `own`: the first collective of every call, so that ranks with different reasons meet."""
+    def _exchange(self, numbers: Sequence[int], number: int, failed: bool = False) -> tuple[list[int], list[int]]:
+        """Rank 0's numbers, and each rank's `number`: the first collective of every call, so that ranks with different reasons meet."""
         room, numbers = _SLOTS - 2 - self.size, list(numbers) if self.leads and not failed else []
         head = numbers[:room]
-        slots = [int(failed), len(numbers), *(own if rank == self.rank else 0 for rank in range(self.size)), *head]
+        slots = [int(failed), len(numbers), *(number if rank == self.rank else 0 for rank in range(self.size)), *head]
         summed = torch.tensor(slots + [0] * (_SLOTS - len(slots)))
         self._on_host(lambda: dist.all_reduce(summed, group=self.host_group))
-        found = summed.tolist()
-        if found[0]:
+        sums = summed.tolist()
+        if sums[0]:
             self._failures += 1
             if failed:
                 return [], []
             raise RankError(f"Stopped, because {self._posted(self._failures - 1) or 'another rank failed'}")
-        count, first = found[1], 2 + self.size
-        result = found[first : first + min(count, room)]
+        count, first = sums[1], 2 + self.size
+        result = sums[first : first + min(count, room)]
         if count > room:
             rest = torch.tensor(numbers[room:]) if self.leads else torch.empty(count - room, dtype=torch.int64)
             self._on_host(lambda: dist.broadcast(rest, self.members[0], group=self.host_group))
             result += rest.tolist()
-        return result, found[2:first]
+        return result, sums[2:first]
 
     def _on_host(self, collective: Callable[[], Any]) -> None:
         self._exchanging.set()
@@ -253,10 +253,10 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         return None
     if "tp" not in (mesh.mesh_dim_names or ()) or mesh["tp"].size() == 1:
         return None
-    found = _known.get(model)
-    if found is None:
-        found = _known[model] = Ranks(mesh["tp"].get_group())
-    return found
+    ranks = _known.get(model)
+    if ranks is None:
+        ranks = _known[model] = Ranks(mesh["tp"].get_group())
+    return ranks
 
 
 def _host_group(members: tuple[int, ...]) -> dist.ProcessGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +108,16 @@ class Sequence:
         self.tokens += kept
         self.finished = self.finished or len(self.tokens) >= self.max_length
         return kept
+
+
+def end_ids(given: int | Iterable[int] | None) -> frozenset[int]:
+    """A configuration's `eos_token_id`, which may be one id, several, or none."""
+    return frozenset([given] if isinstance(given, int) else given or ())
+
+
+def cut_at_end(rows: list[list[int]], ends: Collection[int]) -> list[list[int]]:
+    """Each row up to and including its first end token, without padding."""
+    return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
 
 
 def stream_seeds(seed: int, prompts: list[list[int]], adapters: list[str] | None = None) -> list[int]:

@@ -115,8 +115,8 @@ class _Counts:
 
     def _count(self, depth: int, logits: torch.Tensor, true: torch.Tensor) -> None:
         scores = self.generator.vocabulary.scores(logits)
-        own = scores.gather(1, true[:, None])
-        ranks = (scores > own).sum(1)[own[:, 0] > float("-inf")].cpu().numpy()
+        of_true = scores.gather(1, true[:, None])
+        ranks = (scores > of_true).sum(1)[of_true[:, 0] > float("-inf")].cpu().numpy()
         ranks = ranks[ranks < self.hits.shape[1]]
         self.hits[depth - 1] += np.bincount(ranks, minlength=self.hits.shape[1])
         self.tried[depth - 1] += len(true)
@@ -138,23 +138,16 @@ def _run(
     for seq in sequences:
         check_length(decoder.target.model, seq.prompt_length, seq.max_length)
     chunk = decoder.config.prefill_chunk_size
-    try:
-        decoder.allocate(sum(max_lengths) + len(prompts) * decoder.generator.max_draft_nodes, len(prompts))
-        with decoder.active():
-            for seq in sequences:
-                decoder.add(seq)
-            while running := [seq for seq in sequences if not seq.finished]:
-                results = decoder.step(running, [chunk] * len(running))
-                if known is not None and counts is not None:
-                    advanced = [result.sequence for result in results if result.new_tokens]
-                    for seq in advanced:  # a near tie may have gone the other way this time
-                        seq.tokens[-1] = known[seq.row][len(seq.tokens) - 1]
-                    counts.follow([seq for seq in advanced if not seq.finished], known)
-            for seq in sequences:
-                decoder.remove(seq)
-    except BaseException:
-        decoder.abort(sequences)
-        raise
-    finally:
-        decoder.release()
+    with decoder.memory_for(sequences), decoder.active():
+        for seq in sequences:
+            decoder.add(seq)
+        while running := [seq for seq in sequences if not seq.finished]:
+            results = decoder.step(running, [chunk] * len(running))
+            if known is not None and counts is not None:
+                advanced = [result.sequence for result in results if result.new_tokens]
+                for seq in advanced:  # a near tie may have gone the other way this time
+                    seq.tokens[-1] = known[seq.row][len(seq.tokens) - 1]
+                counts.follow([seq for seq in advanced if not seq.finished], known)
+        for seq in sequences:
+            decoder.remove(seq)
     return [seq.tokens for seq in sequences]

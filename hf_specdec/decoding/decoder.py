@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,30 +12,28 @@ import torch
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.auto import AutoGenerator
-from ..candidate_generators.base import HasDrafters, MayRest, SharesPrefixes, active_drafter, known_prefix
-from ..candidate_generators.combined import configure
+from ..candidate_generators.base import MayRest
 from ..candidate_generators.prediction import LONGEST
-from ..config import SpeculativeConfig
 from ..core.clock import StepTimer, clock_for
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
-from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
 from ..model.adapters import RowAdapters
-from ..model.prompt import KeysValues, ReadPrompt
+from ..model.prompt import ReadPrompt
 from ..policy import DraftedStep, DraftLengthPolicy, make_policy
 from ..sampling.grammar import MOST_FORCED, along_grammars
 from ..sampling.logits import calls_in_order, needs_prefix
 from ..verification.verify import begin_verification
 from . import profile
 from .fed_rows import FedRows
-from .outputs import RowStatistics, read_cache
+from .outputs import Counts
+from .running import RunningSequences
 from .scoring import node_scores
 from .step import PendingStep, StepResult, StepTensors
 from .trace import Tracer
 
 
-class SpeculativeDecoder:
+class SpeculativeDecoder(RunningSequences):
     """Decodes sequences that join and leave between steps.
 
     `add` a sequence, `step` any selection of sequences any number of times, `remove` a sequence when it has finished or was
@@ -49,208 +46,27 @@ class SpeculativeDecoder:
     agree_on_verdict: Callable[[torch.Tensor], torch.Tensor] | None = None  # see `ranked`
 
     def __init__(self, generator: CandidateGenerator):
-        self.target, self.generator, self.config = generator.target, generator, generator.config
-        target, config = self.target, self.config
-        target.taps = target.taps | generator.taps
-        self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
+        target, config = generator.target, generator.config
         self._most_nodes = generator.max_draft_nodes
-        self._sharer = generator if isinstance(generator, SharesPrefixes) else None
-        self._rests = generator if isinstance(generator, MayRest) else None
-        self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
-        self._observes = type(generator).observe is not CandidateGenerator.observe
         measured = generator.policy if isinstance(generator, AutoGenerator) else None
-        self.policy = DraftLengthPolicy()
+        policy = DraftLengthPolicy()
         if self._most_nodes:
-            self.policy = make_policy(config, clock_for(target.device), measured, generator.taps.whole_text)
+            policy = make_policy(config, clock_for(target.device), measured, generator.taps.whole_text)
+        super().__init__(generator, policy)
+        limits = [limit for limit in (target.max_positions, config.max_model_len) if limit]
+        self._max_drafted = min(limits, default=None)
+        self._rests = generator if isinstance(generator, MayRest) else None
+        self._observes = type(generator).observe is not CandidateGenerator.observe
         self.timer = StepTimer(target.device)
-        self.cache = target.new_cache(1, config.block_size)
-        self.statistics: dict[int, RowStatistics] = {}
-        self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
-        self.last: StepTensors | None = None
-        self.learner: Any = None  # a `learning.Learner`, if the drafter's head learns
         self.tracer: Tracer | None = None
-        self._num_sequences = 1
-        self._all_hidden_states, self._rows_have_places = False, False  # see `allocate`
 
-    def configure(self, config: SpeculativeConfig) -> None:
-        """Decode by a call's configuration, which differs from the present one in PER_CALL_KEYS only."""
-        configure(self.generator, config)
-        self.config = self.generator.config
+    def begin_batch(self) -> None:
+        """Begin a static batch: policies that start anew do, and the steps are traced if the configuration says so."""
+        self.policy.begin_batch()
+        self.tracer = Tracer(self.target.device, self._name_of_last_draft) if self.config.trace else None
 
-    def learn(self, learner: Any) -> None:
-        """Let a `learning.Learner` teach the drafter's head between steps. No sequence may be running."""
-        self.learner = learner
-        self.target.taps = self.target.taps | learner.taps
-
-    @property
-    def wants_pause(self) -> bool:
-        """Whether a driver that stays inside `active()` should leave it once, so that learnt weights are put in place."""
-        return self.learner is not None and self.learner.has_swap
-
-    # ---- memory and membership --------------------------------------------------------------------------------------
-
-    def allocate(
-        self, num_tokens: int, num_sequences: int, all_hidden_states: bool = False, rows_have_places: bool = False
-    ) -> None:
-        """Size the KV pools for a run. No sequence may be running. Memory is taken as it is used.
-
-        Args:
-            num_tokens: in all texts, drafts included. If `config.num_blocks` is set, it is the limit instead.
-            num_sequences: 0: not known yet; texts come one after another.
-            all_hidden_states: forwards return the hidden states of all layers.
-            rows_have_places: each row's slots are contiguous, so attention reads them without a copy: for static batches.
-        """
-        if self.statistics:
-            raise RuntimeError("The KV pool cannot be replaced while sequences are running.")
-        self._all_hidden_states, self._rows_have_places = all_hidden_states, rows_have_places
-        size, bound = self.config.block_size, self.config.num_blocks
-        num_blocks = bound or -(-num_tokens // size) + num_sequences
-        kept = self.target.graphs is not None and self.cache.can_serve(size)
-        if kept and (bound is None or self.cache.pool.num_blocks <= bound):
-            self.cache.grow_up_to(num_blocks)
-        else:
-            if num_sequences:
-                self.target.choose_states(num_sequences, self.generator.max_draft_nodes)
-            self.cache = self.target.new_cache(num_blocks, size, grows=True)
-            if self.cache.states is not None:
-                self.cache.states.reserve(num_sequences, self.generator.max_draft_nodes)
-        self.cache.share_prefixes = not all_hidden_states
-        if not num_sequences:  # texts that come one after another
-            self.target.keep_prefix_states(self.cache)
-        self._num_sequences = num_sequences
-        self.generator.allocate(num_blocks * size, num_sequences, size)
-
-    def release(self) -> None:
-        """Free the pools. Pools that CUDA graphs read are kept, so that the next call need not capture again."""
-        if self.target.graphs is not None and self.cache.is_allocated:
-            self.cache.clear()
-        else:
-            self.cache = self.target.new_cache(1, self.config.block_size)
-        self.last = None
-        self.generator.release()
-
-    def add(self, seq: Sequence) -> None:
-        """Let a sequence join. Raises ValueError: the prompt and one token do not fit the pool, even with no other sequence in it."""
-        if -(-(len(seq.tokens) + 1) // self.config.block_size) > self.cache.most_blocks:
-            raise ValueError(
-                f"A prompt of {len(seq.tokens)} tokens does not fit the KV pool of "
-                f"{self.cache.most_blocks * self.config.block_size} tokens ({self.cache.most_blocks} blocks of "
-                f"{self.config.block_size}): raise num_blocks, or shorten the prompt."
-            )
-        whole = seq.max_length + self.generator.max_draft_nodes if self._rows_have_places else 0
-        self.cache.add(seq.id, self.cache.slots_each(whole, self._num_sequences), seq.adapter)
-        try:
-            self.generator.start(seq)
-        except BaseException:
-            self.cache.remove(seq.id)
-            raise
-        self.statistics[seq.id] = RowStatistics(several=self._with_drafters is not None)
-
-    def remove(self, seq: Sequence) -> RowStatistics:
-        """Remove a sequence, finished or not: free its blocks and return its statistics."""
-        self.cache.remove(seq.id)
-        self.outside.pop(seq.id, None)
-        self.generator.stop(seq)
-        self.policy.forget(seq)
-        if self.learner is not None:
-            self.learner.ended(seq)
-        return self.statistics.pop(seq.id)
-
-    def preempt(self, seq: Sequence) -> None:
-        """Free a running sequence's blocks. Its tokens are read again when it is next scheduled; a prompt that cannot be read
-        again leaves its keys and values in host memory, and its recurrent states where they are."""
-        can_be_read = seq.is_text or seq.image_prompt is not None
-        if can_be_read:
-            self.outside.pop(seq.id, None)
-            self.cache.evict(seq.id)
-        elif seq.id not in self.outside:
-            layers = self.read_cache(seq)
-            self.cache.evict(seq.id, keep_states=True)
-            self.keep_outside(
-                seq, [None if states is None else tuple(each.cpu() for each in states) for states in layers]
-            )
-        if can_be_read or not self.generator.taps.whole_text:  # else the target would not compute its features again
-            self.generator.evict(seq)
-
-    def keep_outside(self, seq: Sequence, layers: KeysValues) -> None:
-        """Keep keys and values of a sequence's first tokens outside the pool until the sequence gets blocks. It holds no blocks now."""
-        self.outside[seq.id] = layers
-        self.cache.tables[seq.id].length = next(pair[0].shape[0] for pair in layers if pair is not None)
-
-    def read_cache(self, seq: Sequence) -> KeysValues:
-        """Per layer, keys and values [n, heads, width] of the tokens that were fed; None for a layer that reads another layer's."""
-        return self.outside[seq.id] if seq.id in self.outside else read_cache(self.cache, seq)
-
-    @property
-    def drafters(self) -> list[str]:
-        """The names that `Sequence.drafter` may have; empty where there is one drafter."""
-        return [] if self._with_drafters is None else self._with_drafters.drafters
-
-    def drafter_of(self, seq: Sequence) -> str | None:
-        """The name of the drafter of the sequence's last draft, where there are several."""
-        return None if self._with_drafters is None else self._with_drafters.drafter_of(seq)
-
-    def forget_prefixes(self) -> None:
-        """Drop what is kept of texts that have ended, because the model has changed or a step has raised."""
-        self.cache.forget_prefixes()
-        if self._sharer is not None:
-            self._sharer.forget_prefixes()
-
-    def abort(self, sequences: list[Sequence]) -> None:
-        """After an error: remove the sequences and drop everything that is cached."""
-        for seq in sequences:
-            if seq.id in self.statistics:
-                with contextlib.suppress(ValueError, KeyError):  # the drafter may have failed before it knew the row
-                    self.remove(seq)
-                self.statistics.pop(seq.id, None)
-        self.cache.clear()
-
-    @contextlib.contextmanager
-    def active(self):
-        """A context in which `step` may run, without gradients. Inside, the models read our pages; on exit they are restored."""
-        if self.learner is not None and self.learner.swap() and self._sharer is not None:
-            self._sharer.forget_prefixes()
-        with torch.no_grad(), contextlib.ExitStack() as self._models:
-            self._activate()
-            yield self
-
-    def _activate(self) -> None:
-        self._models.enter_context(self.target.active())
-        self._models.enter_context(active_drafter(self.generator))
-
-    def lacks_text(self, seq: Sequence) -> bool:
-        """True if the cache lacks the KV of some token before the last one, because the sequence was preempted."""
-        return seq.id not in self.outside and self.cache.tables[seq.id].length < len(seq.tokens) - 1
-
-    def read_again(self, seq: Sequence, length: int) -> None:
-        """Feed the sequence's text up to `length` tokens, in chunks, without decoding. Call inside `active()`. Raises OutOfBlocks: a
-        chunk does not fit. Those before it stay fed."""
-        while self.cache.tables[seq.id].length < length:
-            start = self.cache.tables[seq.id].length
-            end = min(start + self.config.prefill_chunk_size, length)
-            if end < seq.prompt_length and self.target.recurrent is not None:
-                end = self.target.recurrent.cut(start, end)
-            self._reserve(seq, end)
-            tokens = np.asarray(seq.tokens[start:end], dtype=np.int64)
-            row = RowInput(seq.id, tokens, start, offset=seq.position_offset, adapter=seq.adapter)
-            row.prompt = seq.num_chunked(start, end)
-            self.target.forward([row], self.cache)
-            self.cache.tables[seq.id].length = end
-
-    def read_last(self, sequences: list[Sequence]) -> None:
-        """Feed each finished sequence's last token too, so that generation can continue from its KV. Call inside `active()`. Raises
-        OutOfBlocks: one of the tokens does not fit; nothing was fed."""
-        for seq in sequences:
-            self._reserve(seq, len(seq.tokens))
-        rows = []
-        for seq in sequences:
-            last = np.asarray(seq.tokens[-1:], dtype=np.int64)
-            rows.append(RowInput(seq.id, last, len(seq.tokens) - 1, offset=seq.position_offset, adapter=seq.adapter))
-        self.target.forward(rows, self.cache)
-        for seq in sequences:
-            self.cache.tables[seq.id].length = len(seq.tokens)
-
-    # ---- the loop ---------------------------------------------------------------------------------------------------
+    def _name_of_last_draft(self, seq: Sequence) -> str | None:
+        return next(iter(self.statistics[seq.id].shares[-1]), None)
 
     def step(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> list[StepResult]:
         """One round for some of the running sequences, in one target forward: `begin`, then `finish`. A row whose prompt the model itself
@@ -327,8 +143,9 @@ class SpeculativeDecoder:
         # follow is not known.
         limits = [0] * len(decoding) if next_tokens else self._draft_limits(decoding)
         trees = proposed = DraftTrees.empty(len(decoding), self.target.device)
+        num_drafted = trees.lengths
         if not next_tokens:
-            trees, proposed = self._propose(decoding, limits)
+            trees, proposed, num_drafted = self._propose(decoding, limits)
         if self.policy.needs_observations and any(limits):
             self.timer.proposed()
         tracer.end("propose")
@@ -354,7 +171,9 @@ class SpeculativeDecoder:
             )
         tracer.end("verify")
         unseen, is_held = rests and not any(limits), self.policy.holds and any(limits)
-        return PendingStep(rows, num_own, decoding, limits, trees, proposed, tensors, verdict, unseen, is_held)
+        return PendingStep(
+            rows, num_own, decoding, limits, trees, proposed, num_drafted, tensors, verdict, unseen, is_held
+        )
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
         """Begin a step whose forward the model itself has run: choose the token after each prompt, unless the rows have begun before.
@@ -378,7 +197,8 @@ class SpeculativeDecoder:
         starts = {seq.id: int(end) - count for seq, end, count in zip(sequences, ends, prompt.counts, strict=True)}
         tensors = StepTensors(output, scores, sampling, ends - 1, starts)
         rows = [(seq, seq.prompt_length) for seq in sequences]
-        return PendingStep(rows, prompt.counts, decoding, [0] * len(decoding), trees, trees, tensors, verdict)
+        none = trees.lengths
+        return PendingStep(rows, prompt.counts, decoding, none, trees, trees, none, tensors, verdict)
 
     def finish(self, pending: PendingStep) -> list[StepResult]:
         """Wait for the verdict, keep the KV of accepted tokens, append the tokens, count them, and tell the drafter. Call inside
@@ -421,8 +241,8 @@ class SpeculativeDecoder:
         rows = []
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
-            own = (seq.wants_prompt_logits and not seq.num_generated) or not seq.is_text or seq.id in self.outside
-            matched = 0 if table.blocks or own else self.share_prefix(seq)
+            reads_all = (seq.wants_prompt_logits and not seq.num_generated) or not seq.is_text or seq.id in self.outside
+            matched = 0 if table.blocks or reads_all else self.share_prefix(seq)
             if matched and not seq.num_generated:
                 self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
@@ -447,23 +267,6 @@ class SpeculativeDecoder:
                 self.cache.register_prefix(seq.id, seq.tokens, known)
             rows.append((seq, end))
         return rows
-
-    def share_prefix(self, seq: Sequence) -> int:
-        """Use the KV of earlier texts, as far as the target and the drafter both have them. Returns the number of tokens covered."""
-        known = min(self.cache.known_prefix(seq.id, seq.tokens), known_prefix(self.generator, seq))
-        if self.target.recurrent is not None:  # kept states were computed in chunk form, which is only for prompts
-            known = min(known, seq.num_chunked(0, len(seq.tokens)))
-        matched = self.cache.match_prefix(seq.id, seq.tokens, known)
-        if matched and self._sharer is not None:
-            self._sharer.share_prefix(seq, matched)
-        return matched
-
-    def _reserve(self, seq: Sequence, end: int) -> None:
-        """Give the sequence slots for its first `end` tokens; read its source, and load what waited outside the pool."""
-        self.target.read_source(self.cache, seq.id, seq.source)
-        self.cache.reserve(seq.id, end)
-        if seq.id in self.outside:
-            self.cache.load_all(seq.id, self.outside.pop(seq.id))
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if a step of these rows will not draft, whatever their caps."""
@@ -503,7 +306,7 @@ class SpeculativeDecoder:
         nodes, accepted = proposed.nodes_by_depth, [len(path) for path in seen.accepted]
         num_new = [len(new) for new in seen.new_tokens]
         chosen = dict(zip([seq.id for seq in pending.decoding], pending.limits, strict=True))
-        read = {seq.id for (seq, _), own in zip(pending.rows, pending.num_own, strict=True) if own > 1}
+        read = {seq.id for (seq, _), count in zip(pending.rows, pending.num_own, strict=True) if count > 1}
         limits = [
             chosen[seq.id] if count or seq.id not in read else 0
             for seq, count in zip(seen.sequences, proposed.lengths, strict=True)
@@ -515,13 +318,13 @@ class SpeculativeDecoder:
             )
         )
 
-    def _propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees]:
-        """The drafts to verify, and what the drafter proposed of them."""
-        trees, proposed = self._drafted(sequences, limits)
-        return self._with_slots(sequences, trees), proposed
+    def _propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees, list[int]]:
+        """The drafts to verify, what the drafter proposed of them, and per row, how many of the first nodes no grammar has forced."""
+        trees, proposed, num_drafted = self._drafted(sequences, limits)
+        return self._with_slots(sequences, trees), proposed, num_drafted
 
-    def _drafted(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees]:
-        """What the drafter proposes, with what the rows' predictions and grammars make of it; and the proposal itself."""
+    def _drafted(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees, list[int]]:
+        """The same, whether or not there are slots."""
         trees = proposed = DraftTrees.empty(len(sequences), self.target.device)
         if any(limits):
             trees = proposed = self.generator.propose(sequences, limits)
@@ -532,8 +335,9 @@ class SpeculativeDecoder:
                 for seq, room in zip(sequences, rooms, strict=True)
             ]
             trees = trees.extended(predicted) if any(predicted) else trees
-            trees = along_grammars(sequences, trees, rooms)
-        return trees, proposed
+            trees, num_drafted = along_grammars(sequences, trees, rooms)
+            return trees, proposed, num_drafted
+        return trees, proposed, trees.lengths
 
     def _rooms(self, sequences: list[Sequence]) -> list[int]:
         """Per row, how many tokens its prediction or grammar may draft: none in a step whose plain time is to be measured, or in which
@@ -593,16 +397,13 @@ class SpeculativeDecoder:
                 # What follows that token has no scores: the next step asks again, as plain decoding does.
                 if failed is not None:
                     path, drafted, following = path[:failed], drafted[:failed], drafted[failed]
-                drafter = self.drafter_of(seq)
-                if trees.lengths[i] and brings_drafts(seq):
-                    begins = int(verdict.tokens[i, 0])
-                    if not pending.proposed.matching_path(i, [begins]):
-                        drafter = "prediction" if _predicts(seq, begins) else "grammar"
                 kept.append((seq.id, len(seq.tokens), path))
                 new = seq.accept([*drafted, following])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i], drafter)
+                counts = trees.lengths[i], deepest[i], len(new), len(path)
+                self.statistics[seq.id].steps.append(counts)
+                self.statistics[seq.id].shares.append(self._shares(pending, i, path, counts) if counts[0] else {})
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
                 paths.append(path)
@@ -620,14 +421,29 @@ class SpeculativeDecoder:
         trees = trees if len(present) == len(pending.decoding) else trees.select(present)
         return StepOutcome(sequences, trees, paths, emitted, root_rows=first_logits)
 
+    def _shares(self, pending: PendingStep, row: int, path: list[int], counts: Counts) -> dict[str | None, Counts]:
+        """What of a verified row is whose, by the drafter's name. The tokens that a grammar forces after a draft are the grammar's."""
+        (num_nodes, _, num_new, num_accepted), seq = counts, pending.decoding[row]
+        predicted = seq.prediction is not None and not pending.proposed.lengths[row]
+        name = "prediction" if predicted else self.drafter_of(seq)
+        num_drafted = pending.num_drafted[row]
+        if num_nodes <= num_drafted:
+            return {name: counts}
+        num_forced, shares = num_nodes - num_drafted, {}
+        if num_drafted:
+            depth, accepted = (
+                int(pending.trees.depths[row, :num_drafted].max()),
+                sum(node < num_drafted for node in path),
+            )
+            written = accepted if accepted < num_accepted else num_new  # the rest follows forced tokens
+            shares[name] = num_drafted, depth, written, accepted
+            num_new, num_accepted = num_new - written, num_accepted - accepted
+        return {**shares, "grammar": (num_forced, num_forced, num_new, num_accepted)}
+
 
 def brings_drafts(seq: Sequence) -> bool:
     """True if a row may have drafts of its own, whatever the method: it has a prediction or a grammar."""
     return seq.prediction is not None or (seq.processors is not None and seq.processors.grammar is not None)
-
-
-def _predicts(seq: Sequence, token: int) -> bool:
-    return seq.prediction is not None and seq.prediction.continuation(seq, 1) == [token]
 
 
 def _as_seen_by_drafter(outcome: StepOutcome, pending: PendingStep) -> tuple[StepOutcome, DraftTrees]:

@@ -13,6 +13,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from ..candidate_generators.prediction import Prediction
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
+from ..core.sequence import Sequence
 from ..model.architectures import check_length, is_multimodal
 from ..model.encoder_decoder import position_offsets
 from ..model.encoder_decoder.source import Source
@@ -34,7 +35,6 @@ from .outputs import (
 )
 from .prompts import prompt_columns, sequences_of, text_length
 from .ranked import observer_for
-from .trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +94,7 @@ def decode(
     sequences = sequences_of(
         whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed, sources, adapters
     )
-    if sources is not None:
-        offsets = position_offsets(decoder.target.model, columns, [seq.tokens for seq in sequences])
-    if predictions is not None:
-        for seq, ids in zip(sequences, predictions, strict=True):
-            seq.prediction = Prediction(ids)
-    for seq, offset in zip(sequences, offsets or [0] * len(sequences), strict=True):
-        seq.position_offset = offset
-        check_length(decoder.target.model, seq.prompt_length + offset, seq.max_length + offset)
+    _place(decoder, sequences, columns, offsets, predictions)
     num_cached = _num_reused(decoder, cache, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
     tensors = [RowTensors() for _ in sequences]
     observer = observer_for(
@@ -109,22 +102,11 @@ def decode(
         (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
     export = _cache_to_fill(cache, returns)
-    # The recurrent states of the caller's cache cannot be computed again from the ids.
-    can_recompute = is_text and not (num_cached and decoder.target.recurrent is not None)
-    for seq in sequences:
-        seq.is_text = can_recompute
+    for seq in sequences:  # the recurrent states of the caller's cache cannot be computed again from the ids
+        seq.is_text = is_text and not (num_cached and decoder.target.recurrent is not None)
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
-    decoder.policy.begin_batch()
-    decoder.tracer = None
-    if decoder.config.trace:
-        decoder.tracer = Tracer(decoder.target.device, lambda seq: decoder.statistics[seq.id].drafters[-1])
-    try:
-        decoder.allocate(
-            sum(seq.max_length + decoder.generator.max_draft_nodes for seq in sequences),
-            len(sequences),
-            all_hidden_states=returns.hidden,
-            rows_have_places=True,
-        )
+    decoder.begin_batch()
+    with decoder.memory_for(sequences, all_hidden_states=returns.hidden, rows_have_places=True):
         if prompt_inputs is not None:
             inputs = {**prompt_inputs, "attention_mask": attention_mask, CACHE: cache}
             run.begin_with(
@@ -138,14 +120,19 @@ def decode(
             run.until_done(synced_gpus)
             if export is not None and decoder.cache.states is not None:
                 run.settle_states()
-    except BaseException:
-        decoder.abort(sequences)
-        raise
-    finally:
-        decoder.release()
     if streamer is not None:
         streamer.end()
     return _result(run, returns, columns, whole.shape[1] - num_cached, export, unseen)
+
+
+def _place(decoder: SpeculativeDecoder, sequences: list[Sequence], columns, offsets, predictions) -> None:
+    """Set the rows' positions and predictions. Raises ValueError: a row is longer than the model allows."""
+    model, nothing = decoder.target.model, [None] * len(sequences)
+    if sequences and sequences[0].source is not None:
+        offsets = position_offsets(model, columns, [seq.tokens for seq in sequences])
+    for seq, offset, ids in zip(sequences, offsets or nothing, predictions or nothing, strict=True):
+        seq.position_offset, seq.prediction = offset or 0, None if ids is None else Prediction(ids)
+        check_length(model, seq.prompt_length + seq.position_offset, seq.max_length + seq.position_offset)
 
 
 def _cache_to_fill(cache: Cache | None, returns: Returns) -> DynamicCache | None:
@@ -199,14 +186,14 @@ def check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: d
 def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: list[np.ndarray], length: int) -> None:
     """Start the rows with the KV of the prompts' first tokens from transformers' cache."""
     for i, seq in enumerate(sequences):
-        own = columns[i][columns[i] < length]
-        if not len(own):
+        fed = columns[i][columns[i] < length]
+        if not len(fed):
             continue
-        decoder.keep_outside(seq, row_of(cache, i, own))
+        decoder.keep_outside(seq, row_of(cache, i, fed))
         if decoder.cache.states is not None:
-            decoder.cache.states.load(seq.id, states_of(cache, i), len(own))
-        if len(own) == seq.prompt_length - 1:  # generate() reads one token after a state by the one-token rule
-            seq.chunked_length = len(own)
+            decoder.cache.states.load(seq.id, states_of(cache, i), len(fed))
+        if len(fed) == seq.prompt_length - 1:  # generate() reads one token after a state by the one-token rule
+            seq.chunked_length = len(fed)
 
 
 def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_cached: int) -> None:
@@ -230,12 +217,12 @@ def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_ca
 
 def _speculation(run: BatchRun) -> Speculation:
     """What speculation did in the call, and what the head has learnt so far, if it learns."""
-    found = summarize([run.statistics[seq.row] for seq in run.sequences], run.kv_cache_bytes)
+    speculation = summarize([run.statistics[seq.row] for seq in run.sequences], run.kv_cache_bytes)
     if run.decoder.learner is not None:
-        found["learning"] = run.decoder.learner.report()
+        speculation["learning"] = run.decoder.learner.report()
     if run.decoder.tracer is not None:
-        found["trace"] = run.decoder.tracer.trace
-    return found
+        speculation["trace"] = run.decoder.tracer.trace
+    return speculation
 
 
 def _has_all_layers(export: DynamicCache, run: BatchRun) -> bool:
@@ -264,13 +251,13 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
         return ids
     for seq in run.sequences:
         run.statistics[seq.row].keep(min(seq.num_generated, steps))
-    found: dict[str, Any] = {"sequences": ids, "speculation": _speculation(run), CACHE: export}
+    output: dict[str, Any] = {"sequences": ids, "speculation": _speculation(run), CACHE: export}
     for name, wanted in (("scores", returns.scores), ("logits", returns.logits)):
         if wanted:
             rows = [getattr(row, name) for row in tensors]
-            found[name] = tuple(at_step(rows, step) for step in range(steps))
+            output[name] = tuple(at_step(rows, step) for step in range(steps))
     if returns.hidden:
-        found["hidden_states"] = hidden_per_step(tensors, columns, num_fed, steps, returns.layers)
+        output["hidden_states"] = hidden_per_step(tensors, columns, num_fed, steps, returns.layers)
     if run.decoder.target.family is None:
-        return SpeculativeDecoderOnlyOutput(**found)
-    return SpeculativeEncoderDecoderOutput.of(**found)
+        return SpeculativeDecoderOnlyOutput(**output)
+    return SpeculativeEncoderDecoderOutput.of(**output)

@@ -29,10 +29,10 @@ class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
 
     @classmethod
     def of(
-        cls, speculation: Speculation, hidden_states: tuple | None = None, **found: Any
+        cls, speculation: Speculation, hidden_states: tuple | None = None, **more: Any
     ) -> SpeculativeEncoderDecoderOutput:
         """The output of a call; `hidden_states` are the decoder's."""
-        output = cls(decoder_hidden_states=hidden_states, **found)
+        output = cls(decoder_hidden_states=hidden_states, **more)
         output.speculation = speculation
         return output
 
@@ -57,27 +57,35 @@ class Speculation(dict):
             raise AttributeError(f"Speculation has no {name!r}; it has {', '.join(self)}.") from None
 
 
+Counts = tuple[
+    int, int, int, int
+]  # of a step: nodes drafted, depth of the tree, tokens emitted, how many of them were drafted
+
+
+def _cut(counts: Counts, num_new: int) -> Counts:
+    """The same if at most `num_new` tokens are emitted."""
+    num_nodes, depth, new, accepted = counts
+    return num_nodes, depth, min(new, num_new), min(accepted, new, num_new)
+
+
 @dataclass
 class RowStatistics:
-    """Statistics of one row: per verified step (nodes drafted, depth of the tree, tokens emitted, how many of them were
-    drafted), and the names of the drafters where there are several."""
+    """Statistics of one row, by verified step; and what of a step is whose, by the drafter's name (None: there is only one)."""
 
-    steps: list[tuple[int, int, int, int]] = field(default_factory=list)
-    drafters: list[str | None] = field(default_factory=list)
+    steps: list[Counts] = field(default_factory=list)
+    shares: list[dict[str | None, Counts]] = field(default_factory=list)
     several: bool = False  # whether there are several drafters, even if none of them drafted
     num_cached_tokens: int = 0  # tokens of its prompt whose KV came from earlier sequences
 
-    def record(self, num_nodes: int, num_new: int, num_accepted: int, depth: int, drafter: str | None = None) -> None:
-        """Count one verified step."""
-        self.steps.append((num_nodes, depth, num_new, num_accepted))
-        self.drafters.append(drafter if num_nodes else None)
-
     def keep(self, num_new: int) -> None:
         """Count only the first `num_new` tokens as emitted, because a stopping criterion dropped the rest."""
-        for i, (num_nodes, depth, new, accepted) in enumerate(self.steps):
-            new = min(new, num_new)
-            self.steps[i] = (num_nodes, depth, new, min(accepted, new))
-            num_new -= new
+        for i, shares in enumerate(self.shares):
+            left = num_new
+            for name, share in shares.items():
+                shares[name] = _cut(share, left)
+                left -= shares[name][2]
+            self.steps[i] = _cut(self.steps[i], num_new)
+            num_new -= self.steps[i][2]
 
     def summary(self) -> Speculation:
         """`Speculation` of this row, without the key `rows`."""
@@ -97,18 +105,17 @@ class RowStatistics:
             acceptance_rate=num_accepted / num_drafted if num_drafted else 0.0,
             acceptance_per_position=[a / d for a, d in zip(accepted_at, drafted_at, strict=True)],
         )
-        names = dict.fromkeys(name for name in self.drafters if name is not None)
+        names = dict.fromkeys(name for shares in self.shares for name in shares if name is not None)
         if names or self.several:
-            steps = list(zip(self.steps, self.drafters, strict=True))
-            by_name = {name: RowStatistics([step for step, own in steps if own == name]) for name in names}
-            out["drafters"] = {name: own.summary() for name, own in by_name.items()}
+            by_name = {name: [shares[name] for shares in self.shares if name in shares] for name in names}
+            out["drafters"] = {name: RowStatistics(steps).summary() for name, steps in by_name.items()}
         return out
 
 
 def summarize(rows: list[RowStatistics], kv_cache_bytes: int) -> Speculation:
     """Figures over all rows, and each row's own under `rows`."""
-    steps, drafters = [step for row in rows for step in row.steps], [name for row in rows for name in row.drafters]
-    total = RowStatistics(steps, drafters, any(row.several for row in rows)).summary()
+    steps, shares = [step for row in rows for step in row.steps], [names for row in rows for names in row.shares]
+    total = RowStatistics(steps, shares, any(row.several for row in rows)).summary()
     total["kv_cache_bytes"] = kv_cache_bytes
     total["rows"] = [row.summary() for row in rows]
     return total
@@ -182,12 +189,12 @@ def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tenso
     """Per layer, the states (see PagedLayer) of the row's tokens that were fed; None for a layer that reads another layer's keys."""
     length = len(seq.tokens)
     layers = cache.read(seq.id)
-    return [None if states is None else tuple(each[:length] for each in states) for states in layers]
+    return [None if states is None else tuple(tensor[:length] for tensor in states) for states in layers]
 
 
 def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: list[np.ndarray], length: int) -> None:
     """Write the rows' KV to the places transformers would have used: [B, heads, length, width] per layer."""
-    places = [_as_slice(np.concatenate([own, np.arange(own[-1] + 1, length)])) for own in columns]
+    places = [_as_slice(np.concatenate([prompt, np.arange(prompt[-1] + 1, length)])) for prompt in columns]
     for layer, example_pair in enumerate(rows[0].cache or []):
         if example_pair is None:
             continue
@@ -225,8 +232,8 @@ def read_states(cache: PagedStaticCache, seq: Sequence, counts: list[int]) -> di
     """Copies of a row's states after each of these numbers of tokens, where they were kept."""
     if cache.states is None:
         return {}
-    found = {count: cache.states.copy(seq.id, count) for count in counts}
-    return {count: states for count, states in found.items() if states is not None}
+    kept = {count: cache.states.copy(seq.id, count) for count in counts}
+    return {count: states for count, states in kept.items() if states is not None}
 
 
 def fill_states(cache: DynamicCache, rows: list[KeptStates]) -> None:

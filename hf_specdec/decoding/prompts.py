@@ -28,10 +28,10 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
     if attention_mask is None:
         return [np.arange(input_ids.shape[1])] * input_ids.shape[0]
     columns = [np.flatnonzero(row) for row in (attention_mask != 0).cpu().numpy()]
-    for i, own in enumerate(columns):
-        if len(own) == 0:
+    for i, places in enumerate(columns):
+        if len(places) == 0:
             raise ValueError(f"attention_mask masks all of row {i}: there is no prompt to continue.")
-        if own[-1] != input_ids.shape[1] - 1:
+        if places[-1] != input_ids.shape[1] - 1:
             raise ValueError(
                 f"attention_mask masks the end of row {i}, where the text continues: pad on the left "
                 "(tokenizer.padding_side = 'left')."
@@ -59,16 +59,23 @@ def sequences_of(
     input_ids = whole[:, unseen:]
     # Criteria are checked after each new token, so a criterion that is already met still lets one token through.
     limits = [
-        max(each.max_length, input_ids.shape[1] + 1) for each in stopping_criteria if type(each) is MaxLengthCriteria
+        max(criterion.max_length, input_ids.shape[1] + 1)
+        for criterion in stopping_criteria
+        if type(criterion) is MaxLengthCriteria
     ]
     max_length = unseen + min([generation_config.max_length, *limits])
-    eos = {int(token) for each in stopping_criteria if type(each) is EosTokenCriteria for token in each.eos_token_id}
+    eos = {
+        int(token)
+        for criterion in stopping_criteria
+        if type(criterion) is EosTokenCriteria
+        for token in criterion.eos_token_id
+    }
     pad = generation_config._pad_token_tensor
     processors = (
         NodeProcessors(logits_processor, input_ids, None if pad is None else int(pad)) if logits_processor else None
     )
     rows = whole.cpu().numpy()
-    prompts = [row[own].tolist() for row, own in zip(rows, columns, strict=True)]
+    prompts = [row[places].tolist() for row, places in zip(rows, columns, strict=True)]
     read = [[]] * len(prompts) if sources is None else [source.ids for source in sources]
     seeds = stream_seeds(seed, [ids + prompt for ids, prompt in zip(read, prompts, strict=True)], adapters)
     return [

@@ -46,10 +46,10 @@ def agreed_call(
         name: getattr(generation_config, name, None)
         for name in ("max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "return_dict_in_generate")
     }  # fmt: skip
-    own = json.dumps({**config.to_dict(), "token": None}, sort_keys=True, default=str)
+    call = json.dumps({**config.to_dict(), "token": None}, sort_keys=True, default=str)
     with ranks.watched(), ranks.agreed():
         in_common = digest(
-            own, sorted(settings.items()), tuple(input_ids.shape), input_ids, *([] if mask is None else [mask])
+            call, sorted(settings.items()), tuple(input_ids.shape), input_ids, *([] if mask is None else [mask])
         )
         (seed,) = ranks.same([seed], in_common)
         yield seed
@@ -93,8 +93,8 @@ class RankedDecoder(SpeculativeDecoder):
             self._choice.agree(sequences)
         return self.ranks.same(limits)
 
-    def _propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees]:
-        """Rank 0's drafts, and what this rank's drafter proposed. The limits are the same on all ranks, so a row drafts on all ranks or on
+    def _propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[DraftTrees, DraftTrees, list[int]]:
+        """Rank 0's drafts; the rest is this rank's, see the base. The limits are the same on all ranks, so a row drafts on all ranks or on
         none."""
         in_common = digest(
             limits, [(len(seq.tokens), seq.tokens[-4:], self.cache.tables[seq.id].length) for seq in sequences]
@@ -102,48 +102,30 @@ class RankedDecoder(SpeculativeDecoder):
         if not any(limits) and not any(map(brings_drafts, sequences)):
             self.ranks.same((), in_common)
             return super()._propose(sequences, limits)
-        own, proposed = self._drafted(sequences, limits)
-        return self._with_slots(sequences, self._same_trees(own, in_common)), proposed
+        trees, proposed, num_drafted = self._drafted(sequences, limits)
+        return self._with_slots(sequences, self._same_trees(trees, in_common)), proposed, num_drafted
 
-    def _same_trees(self, own: DraftTrees, in_common: int) -> DraftTrees:
+    def _same_trees(self, trees: DraftTrees, in_common: int) -> DraftTrees:
         """Rank 0's trees."""
-        reads = own.probs is not None and self.config.verification_rule in _READS_PROBS
-        shape = own.probs.shape[1:] if reads and own.probs is not None else (0, 0)
-        width, device = own.tokens.shape[1], self.target.device
+        tokens, probs, leads, batch = trees.tokens, trees.probs, self.ranks.leads, len(trees.lengths)
+        device = self.target.device
         on_host = device.type == "cpu"
-        numbers = [width, own.is_chain, own.prob_index is not None, *shape, *own.lengths]
-        if self.ranks.leads:
-            if on_host:
-                numbers += own.tokens.flatten().tolist()
-            if own.parents is not None:
-                numbers += own.parents.flatten().tolist()
-            if own.prob_index is not None:
-                numbers += own.prob_index.flatten().tolist()
-        found = self.ranks.same([int(each) for each in numbers], in_common)
-        width, is_chain, is_indexed, count, vocab = found[:5]
-        batch, rest = len(own.lengths), found[5:]
-        lengths, rest = rest[:batch], rest[batch:]
-        if self.ranks.leads:
-            trees = own
-        else:
-            tables = []
-            for is_there in (on_host, not is_chain, is_indexed):
-                size = batch * width if is_there else 0
-                tables.append(np.asarray(rest[:size], dtype=np.int64).reshape(batch, -1) if is_there else None)
-                rest = rest[size:]
-            tokens = torch.empty(batch, width, dtype=torch.int64, device=device)
-            if tables[0] is not None:
-                tokens = torch.from_numpy(tables[0]).view(batch, width)
-            trees = DraftTrees(tokens, lengths, tables[1], None, tables[2])
+        sizes = (0, 0) if probs is None or self.config.verification_rule not in _READS_PROBS else probs.shape[1:]
+        numbers = [tokens.shape[1], trees.is_chain, trees.prob_index is not None, *sizes, *trees.lengths]
+        for table in (tokens if on_host else None, trees.parents, trees.prob_index) if leads else ():
+            numbers += [] if table is None else table.flatten().tolist()
+        width, is_chain, is_indexed, count, vocab, *rest = self.ranks.same(list(map(int, numbers)), in_common)
+        if not leads:
+            are_sent = on_host, not is_chain, bool(is_indexed)
+            tables = iter(np.asarray(rest[batch:], dtype=np.int64).reshape(sum(are_sent), batch, width))
+            ids, parents, index = (next(tables) if is_sent else None for is_sent in are_sent)
+            tokens = torch.empty(batch, width, dtype=torch.int64) if ids is None else torch.from_numpy(ids)
+            trees = DraftTrees(tokens.to(device), rest[:batch], parents, None, index)
         if not on_host and width:
             trees.tokens = self.ranks.same_tensor(trees.tokens)
         if vocab:
-            mine = (
-                own.probs
-                if self.ranks.leads and own.probs is not None
-                else torch.empty(batch, count, vocab, device=device)
-            )
-            trees.probs = self.ranks.same_tensor(mine)
+            values = probs if leads and probs is not None else torch.empty(batch, count, vocab, device=device)
+            trees.probs = self.ranks.same_tensor(values)
         return trees
 
 
@@ -168,14 +150,8 @@ class _LeadingObserver(LockstepObserver):
         """See the base."""
         done = super().advance()
         stopped = [-1 if at is None else at for at in self.stopped]
-        self.ranks.same(
-            [
-                self.num_steps,
-                *stopped,
-                *(len(seq.tokens) for seq in self.sequences),
-                *(seq.finished for seq in self.sequences),
-            ]
-        )
+        lengths, finished = zip(*((len(seq.tokens), seq.finished) for seq in self.sequences), strict=True)
+        self.ranks.same([self.num_steps, *stopped, *lengths, *finished])
         return done
 
 
@@ -191,8 +167,8 @@ class _FollowingObserver(LockstepObserver):
 
     def advance(self) -> bool:
         """See the base."""
-        count, (num_steps, *found) = len(self.sequences), self.ranks.same()
-        stopped, lengths, finished = found[:count], found[count : 2 * count], found[2 * count :]
+        count, (num_steps, *rows) = len(self.sequences), self.ranks.same()
+        stopped, lengths, finished = rows[:count], rows[count : 2 * count], rows[2 * count :]
         for step in range(self.num_steps + 1, num_steps + 1):
             shown = [self.pad_token_id] * count
             for i, seq in enumerate(self.sequences):

@@ -83,6 +83,7 @@ class PendingStep:
         limits: per decoding row, the draft depth that the policy allowed.
         trees: the drafts of the decoding rows.
         proposed: what of them the drafter itself proposed; other nodes come from predictions and grammars.
+        num_drafted: per decoding row, how many of the draft's first nodes are the drafter's or the prediction's; the grammar's follow.
         tensors: results of the forward.
         verdict: which drafts are accepted; None if no row is decoding.
         unseen: the drafter need not be told what became of the step.
@@ -95,6 +96,7 @@ class PendingStep:
     limits: list[int]
     trees: DraftTrees
     proposed: DraftTrees
+    num_drafted: list[int]
     tensors: StepTensors
     verdict: PendingVerdict | None
     unseen: bool = False

@@ -41,11 +41,13 @@ class LockstepObserver:
     ):
         self.sequences, self.streamer, self.score_step = sequences, streamer, scores
         # Without an end-of-sequence criterion, transformers continues rows that have stopped until all rows have.
-        self.rows_can_stop = any(hasattr(each, "eos_token_id") for each in criteria)
-        own = (StopStringCriteria,) if self.rows_can_stop else ()
-        self.row_criteria = [each for each in criteria if type(each) in own]
+        self.rows_can_stop = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        kinds = (StopStringCriteria,) if self.rows_can_stop else ()
+        self.row_criteria = [criterion for criterion in criteria if type(criterion) in kinds]
         # Any: transformers' annotations allow the scores of one step only
-        self.others: Any = StoppingCriteriaList(each for each in criteria if type(each) not in KNOWN_CRITERIA + own)
+        self.others: Any = StoppingCriteriaList(
+            criterion for criterion in criteria if type(criterion) not in KNOWN_CRITERIA + kinds
+        )
         self.width = prompt_ids.shape[1]
         self.num_steps = 0
         self.scores: tuple[torch.Tensor, ...] | None = None if scores is None else ()
@@ -60,7 +62,7 @@ class LockstepObserver:
             return
         prefix = torch.tensor([seq.shown_tokens], device=self._ids.device)
         for length in range(prefix.shape[1] - num_new + 1, prefix.shape[1] + 1):
-            if any(bool(each(prefix[:, :length], None).all()) for each in self.row_criteria):
+            if any(bool(criterion(prefix[:, :length], None).all()) for criterion in self.row_criteria):
                 self._stop(seq, length - self.width)
                 return
 

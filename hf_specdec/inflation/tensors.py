@@ -193,6 +193,7 @@ class Inflation:
         self.fill_attention(layer.self_attn, source and source.self_attn)
 
     def fill_attention(self, attention: Any, source: Any) -> None:
+        """Set the projections and norms of an attention layer, inflated from `source`; None: an idle layer."""
         scale = {"q_proj": math.sqrt(self.new["head_dim"] / self.old["head_dim"]), "k_proj": 1.0, "v_proj": 1.0}
         if hasattr(attention, "q_norm"):
             # Scaled because the shared eps was changed for the wider residual; see `head_norm`.

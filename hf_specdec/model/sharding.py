@@ -61,13 +61,13 @@ def _check_heads(model: PreTrainedModel, size: int) -> None:
     plan = model.tp_plan or {}
     styles = {key.rsplit(".", 1)[-1]: style for key, style in plan.items()}
     queries, keys = styles.get("q_proj"), styles.get("k_proj", styles.get("qkv_proj"))
-    each = [count for count in (*(heads if isinstance(heads, (list, tuple)) else [heads]), *by_layer) if count]
-    if keys == "colwise" and any(count % size for count in each):
+    counts = [count for count in (*(heads if isinstance(heads, (list, tuple)) else [heads]), *by_layer) if count]
+    if keys == "colwise" and any(count % size for count in counts):
         raise UnsupportedModel(
             f"{type(model).__name__} has {heads} KV heads, which {size} ranks cannot share: each rank would hold a part of a head. Use a "
             "tp_size that divides them."
         )
-    if queries == "colwise" and keys not in (None, "colwise") and any(count > 1 for count in each):
+    if queries == "colwise" and keys not in (None, "colwise") and any(count > 1 for count in counts):
         raise UnsupportedModel(
             f"{type(model).__name__} has its query heads split over {size} ranks and all {heads} KV heads on each (the tp_plan says "
             f"{keys!r}), so that queries would read the keys of other heads. Split both, or neither."
@@ -91,29 +91,28 @@ def whole(module: nn.Module) -> nn.Module:
     """
     if not is_sharded(module):
         return module
-    found = _whole.get(module)
-    if found is None:
-        found = module.__class__.__new__(module.__class__)
+    copy = _whole.get(module)
+    if copy is None:
+        copy = module.__class__.__new__(module.__class__)
         # without the sharded `forward`, so that the class's own is used
-        own = {key: value for key, value in vars(module).items() if key != "forward"}
-        vars(found).update(own)
-        vars(found)["_parameters"] = {
-            key: None if each is None else _whole_parameter(each) for key, each in module._parameters.items()
+        vars(copy).update({key: value for key, value in vars(module).items() if key != "forward"})
+        vars(copy)["_parameters"] = {
+            key: None if tensor is None else _whole_parameter(tensor) for key, tensor in module._parameters.items()
         }
-        _whole[module] = found
-    return found
+        _whole[module] = copy
+    return copy
 
 
 def _whole_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """The whole parameter; tied weights get one copy."""
     if not _is_shard(parameter):
         return parameter
-    found = _whole_parameters.get(parameter)
-    if found is None:
+    copy = _whole_parameters.get(parameter)
+    if copy is None:
         with torch.no_grad():
             full: Any = parameter.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-        found = _whole_parameters[parameter] = nn.Parameter(full.detach().clone(), requires_grad=False)
-    return found
+        copy = _whole_parameters[parameter] = nn.Parameter(full.detach().clone(), requires_grad=False)
+    return copy
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -148,8 +147,8 @@ def sharded_forward(linear: nn.Module) -> Callable[[Callable[[torch.Tensor], tor
     Around the product, it communicates as transformers does: a layer split by outputs gets whole input rows, a layer split by inputs adds
     up the ranks' outputs, and the language-model head gathers them. The forward supports no gradients.
     """
-    own = getattr(vars(linear).get("forward"), "__qualname__", None)
-    if own != "TensorParallelLayer.install_forward.<locals>.tp_forward" or linear not in _styles:
+    name = getattr(vars(linear).get("forward"), "__qualname__", None)
+    if name != "TensorParallelLayer.install_forward.<locals>.tp_forward" or linear not in _styles:
         return None
     style, mesh = _styles[linear]
 

@@ -37,6 +37,7 @@ _WRAPPERS = (
 )  # their forwards in place of a module's serve each token alone
 _SCALARS = {int, float, bool, str, type(None)}
 _FUNCTIONS = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial}
+_PLAIN = (nn.Parameter, type(None))
 _NONE = object()
 
 
@@ -81,8 +82,8 @@ def interposed() -> bool:
 
 
 def forwards_of(model: nn.Module) -> tuple:
-    """How each module of a model computes: its class's call and forward, a forward of its own, its hooks, its active adapters, and the
-    attention that its configuration names."""
+    """How each module of a model computes: its class's call and forward, a forward of its own, its hooks, its active adapters, the
+    attention that its configuration names, and how weights of other classes than torch's own compute."""
     shared = functools.cache(_shared)
     return tuple(_forward(module, shared) for module in architectures.all_modules(model))
 
@@ -104,7 +105,14 @@ def _forward(module: nn.Module, shared: Callable[[type[nn.Module], str | None], 
     forward = number_of(own["forward"]) if "forward" in own else None
     adapters = tuple(repr(own.get(name)) for name in _ADAPTERS) if "merged_adapters" in own else ()
     attention = getattr(own.get("config"), "_attn_implementation_internal", None)
-    return shared(type(module), attention), forward, hooks_of(module), adapters
+    weights = tuple(_kind_of(each) for each in own["_parameters"].values() if type(each) not in _PLAIN)
+    return shared(type(module), attention), forward, hooks_of(module), (*adapters, *weights)
+
+
+def _kind_of(weight: torch.Tensor) -> tuple[int, str]:
+    """What a quantized weight's class computes with it: the class, and its settings."""
+    flatten: Any = getattr(weight, "__tensor_flatten__", None)
+    return number_of(type(weight)), "" if flatten is None else repr(flatten()[1])
 
 
 def state_of(modules: Iterable[nn.Module]) -> tuple:

@@ -223,8 +223,9 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return np.packbits(allowed, bitorder="little")
 
 
-def along_grammars(sequences: list[Any], trees: DraftTrees, rooms: list[int]) -> DraftTrees:
-    """Drafts without the nodes that the rows' grammars forbid, and with the tokens that these force after each draft's first path.
+def along_grammars(sequences: list[Any], trees: DraftTrees, rooms: list[int]) -> tuple[DraftTrees, list[int]]:
+    """Drafts without the nodes that the rows' grammars forbid, and with the tokens that these force after each draft's first path; and how
+    many nodes of each row come before the forced ones.
 
     A draft that was drawn from a distribution keeps its nodes: which of them to verify must not depend on what was drawn.
 
@@ -239,14 +240,14 @@ def along_grammars(sequences: list[Any], trees: DraftTrees, rooms: list[int]) ->
             nodes, parents = drafted[i][: len(kept[i])], trees.parent_index[i].tolist()
             kept[i] = grammar.possible(sequences[i].shown_tokens, nodes, parents[: len(nodes)])
         trees = trees.kept(kept)
-    forced, after = [[] for _ in sequences], [-1] * len(sequences)
+    lengths, forced, after = trees.lengths, [[] for _ in sequences], [-1] * len(sequences)
     drafted = trees.tokens.tolist() if rows else []
     for i, grammar in rows.items():
         path = trees.first_path(i)
         after[i] = path[-1] if path else -1
         ids = [drafted[i][node] for node in path]
         forced[i] = grammar.forced(sequences[i].shown_tokens, ids, rooms[i] - len(ids))
-    return trees.extended(forced, after) if any(forced) else trees
+    return (trees.extended(forced, after) if any(forced) else trees), lengths
 
 
 def shortened(text: str) -> str:

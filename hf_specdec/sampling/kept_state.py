@@ -45,7 +45,7 @@ class KeptState:
         try:
             known: dict[int, _Saved] = {}
             self._saved = _save(owner, known)
-            if sum(getattr(each.value, "nbytes", 0) for each in known.values()) > _MOST_BYTES:
+            if sum(getattr(part.value, "nbytes", 0) for part in known.values()) > _MOST_BYTES:
                 raise _Opaque
         except _Opaque:
             self.opaque = True
@@ -88,17 +88,17 @@ def _save(value: Any, known: dict[int, _Saved]) -> _Saved:
         if saved.is_flat:
             saved.parts = copy.copy(value)
         elif isinstance(value, dict):
-            saved.parts = {key: _save(each, known) for key, each in value.items()}
+            saved.parts = {key: _save(part, known) for key, part in value.items()}
         elif isinstance(value, _SEQUENCES):
-            saved.parts = [_save(each, known) for each in value]
+            saved.parts = [_save(part, known) for part in value]
         else:  # sets of objects
             raise _Opaque
     elif isinstance(value, _CODE):
-        saved.parts = [_save(each, known) for each in _reached(value)]
+        saved.parts = [_save(part, known) for part in _reached(value)]
     elif isinstance(value, types.CellType):
         saved.parts = _save(value.cell_contents, known) if _is_full(value) else None
     elif _is_of_python(type(value)) and not isinstance(value, torch.nn.Module):
-        saved.parts = {name: _save(each, known) for name, each in _attributes(value).items()}
+        saved.parts = {name: _save(part, known) for name, part in _attributes(value).items()}
     else:
         raise _Opaque
     return saved
@@ -145,22 +145,22 @@ def _restore(saved: _Saved, done: set[int]) -> Any:
         if parts is not None:
             value.cell_contents = _restore(parts, done)
     elif isinstance(value, dict):
-        held = dict(parts) if saved.is_flat else {key: _restore(each, done) for key, each in parts.items()}
+        held = dict(parts) if saved.is_flat else {key: _restore(part, done) for key, part in parts.items()}
         value.clear()
         value.update(held)
     elif isinstance(value, set):
         value.clear()
         value.update(parts)
     elif isinstance(value, _SEQUENCES + _CODE):
-        held = list(parts) if saved.is_flat else [_restore(each, done) for each in parts]
+        held = list(parts) if saved.is_flat else [_restore(part, done) for part in parts]
         if isinstance(value, (list, collections.deque)):
             value.clear()
             value.extend(held)
     else:
         for holder, name in [key for key in _attributes(value) if key not in parts]:
             delattr(holder or value, name)
-        for (holder, name), each in parts.items():
-            setattr(holder or value, name, _restore(each, done))
+        for (holder, name), part in parts.items():
+            setattr(holder or value, name, _restore(part, done))
     return value
 
 
@@ -182,9 +182,9 @@ def _reached(code: Any) -> list[Any]:
 def _attributes(value: Any) -> dict[tuple[type | None, str], Any]:
     """By (holder, name). The holder is None for an object's own attributes, and the class for data of a class."""
     slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
-    own = {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
-    shared = {key: each for kind in type(value).__mro__ for key, each in _data_of(kind).items()}
-    return {**{(None, name): each for name, each in own.items()}, **shared}
+    held = {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+    shared = {key: value for kind in type(value).__mro__ for key, value in _data_of(kind).items()}
+    return {**{(None, name): value for name, value in held.items()}, **shared}
 
 
 def _data_of(kind: type) -> dict[tuple[type | None, str], Any]:
@@ -192,19 +192,19 @@ def _data_of(kind: type) -> dict[tuple[type | None, str], Any]:
     if kind.__module__.partition(".")[0] in _LIBRARIES:
         return {}
     data = (*_PLAIN, *_CONTAINERS, torch.Tensor, np.ndarray)
-    return {(kind, name): each for name, each in vars(kind).items() if isinstance(each, data) and name[:2] != "__"}
+    return {(kind, name): value for name, value in vars(kind).items() if isinstance(value, data) and name[:2] != "__"}
 
 
 def _slots(kind: type) -> tuple[str, ...]:
     names = vars(kind).get("__slots__", ())
     return tuple(
-        each for each in ((names,) if isinstance(names, str) else names) if each not in ("__dict__", "__weakref__")
+        name for name in ((names,) if isinstance(names, str) else names) if name not in ("__dict__", "__weakref__")
     )
 
 
 def _is_of_python(kind: type) -> bool:
     """True if objects of a class hold only attributes: their memory has no room for anything else."""
-    slots = sum(len(_slots(each)) for each in kind.__mro__)
+    slots = sum(len(_slots(base)) for base in kind.__mro__)
     pointers = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ <= object.__basicsize__ + pointers * tuple.__itemsize__ and kind.__itemsize__ == 0
 

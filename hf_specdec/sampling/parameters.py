@@ -35,8 +35,8 @@ OFF = SamplingParameters()
 
 def parameters_of(seq: Sequence) -> SamplingParameters:
     """The parameters that the sequence's processors end with."""
-    found = None if seq.processors is None else seq.processors.sampling
-    return OFF if found is None else found
+    parameters = None if seq.processors is None else seq.processors.sampling
+    return OFF if parameters is None else parameters
 
 
 class SamplingKind(NamedTuple):
@@ -62,7 +62,7 @@ _FIELDS = {  # wide types first, so that each field starts at a multiple of its 
     "temperature": (np.float32, torch.float32), "top_p": (np.float32, torch.float32),
     "min_p": (np.float32, torch.float32), "top_k": (np.int32, torch.int32), "do_sample": (np.bool_, torch.bool),
 }  # fmt: skip
-_BYTES = sum(np.dtype(each).itemsize for each, _ in _FIELDS.values())
+_BYTES = sum(np.dtype(kind).itemsize for kind, _ in _FIELDS.values())
 
 
 class SamplingBuffers:
@@ -97,7 +97,7 @@ class SamplingBuffers:
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Write the parameters of these rows. Later rows of the buffers are unused; their parameters are set to off."""
-        values = {each: astuple(each) for each in set(map(parameters_of, sequences))}
+        values = {parameters: astuple(parameters) for parameters in set(map(parameters_of, sequences))}
         rows = [
             (seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample, *values[parameters_of(seq)]) for seq in sequences
         ]
@@ -173,7 +173,7 @@ def fused_sampling(trees: DraftTrees, logits: torch.Tensor, sequences: list[Sequ
     counts = np.asarray(trees.lengths, dtype=np.int64) + 1
     owners = upload(np.repeat(np.arange(len(sequences)), counts), logits.device)
     thresholds = None
-    if any(each is not None for each in (top_k, top_p, min_p)):
+    if any(parameter is not None for parameter in (top_k, top_p, min_p)):
         with current(logits.device):
             thresholds = sampling_thresholds(logits, owners, temperature, top_k, top_p, min_p)
     return FusedSampling(owners, temperature, thresholds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def answer_spans(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
 
 
 def encode(
-    rows: list[dict[str, Any]], tokenizer: Any, vocab_size: int, end_tokens: set[int], max_length: int
+    rows: list[dict[str, Any]], tokenizer: Any, vocab_size: int, end_tokens: Collection[int], max_length: int
 ) -> list[Sample]:
     """Samples of all rows, at most `max_length` tokens each; samples without an answer token in it are dropped.
 
@@ -149,7 +149,7 @@ def encode(
     return samples
 
 
-def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: set[int], max_length: int) -> Iterator[Sample]:
+def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: Collection[int], max_length: int) -> Iterator[Sample]:
     task = str(row.get("task") or "")
 
     def begun(ids: np.ndarray, mask: np.ndarray, group: str) -> Sample:
@@ -191,7 +191,7 @@ def _ids(row: dict[str, Any], key: str) -> np.ndarray:
 
 
 def _tokenize(
-    tokenizer: Any, text: str, spans: list[tuple[int, int]], special: bool, end_tokens: set[int]
+    tokenizer: Any, text: str, spans: list[tuple[int, int]], special: bool, end_tokens: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids, and which of them begin inside the spans, up to the first end token of each span."""
     out = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)

@@ -16,6 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
+from ..core.sequence import cut_at_end
 from .data import PROMPT_KEYS, conversation_of, render, text_of
 from .options import TrainingError
 from .state import disk_full, progress_bar, write_text
@@ -214,8 +215,7 @@ def _generate(
         **sampling,
     )
     rows = output[:, input_ids.shape[1] :].tolist()
-    ends = target.end_tokens
-    return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
+    return cut_at_end(rows, target.end_tokens)
 
 
 class _Answers:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..core.errors import UnsupportedModel
 from ..core.output import Taps
+from ..core.sequence import end_ids
 from ..model.architectures import check_supported, tapping
 from ..model.encoder_decoder import family_of
 from .batch import Batch
@@ -58,11 +59,9 @@ class TargetModel:
         return head if head.weight.dtype == torch.float32 else copy.deepcopy(head).float().requires_grad_(False)
 
     @property
-    def end_tokens(self) -> set[int]:
+    def end_tokens(self) -> frozenset[int]:
         """Ids that end an answer."""
-        ids = self.model.generation_config.eos_token_id
-        out = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
-        return out if self.tokenizer.eos_token_id is None else out | {self.tokenizer.eos_token_id}
+        return end_ids(self.model.generation_config.eos_token_id) | end_ids(self.tokenizer.eos_token_id)
 
     @torch.no_grad()
     def capture(self, batch: Batch, taps: Taps) -> Batch:

@@ -80,6 +80,7 @@ def drafter_path(model, tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.long
 def test_calls_leave_nothing(model, drafter_path):
     assert growth(model, drafter_path, 14, 28) < MOST_GROWTH
 
@@ -89,6 +90,7 @@ def test_three_hundred_calls_leave_nothing(model, drafter_path):
     assert growth(model, drafter_path, 60, 300) < MOST_GROWTH
 
 
+@pytest.mark.long
 def test_a_leak_would_be_seen(model, drafter_path, monkeypatch):
     """A mebibyte a pool is, in pages of its own: malloc might take it from what earlier calls freed."""
     leaked, init = [], PagedStaticCache.__init__

@@ -90,6 +90,7 @@ CASE = {
 OPTIONS = dict(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.long
 @settings(max_examples=40, **OPTIONS)
 @given(**CASE)
 def test_random_combinations(model, configs, method, knobs, lengths, seed, arguments, rule, streams):

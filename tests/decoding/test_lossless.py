@@ -35,6 +35,7 @@ def pair(request, tiny_model, tiny_tokenizer):
     return model, inputs, plain, new_tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_rows_equal_plain_generate(pair, method):
     """44 rows per method, near ties counted."""

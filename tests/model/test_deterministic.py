@@ -202,11 +202,17 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def bf16(tiny_tokenizer):
-    """The bundled target in bfloat16, four prompts, and their plain texts."""
+    """The bundled target in bfloat16, and four prompts."""
     model = load_bundled("tiny").to(torch.bfloat16)
-    prompts = bundled_prompts(tiny_tokenizer, 4)
-    yield model, prompts, decode(model, tiny_tokenizer, prompts, {"method": "none"}, batch=2)
+    yield model, bundled_prompts(tiny_tokenizer, 4)
     hf_specdec.release(model)
+
+
+@pytest.fixture(scope="module")
+def plain(bf16, tiny_tokenizer):
+    """The prompts' plain texts."""
+    model, prompts = bf16
+    return decode(model, tiny_tokenizer, prompts, {"method": "none"}, batch=2)[0]
 
 
 def decode(model, tokenizer, prompts, config, batch: int, **arguments):
@@ -229,14 +235,15 @@ def decode(model, tokenizer, prompts, config, batch: int, **arguments):
     [pytest.param(name, 4, marks=pytest.mark.slow if name in ("eagle3 tree", "early exit") else ()) for name in METHODS]
     + [pytest.param(name, 1, marks=pytest.mark.slow if name != "eagle3 tree" else ()) for name in METHODS],
 )
-def test_greedy_bf16_text_is_that_of_plain_decoding(bf16, tiny_tokenizer, name, batch):
-    model, prompts, (plain, _) = bf16
+def test_greedy_bf16_text_is_that_of_plain_decoding(bf16, plain, tiny_tokenizer, name, batch):
+    model, prompts = bf16
     few = prompts[: 2 if batch == 1 else 4]
     rows, accepted = decode(model, tiny_tokenizer, few, METHODS[name], batch)
     assert rows == plain[: len(few)]
     assert all(len(row) == NEW_TOKENS for row in rows) and accepted > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "whole",
     [
@@ -246,9 +253,9 @@ def test_greedy_bf16_text_is_that_of_plain_decoding(bf16, tiny_tokenizer, name, 
     ],
     ids=lambda whole: whole["method"],
 )
-def test_a_part_that_exits_early_leaves_the_targets_layers_as_they_are(bf16, tiny_tokenizer, whole):
+def test_a_part_that_exits_early_leaves_the_targets_layers_as_they_are(bf16, plain, tiny_tokenizer, whole):
     """Without the native library, drafters pack their weights. These layers are the target's, too."""
-    model, prompts, (plain, _) = bf16
+    model, prompts = bf16
     rows, accepted = decode(model, tiny_tokenizer, prompts[:1], {**whole, "native": False}, 1)
     assert rows == plain[:1] and accepted > 0
 
@@ -267,7 +274,7 @@ def test_on_gpus_a_drafter_that_exits_early_does_not_replace_the_targets_linears
 
 def test_it_costs_no_trace_of_the_model(bf16, tiny_tokenizer):
     """After the call, the model's own forward is the one it had."""
-    model, prompts, _ = bf16
+    model, prompts = bf16
     ids = tiny_tokenizer(prompts[0], return_tensors="pt").input_ids
     with torch.no_grad():
         before = model(ids).logits

@@ -150,6 +150,7 @@ def test_rejections_at_every_position(name, drafter, models, monkeypatch):
     assert len(depths) == 3 and 0 < depths[2] < depths[0] < 1  # some rounds accept none, some all
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa, shared"])
 def test_index_keys_matter_and_leave_with_the_others(name, models):
     """Texts are longer than what a token attends to. Caches of transformers get the indexer's keys, and give them; so do prompts of
@@ -234,6 +235,7 @@ def test_memory_is_that_of_the_latents(models):
     assert torch.equal(more.sequences, generate(model, {"input_ids": first.sequences}).sequences)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_deterministic(dtype, models):
     """The self-test of this mode compares bits."""

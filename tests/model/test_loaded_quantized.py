@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.kernels.native import library
+from hf_specdec.model import self_test
 from hf_specdec.model.options.quantized import num_bytes
 from hf_specdec.model.rounded_inputs import rounding_layers
 
@@ -83,3 +84,23 @@ def test_rounding_is_told_apart_in_bfloat16(kind):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config()).eval()
     with torch.no_grad():
         assert rounding_layers(model, model.device) == ([], ["Linear (torchao)"] if rounds else [])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("before", [None, "Int8WeightOnlyConfig"])
+def test_weights_that_torchao_quantizes_in_place_are_judged_anew(before, caplog, monkeypatch):
+    """The modules stay. Their weights become of another class, or are of that of an earlier model's, which round nothing."""
+    quantization = pytest.importorskip("torchao.quantization")
+    monkeypatch.setattr(self_test, "_verdicts", {})  # a verdict of an earlier test would warn no more
+    call = {**ragged([12, 7, 3], vocab_size=4000), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    models = [
+        AutoModelForCausalLM.from_pretrained(hf_specdec.bundled("tiny"), dtype=torch.float32).eval() for _ in "ab"
+    ]
+    if before is not None:
+        quantization.quantize_(models[0], getattr(quantization, before)())
+    for model in models:
+        model.generate(**call, speculative_config=CONFIGS[1])
+    assert "rounds its inputs" not in caplog.text
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    model.generate(**call, speculative_config=CONFIGS[1])
+    assert "rounds its inputs" in caplog.text

@@ -419,6 +419,30 @@ def test_forced_tokens_are_not_credited_to_a_drafter(make, monkeypatch, tiny_tok
     assert generator.policy.steps["ngram"] > 1 and generator.policy.acceptance.share_of_rows[0] < 0.5
 
 
+def test_what_a_grammar_forces_after_a_drafters_own_draft_is_not_the_drafters(make, monkeypatch, tiny_tokenizer):
+    """It drafts the next two tokens, which are right; the grammar, which leaves no choice, adds the others."""
+    params = SamplingParams(
+        temperature=0, max_tokens=60, drafter="ngram", structured_outputs={"regex": "(Tom has a big dog\\. ){9}"}
+    )
+    (plain,) = make().generate("Tom", params.copy(drafter=None), use_tqdm=False)
+    text = plain.outputs[0].token_ids
+    llm = make({"method": "auto", "methods": ["ngram"], "memory": False})
+
+    def propose(rows, limits):
+        nexts = [text[seq.num_generated :][: min(2, limit)] for seq, limit in zip(rows, limits, strict=True)]
+        return DraftTrees.from_lists(nexts)
+
+    monkeypatch.setattr(llm.engine.decoder.generator.parts[0], "propose", propose)
+    (output,) = llm.generate("Tom", params, use_tqdm=False)
+    assert output.outputs[0].token_ids == text
+    whole, by_name = output.speculation, output.speculation["drafters"]
+    own, forced = by_name["ngram"], by_name["grammar"]
+    assert own["num_draft_tokens"] == own["num_accepted_tokens"] <= 2 * own["num_steps"]
+    assert own["acceptance_per_position"] == [1.0, 1.0] and forced["num_accepted_tokens"] > 30
+    for key in ("num_draft_tokens", "num_accepted_tokens"):
+        assert own[key] + forced[key] == whole[key]
+
+
 def test_a_drafter_is_judged_by_what_the_grammar_forbids(make, monkeypatch, tiny_tokenizer):
     """Nothing is forced, so its drafts are only cut: they count as rejected, not as drafts that it did not make."""
     llm = make({"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": "auto"})
@@ -452,11 +476,11 @@ def test_drafts_with_distributions_keep_what_is_forbidden(compiler, tiny_tokeniz
     grammar = GrammarLogitsProcessor(compiler.matcher(StructuredOutputsParams(regex="abcd")), 4096, 1)
     seq = Sequence([7], 99, processors=NodeProcessors(LogitsProcessorList([grammar]), torch.tensor([[7]]), None))
     trees = DraftTrees.from_lists([[a, d, b]], [[-1, 0, 0]])
-    cut = along_grammars([seq], trees, [9])
-    assert cut.tokens[0, :2].tolist() == [a, b] and tiny_tokenizer.decode(cut.tokens[0]) == "abcd"
+    cut, lengths = along_grammars([seq], trees, [9])
+    assert lengths == [2] and cut.tokens[0, :2].tolist() == [a, b] and tiny_tokenizer.decode(cut.tokens[0]) == "abcd"
     trees.probs = torch.nn.functional.one_hot(trees.tokens, 4096).float()
-    assert along_grammars([seq], trees, [9]).tokens.tolist() == [[a, d, b]]
-    assert along_grammars([seq], trees, [0]) is trees
+    assert along_grammars([seq], trees, [9])[0].tokens.tolist() == [[a, d, b]]
+    assert along_grammars([seq], trees, [0])[0] is trees
 
 
 # ---- the state along a tree -----------------------------------------------------------------------------------------

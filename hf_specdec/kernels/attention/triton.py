@@ -416,9 +416,7 @@ def paged_attention(
     if split:
         partial = query.new_empty(num_tokens, num_heads, splits, value_width, dtype=torch.float32)
         lse = query.new_empty(num_tokens, num_heads, splits, dtype=torch.float32)
-    log2e = LOG2E.value
-    size, kept = window_parts(window)
-    width1, width2 = head_widths(width)
+    log2e, (size, kept), (width1, width2) = LOG2E.value, window_parts(window), head_widths(width)
     with torch.cuda.device_of(query):  # a model may be spread over several devices; on a CPU this does nothing
         attention_kernel[num_kv_heads, tiles, splits](
             out, partial, lse, query, key_pool, value_pool, inputs.block_tables, inputs.query_starts, inputs.key_lengths,

@@ -387,28 +387,25 @@ def verify_rejection(
     Memory traffic: for deterministic chains each row of logits once, in 2 launches; otherwise those of inner nodes and one more per
     sequence, in 4 launches. With probs, also one of their rows per sequence.
     """
-    out = out if out is not None else empty_verdict(tokens)
-    (batch, num_nodes), vocab, stride = tokens.shape, logits.shape[1], logits.stride(0)
+    out, (batch, num_nodes) = out if out is not None else empty_verdict(tokens), tokens.shape
+    vocab, stride = logits.shape[1], logits.stride(0)
     if not batch:
         return out
     valid = valid.view(torch.uint8)
     noise, scores = (seeds, positions, steps), (temperature, *(thresholds or (None, None)))
-    is_tree, points = parents is not None, probs is None
+    is_tree, points, places = parents is not None, probs is None, batch * (num_nodes + 1)
     drawn = points and not is_tree  # deterministic chains: `chain_kernel` draws the next token at every node
     above = parents if parents is not None else tokens  # not read for chains
-    places = batch * (num_nodes + 1)
     splits, per_split = split_vocabulary(places, vocab, block)
     num_blocks = splits if drawn else ceil_div(vocab, block)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits.device)
 
-    maxima, sums, best_scores = empty(3, places, num_blocks)
-    best_ids = empty(places, num_blocks, dtype=torch.int32)
-    masses, kept = empty(2, batch, max(num_nodes, 1))
-    ends, scales = empty(batch, 2, dtype=torch.int32), empty(batch, 2)
-    block_n = next_power_of_two(num_nodes)
-    flags = dict(TREE=is_tree, BLOCK_N=block_n, BLOCK=block, num_warps=8)
+    (maxima, sums, best_scores), best_ids = empty(3, places, num_blocks), empty(places, num_blocks, dtype=torch.int32)
+    (masses, kept), scales = empty(2, batch, max(num_nodes, 1)), empty(batch, 2)
+    ends, shape = empty(batch, 2, dtype=torch.int32), {"TREE": is_tree, "BLOCK_N": next_power_of_two(num_nodes)}
+    flags = {**shape, "BLOCK": block, "num_warps": 8}
     if drawn:
         chain_kernel[(places, splits)](
             logits, index, tokens, valid, *noise, *scores, maxima, sums, best_scores, best_ids, vocab, stride, num_nodes,
@@ -418,13 +415,12 @@ def verify_rejection(
         sums_kernel[(places, splits)](
             logits, index, tokens, above, valid, *scores, maxima, sums, vocab, stride, num_nodes, num_blocks, per_split, **flags,
         )  # fmt: skip
-    path, lengths, next_tokens = out
-    num_probs = 0 if probs is None else probs.shape[1]
+    (path, lengths, next_tokens), num_probs = out, 0 if probs is None else probs.shape[1]
     rejection_walk_kernel[(batch,)](
         logits, index, tokens, above, valid, probs, prob_index, *noise, *scores, maxima, sums, best_scores, best_ids, masses,
         kept, ends, scales, as_bytes(path), lengths, next_tokens, vocab, stride, num_nodes, num_blocks, num_probs, DRAWN=drawn,
-        TREE=is_tree, POINTS=points, BLOCK_N=block_n, BLOCK_S=next_power_of_two(num_blocks), BLOCK=1024 if drawn else block,
-        num_warps=1 if not is_tree else 4 if points else 16,
+        POINTS=points, BLOCK_S=next_power_of_two(num_blocks), BLOCK=1024 if drawn else block,
+        num_warps=1 if not is_tree else 4 if points else 16, **shape,
     )  # fmt: skip
     if not drawn:
         splits, per_split = split_vocabulary(batch, vocab, block)

@@ -63,7 +63,7 @@ class Source:
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot draft: its encoder needs {encoder.main_input_name}, which generate() was not given."
             )
-        given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
+        given = {name: part.to(model.dtype) if part.is_floating_point() else part for name, part in given.items()}
         source = Source(model, self.length, self.num_blocks, given, self.ids)
         try:
             source.length = source.read()[0].shape[1]
@@ -85,8 +85,8 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
     """
     outputs: Any = prepared["encoder_outputs"]
     num_rows, returned = outputs[0].shape[0], outputs.get("attention_mask") if isinstance(outputs, dict) else None
-    batched = {name: each for name, each in prepared.items() if torch.is_tensor(each) and each.shape[:1] == (num_rows,)}
-    given = {name: each for name, each in batched.items() if not name.startswith("decoder_")}
+    batched = {name: part for name, part in prepared.items() if torch.is_tensor(part) and part.shape[:1] == (num_rows,)}
+    given = {name: tensor for name, tensor in batched.items() if not name.startswith("decoder_")}
     inputs = inputs.repeat_interleave(num_rows // inputs.shape[0], dim=0)
     whole = inputs.shape[1] == outputs[0].shape[1]  # else ids that generate() made up beside the encoder's output
     are_ids = whole and not inputs.is_floating_point() and bool((inputs >= 0).all())
@@ -99,7 +99,7 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
         here = slice(row, row + 1)
         output = encoder_output(outputs[0][here], None if returned is None else returned[here])
         ids = (inputs[row] if mask is None else inputs[row][mask[row] != 0]).tolist() if is_text else []
-        arguments = {name: each[here] for name, each in given.items()}
+        arguments = {name: tensor[here] for name, tensor in given.items()}
         length = outputs[0].shape[1]
         sources.append(Source(model, length, num_rows * -(-length // block_size), arguments, ids, output))
     return sources
@@ -116,7 +116,7 @@ def dummy_sources(model: PreTrainedModel, count: int, device: torch.device) -> l
     """Sources of three states each, all different, which no encoder has read: for tests of a decoder."""
     width = getattr(model.config, "encoder", model.config).hidden_size
     states = torch.sin(torch.arange(1, 3 * count * width + 1, dtype=torch.float32)).view(count, 1, 3, width)
-    return [Source(model, 3, 3 * count, outputs=encoder_output(own)) for own in states.to(device, model.dtype)]
+    return [Source(model, 3, 3 * count, outputs=encoder_output(row)) for row in states.to(device, model.dtype)]
 
 
 @torch.no_grad()
@@ -168,8 +168,8 @@ def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
         hook.remove()
     seen: Any = slice(None)
     if masks[0] is not None:  # [1, S], or [1, 1, 1, S] of truth values or of numbers that are added to scores
-        own = masks[0].reshape(-1)
-        seen = own == 0 if own.is_floating_point() else own != 0
+        mask = masks[0].reshape(-1)
+        seen = mask == 0 if mask.is_floating_point() else mask != 0
         if not seen.any():
             raise ValueError(
                 "attention_mask hides all of a row's input from the decoder: leave at least one position unmasked."

@@ -69,12 +69,12 @@ class Program:
 
     def _fill_tables(self, num_positions: int) -> None:
         """Compute the tables for positions 0 .. `num_positions` - 1."""
-        found: dict[int, list[torch.Tensor]] = {}
+        by_table: dict[int, list[torch.Tensor]] = {}
         self._filled = []
         for slot, table in self.tables:
-            if id(table.rows) not in found:
-                found[id(table.rows)] = table.rows(num_positions)
-            self._filled.append(found[id(table.rows)][table.part])
+            if id(table.rows) not in by_table:
+                by_table[id(table.rows)] = table.rows(num_positions)
+            self._filled.append(by_table[id(table.rows)][table.part])
             self.slots[slot] = self._filled[-1].data_ptr()
         self.num_positions = num_positions
 
@@ -153,14 +153,14 @@ class Program:
 
 def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
     """int64: where keys and values of layer 0, of layer 1, .. are in a cache; pools that do not exist yet are allocated."""
-    found = np.zeros(2 * len(cache.layers), dtype=np.int64)
+    places = np.zeros(2 * len(cache.layers), dtype=np.int64)
     for layer, (heads, width, value_heads, value_width) in program.pools.items():
-        own: Any = cache.layers[layer]
-        if not own.is_initialized:
+        pools: Any = cache.layers[layer]
+        if not pools.is_initialized:
             shapes = (1, heads, 1, width), (1, value_heads, 1, value_width)
-            own.lazy_initialization(*(torch.empty(shape, dtype=program.dtype) for shape in shapes))
-        found[2 * layer], found[2 * layer + 1] = own.keys.data_ptr(), own.values.data_ptr()
-    return found
+            pools.lazy_initialization(*(torch.empty(shape, dtype=program.dtype) for shape in shapes))
+        places[2 * layer], places[2 * layer + 1] = pools.keys.data_ptr(), pools.values.data_ptr()
+    return places
 
 
 # ---- from a tape ----
@@ -186,7 +186,7 @@ def assemble(
     """
     returned = [Register(value.dtype, _width(tape, value), output=True) for value in outputs]
     steps = _needed([*tape.steps, *(_copy(tape, *pair) for pair in zip(outputs, returned, strict=True))])
-    registers = list({id(each): each for step in steps for each in _registers(step)}.values())
+    registers = list({id(register): register for step in steps for register in _registers(step)}.values())
     slot_of = {id(register): slot for slot, register in enumerate(registers)}
     slots, memory = _allocated(steps, registers)
     weights = [register.tensor for register in registers if register.tensor is not None]
@@ -196,8 +196,8 @@ def assemble(
         [(slot_of[id(register)], register.table) for register in registers if register.table is not None],
         next((slot_of[id(register)] for register in registers if register.features), None),
         [
-            ProgramOutput(slot_of[id(each)], each.dtype, each.elements, value.rows)
-            for each, value in zip(returned, outputs, strict=True)
+            ProgramOutput(slot_of[id(register)], register.dtype, register.elements, value.rows)
+            for register, value in zip(returned, outputs, strict=True)
         ],
         {
             index: _call_of(tape, step.call, memory, lambda value: int(slots[slot_of[id(value.register)]]))
@@ -213,7 +213,7 @@ def _copy(tape: Tape, value: Value, output: Register) -> TapeStep:
     shape = value.shadow.shape
     axis = tape.row_axis(value)
     dims = tape.dims([value], shape, axis)
-    size = tuple(torch.Size([shape[i] for i in own]).numel() for own in dims)
+    size = tuple(torch.Size([shape[i] for i in group]).numel() for group in dims)
     if value.rows == Rows.ONE or size[:2] != (1, 1):
         raise NotLowered("an output that is not one line per token")
     there = Place(output, 0, size[2], (0, 0, 1))
@@ -240,8 +240,8 @@ def _call_of(tape: Tape, call: Call, memory: torch.Tensor, address_of: Callable[
 
 def _rows_at(tape: Tape, value: Value, memory: torch.Tensor, address: int) -> Callable[[int], torch.Tensor]:
     """A function of the number of rows: the tensor that a value in the programs' own memory stands for."""
-    shadow, axis, own = value.shadow, tape.row_axis(value), memory[address - memory.data_ptr() :]
-    stored = own[: len(own) // value.dtype.itemsize * value.dtype.itemsize].view(value.dtype)
+    shadow, axis, part = value.shadow, tape.row_axis(value), memory[address - memory.data_ptr() :]
+    stored = part[: len(part) // value.dtype.itemsize * value.dtype.itemsize].view(value.dtype)
     shape, start = list(shadow.shape), stored.storage_offset() + int(shadow.storage_offset())
     return lambda count: stored.as_strided(
         [count if i == axis else size for i, size in enumerate(shape)], shadow.stride(), start
@@ -252,18 +252,13 @@ def _allocated(steps: list[TapeStep], registers: list[Register]) -> tuple[np.nda
     """The address of every register, int64, and the programs' own buffer; registers share memory where no step needs both."""
     last = {}
     for index, step in enumerate(steps):
-        last |= {id(each): index for each in _registers(step)}
+        last |= {id(register): index for register in _registers(step)}
     free: dict[int, list[int]] = {}  # offsets of unused memory by size
     places: dict[int, tuple[int, int]] = {}
     used = 0
     for index, step in enumerate(steps):
-        buffers = (
-            each
-            for each in _registers(step)
-            if each.tensor is None and not (each.table or each.features or each.output)
-        )
-        own = {id(each): each for each in buffers}
-        for key, register in own.items():
+        buffers = {id(register): register for register in _registers(step) if register.is_buffer}
+        for key, register in buffers.items():
             if key in places:
                 continue
             size = -(-register.elements * register.dtype.itemsize * MOST_TOKENS // _ALIGNMENT) * _ALIGNMENT
@@ -271,7 +266,7 @@ def _allocated(steps: list[TapeStep], registers: list[Register]) -> tuple[np.nda
                 places[key] = (free[size].pop(), size)
             else:
                 places[key], used = (used, size), used + size
-        for key in own:
+        for key in buffers:
             if last[key] == index:
                 free.setdefault(places[key][1], []).append(places[key][0])
     memory = torch.empty(used + _ALIGNMENT, dtype=torch.uint8)
@@ -321,7 +316,7 @@ def _needed(steps: list[TapeStep]) -> list[TapeStep]:
     for step in reversed(steps):
         makes = step.out is not None and (step.out.register.output or id(step.out.register) in wanted)
         if makes or step.operation in _KEEPS:
-            wanted |= {id(each) for each in step.inputs}
+            wanted |= {id(register) for register in step.inputs}
             kept.append(step)
     return kept[::-1]
 
@@ -331,7 +326,7 @@ def _waits(steps: list[TapeStep], memory_of: dict[int, int]) -> list[bool]:
     waits, read, written, shared, alone = [], set(), set(), False, False
     for step in steps:
         is_shared = step.operation in _SHARED
-        sources = {memory_of[id(each)] for each in step.inputs}
+        sources = {memory_of[id(register)] for register in step.inputs}
         targets = set() if step.out is None else {memory_of[id(step.out.register)]}
         collides = not written.isdisjoint(sources | targets) or not read.isdisjoint(targets)
         wait = alone or collides if is_shared else shared

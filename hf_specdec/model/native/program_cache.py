@@ -32,20 +32,20 @@ def current_program(subject: Traceable, made: dict[Any, Made]) -> Program | str:
     state = state_of(subject.modules)
     if subject.key not in made or made[subject.key][0] != state or not hold(made[subject.key][1]):
         made[subject.key] = state, *_built(subject)
-    found = made[subject.key][2]
-    if isinstance(found, Program):
-        found.num_positions = 0  # a module's frequencies may have changed
-    return found
+    program = made[subject.key][2]
+    if isinstance(program, Program):
+        program.num_positions = 0  # a module's frequencies may have changed
+    return program
 
 
 def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
-    own = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
-    assumptions, found = _tried(subject, own + _ADAPTERS)
-    if isinstance(found, str) and any(type(each).__module__.startswith(_ADAPTERS) for each in subject.modules):
-        assumptions, found = _tried(subject, own)  # adapters are called
-    if isinstance(found, str):
-        logger.info("%s runs operator by operator on the CPU: %s.", subject.name, found)
-    return assumptions, found
+    known = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
+    assumptions, program = _tried(subject, known + _ADAPTERS)
+    if isinstance(program, str) and any(type(module).__module__.startswith(_ADAPTERS) for module in subject.modules):
+        assumptions, program = _tried(subject, known)  # adapters are called
+    if isinstance(program, str):
+        logger.info("%s runs operator by operator on the CPU: %s.", subject.name, program)
+    return assumptions, program
 
 
 def _tried(subject: Traceable, known: tuple[str, ...]) -> tuple[list[Assumption], Program | str]:
@@ -55,33 +55,33 @@ def _tried(subject: Traceable, known: tuple[str, ...]) -> tuple[list[Assumption]
     try:
         if problem is not None:
             raise NotLowered(problem)
-        found: Program | str = build(subject, code, called)
-        kinds = ", ".join(dict.fromkeys(_kind(each) for each in called))
+        program: Program | str = build(subject, code, called)
+        kinds = ", ".join(dict.fromkeys(_kind(module) for module in called))
         but = f", which calls its {len(called)} layers of {kinds}" if called else ""
         logger.info("%s runs in the native library on the CPU%s.", subject.name, but)
     except NotLowered as error:
-        found = str(error)
-    return code.assumptions(subject.modules), found
+        program = str(error)
+    return code.assumptions(subject.modules), program
 
 
 def _called_modules(subject: Traceable, known: tuple[str, ...]) -> list[nn.Module]:
     """Layers that a program cannot stand for, and calls: linear ones and those without modules inside, of libraries that are not `known`,
     quantized or wrapped."""
-    found, inside = [], set[int]()
+    called, inside = [], set[int]()
     for module in subject.modules:  # outer ones come first
         is_layer = not module._modules or isinstance(getattr(module, "in_features", None), int)
         if not is_layer or id(module) in inside or hooks_of(module) or is_rotary(module):
             continue
         if _peculiarity(module, known) is not None:
-            found.append(module)
+            called.append(module)
             inside.update(map(id, all_modules(module)))
-    return found
+    return called
 
 
 def _kind(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
-    own = type(weight) if type(module) is nn.Linear and type(weight) is not nn.Parameter else type(module)
-    return f"{own.__name__} ({own.__module__.partition('.')[0]})"
+    kind = type(weight) if type(module) is nn.Linear and type(weight) is not nn.Parameter else type(module)
+    return f"{kind.__name__} ({kind.__module__.partition('.')[0]})"
 
 
 def obstacle(subject: Traceable, called: list[nn.Module], known: tuple[str, ...]) -> str | None:
@@ -91,12 +91,12 @@ def obstacle(subject: Traceable, called: list[nn.Module], known: tuple[str, ...]
     does not compare.
     """
     text = None if subject.config is None else subject.config.get_text_config(decoder=True)
-    kinds = {each.get("rope_type") for each in rope_parameters(getattr(text, "rope_parameters", None))}
+    kinds = {parameters.get("rope_type") for parameters in rope_parameters(getattr(text, "rope_parameters", None))}
     if kinds & {"dynamic", "longrope"} and not subject.ours:
         return "its rotary frequencies depend on the length of the text"
-    inside = {id(inner) for each in called for inner in all_modules(each)}
-    own = (_peculiarity(each, known) for each in subject.modules if id(each) not in inside)
-    return next((each for each in own if each is not None), None)
+    inside = {id(inner) for layer in called for inner in all_modules(layer)}
+    peculiarities = (_peculiarity(module, known) for module in subject.modules if id(module) not in inside)
+    return next((text for text in peculiarities if text is not None), None)
 
 
 def _peculiarity(module: nn.Module, known: tuple[str, ...]) -> str | None:
@@ -108,8 +108,8 @@ def _peculiarity(module: nn.Module, known: tuple[str, ...]) -> str | None:
         "forward" in vars(module) and not is_rotary(module)
     ):  # these compute tables whenever they may have changed
         return f"its {name} is hooked or wrapped"
-    for each in (*module._parameters.values(), *module._buffers.values()):
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
         plain = (nn.Parameter, torch.Tensor, nn.Buffer, NativeWeight)
-        if each is not None and (each.device.type != "cpu" or type(each) not in plain):
+        if tensor is not None and (tensor.device.type != "cpu" or type(tensor) not in plain):
             return f"weights of its {name} are not plain tensors on the CPU"
     return None

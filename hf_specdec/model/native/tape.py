@@ -45,6 +45,11 @@ class Register:
     output: bool = False
     ids: int | None = None
 
+    @property
+    def is_buffer(self) -> bool:
+        """True if it is a buffer of the program."""
+        return self.tensor is None and not (self.table or self.features or self.output)
+
 
 @dataclass(eq=False)
 class Table:

@@ -62,7 +62,7 @@ class TapeRecorder(ExclusiveMode):
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # by layer: key heads, width, value heads, width
         self.problem: str | None = None
         self._paused, self._profiles = 0, []
-        tensors = [each for inner in modules for each in (*inner._parameters.values(), *inner._buffers.values())]
+        tensors = [tensor for inner in modules for tensor in (*inner._parameters.values(), *inner._buffers.values())]
         self._own = {id(tensor) for tensor in tensors}
         self._panels = {id(tensor.panels) for tensor in tensors if isinstance(tensor, NativeWeight)}
         if features is not None:
@@ -117,9 +117,9 @@ class TapeRecorder(ExclusiveMode):
             values = self._lowered(func, args, kwargs, result)
         except NotLowered as error:
             values, reason = [None] * len(results), str(error)
-        for each, value in zip(results, values if isinstance(values, list) else [values], strict=True):
-            if isinstance(each, torch.Tensor):
-                self._follow(each, value, reason)
+        for tensor, value in zip(results, values if isinstance(values, list) else [values], strict=True):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor, value, reason)
 
     def _lowered(self, func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
         """The values of the results of an operator."""
@@ -129,32 +129,32 @@ class TapeRecorder(ExclusiveMode):
             return self._selected(func, args, result)
         if func == quantized_product:
             return self._multiplied(args, result)
-        own = tuple(self._translated(arg) for arg in args)
-        options = {name: each for name, each in kwargs.items() if not isinstance(each, torch.Tensor)}
+        values = tuple(self._translated(arg) for arg in args)
+        options = {name: option for name, option in kwargs.items() if not isinstance(option, torch.Tensor)}
         refuse_if(len(options) != len(kwargs), str(func))
-        return lower(self.tape, func, own, options, result)
+        return lower(self.tape, func, values, options, result)
 
-    def _translated(self, each: Any) -> Any:
+    def _translated(self, arg: Any) -> Any:
         """An argument with values in place of its tensors."""
-        if isinstance(each, torch.Tensor):
-            return self.value_of(each)
-        return [self._translated(inner) for inner in each] if isinstance(each, (list, tuple)) else each
+        if isinstance(arg, torch.Tensor):
+            return self.value_of(arg)
+        return [self._translated(inner) for inner in arg] if isinstance(arg, (list, tuple)) else arg
 
     def _selected(self, func: Any, args: tuple, result: torch.Tensor) -> Value:
-        found = [args[1:]]
+        places = [args[1:]]
         if func == aten.index.Tensor:
-            found = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+            places = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
         wanted = None if self.batch is None else self.batch.logit_index
-        if wanted is None or len(found) != 1 or found[0][1] is not wanted:
+        if wanted is None or len(places) != 1 or places[0][1] is not wanted:
             raise NotLowered("an index other than that of the wanted logits")
-        return self.tape.selected(self.value_of(args[0]), found[0][0], result.shape)
+        return self.tape.selected(self.value_of(args[0]), places[0][0], result.shape)
 
     def _multiplied(self, args: tuple, result: torch.Tensor) -> Value:
         x, panels, bias, bits, group, outputs, scales = args
         refuse_if(id(panels) not in self._panels, "a product with quantized weights that are made inside the forward")
         added = None if bias is None else self.value_of(bias)
-        own = WeightLayout(bits, group, outputs, x.shape[1], scales)
-        return self.tape.quantized_linear(self.value_of(x), panels, own, added, result.shape, result.dtype)
+        layout = WeightLayout(bits, group, outputs, x.shape[1], scales)
+        return self.tape.quantized_linear(self.value_of(x), panels, layout, added, result.shape, result.dtype)
 
     # ---- operations that the cache and the attention function call while recording -----------------------------------
 
@@ -211,7 +211,7 @@ class TapeRecorder(ExclusiveMode):
         """Inside the context, the outputs of rotary modules are recorded as rows of tables that the same module computes by position, and
         the modules in `called` as calls of them."""
         handles = []
-        rotary = [each for each in self.modules if is_rotary(each)]
+        rotary = [module for module in self.modules if is_rotary(module)]
         for then, modules in ((self._leave_rotary, rotary), (self._leave_called, self.called)):
             for module in modules:
                 enter, leave = (for_this_thread(hook, lambda *_: None) for hook in (self._enter, then))
@@ -234,39 +234,43 @@ class TapeRecorder(ExclusiveMode):
 
     def _leave_called(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         self._leave()
-        if len(args) != 1 or kwargs or not all(isinstance(each, torch.Tensor) for each in (args[0], output)):
+        if len(args) != 1 or kwargs or not all(isinstance(tensor, torch.Tensor) for tensor in (args[0], output)):
             raise NotLowered(f"its {type(module).__name__} is called with other than one tensor")
         self._follow(output, self.tape.called(module, self.value_of(args[0]), output.shape, output.dtype))
 
     def _leave_rotary(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         self._leave()
         assert self.batch is not None
-        own = self.batch.position_ids
+        positions = self.batch.position_ids
         given = [*args, *kwargs.values()]
-        place = own.data_ptr(), own.shape, own.dtype
-        known = [torch.is_tensor(each) and (each.data_ptr(), each.shape, each.dtype) == place for each in given]
+        place = positions.data_ptr(), positions.shape, positions.dtype
+        known = [torch.is_tensor(value) and (value.data_ptr(), value.shape, value.dtype) == place for value in given]
         outputs = output if isinstance(output, tuple) else (output,)
-        if sum(known) != 1 or any(each.dim() != 3 or each.shape[:2] != (1, own.shape[1]) for each in outputs):
+        if sum(known) != 1 or any(
+            angles.dim() != 3 or angles.shape[:2] != (1, positions.shape[1]) for angles in outputs
+        ):
             return
         # Of hidden states, the module uses only dtype and device: one element is enough.
-        given = [each[:, :1].clone() if torch.is_tensor(each) and each.dim() == 3 else each for each in given]
-        given = [None if is_ours else each for is_ours, each in zip(known, given, strict=True)]
+        given = [value[:, :1].clone() if torch.is_tensor(value) and value.dim() == 3 else value for value in given]
+        given = [None if is_ours else value for is_ours, value in zip(known, given, strict=True)]
         rows = _by_position(weakref.ref(module), given, len(args), list(kwargs))
         with self.paused():
-            computed = rows(int(own.max()) + 1)
-            equal = [torch.equal(each[0], table[own[0]]) for each, table in zip(outputs, computed, strict=True)]
-        for part, (each, is_equal) in enumerate(zip(outputs, equal, strict=True)):
+            computed = rows(int(positions.max()) + 1)
+            equal = [
+                torch.equal(angles[0], table[positions[0]]) for angles, table in zip(outputs, computed, strict=True)
+            ]
+        for part, (angles, is_equal) in enumerate(zip(outputs, equal, strict=True)):
             if is_equal:
-                self._follow(each, self.tape.looked_up(Table(rows, part), each))
+                self._follow(angles, self.tape.looked_up(Table(rows, part), angles))
 
 
 def _by_position(module: Any, given: list[Any], num_args: int, names: list[str]) -> Callable[[int], list[torch.Tensor]]:
     """A function that calls a rotary module, held weakly, for positions 0 .. n - 1 (None in `given`): outputs [n, R]."""
 
     def rows(count: int) -> list[torch.Tensor]:
-        values = [torch.arange(count)[None] if each is None else each for each in given]
-        found = module()(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
-        found = found if isinstance(found, tuple) else (found,)
-        return [each[0].contiguous() for each in found]
+        values = [torch.arange(count)[None] if value is None else value for value in given]
+        outputs = module()(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return [angles[0].contiguous() for angles in outputs]
 
     return rows

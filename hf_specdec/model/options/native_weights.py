@@ -61,10 +61,10 @@ class NativeWeight(torch.Tensor):
             x, weight = args[:2]
             bias = args[2] if len(args) == 3 else None
             if _serves(x, weight, bias):
-                own = weight.form
-                lines = x.reshape(-1, own.inputs)
-                out = product(lines, weight.panels, bias, own.bits, own.group, own.outputs, own.scales)
-                return out.view(*x.shape[:-1], own.outputs)
+                form = weight.form
+                lines = x.reshape(-1, form.inputs)
+                out = product(lines, weight.panels, bias, form.bits, form.group, form.outputs, form.scales)
+                return out.view(*x.shape[:-1], form.outputs)
         with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
             return func(*args, **kwargs)
 
@@ -75,8 +75,8 @@ class NativeWeight(torch.Tensor):
             return NativeWeight(args[0].panels, args[0].form, args[0].dtype)
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} on quantized weights")
-        own = tree_map(lambda each: each.dequantize() if isinstance(each, NativeWeight) else each, (args, kwargs))
-        return func(*own[0], **own[1])
+        plain = tree_map(lambda arg: arg.dequantize() if isinstance(arg, NativeWeight) else arg, (args, kwargs))
+        return func(*plain[0], **plain[1])
 
 
 def _serves(x: torch.Tensor, weight: NativeWeight, bias: torch.Tensor | None) -> bool:
@@ -120,12 +120,12 @@ def native_weight(weight: torch.Tensor) -> nn.Parameter | None:
     name = type(weight).__name__
     if weight.dtype not in TYPES or getattr(weight, "act_pre_scale", None) is not None:
         return None
-    found = None
+    converted = None
     if name == "Int8Tensor" and getattr(weight, "act_quant_kwargs", None) is None:
-        found = _from_int8(weight)
+        converted = _from_int8(weight)
     elif name == "Int4OpaqueTensor" and getattr(weight, "act_mapping_type", None) is None:
-        found = _from_int4(weight)
-    return None if found is None else nn.Parameter(found, requires_grad=False)
+        converted = _from_int4(weight)
+    return None if converted is None else nn.Parameter(converted, requires_grad=False)
 
 
 def _from_int8(weight: Any) -> NativeWeight | None:
@@ -168,6 +168,6 @@ def _unpacked(packed: torch.Tensor, size: int) -> torch.Tensor:
         count = min(size, outputs - first)
         block = packed[first : first + count].reshape(2 * width, count // 2)
         halves = [block & 15, block >> 4]
-        own = torch.cat(halves, dim=1) if count == size > 16 else torch.stack(halves, dim=2).view(2 * width, count)
-        values.append(own.t())
+        rows = torch.cat(halves, dim=1) if count == size > 16 else torch.stack(halves, dim=2).view(2 * width, count)
+        values.append(rows.t())
     return torch.cat(values)

@@ -15,6 +15,7 @@ from ...cache import OutOfBlocks
 from ...candidate_generators.base import save_tables
 from ...core.errors import is_failure
 from ...core.ranks import RankError
+from ...core.sequence import end_ids
 from ...decoding.decoder import SpeculativeDecoder, StepResult
 from ...decoding.outputs import RowStatistics
 from ...sampling.grammar import Reasoning
@@ -59,7 +60,7 @@ class Engine:
         model: Any = decoder.target.model
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         ends = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None) if ends is None else ends
-        self.eos_token_ids = frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
+        self.eos_token_ids = end_ids(ends)
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
         self.adapters = Adapters(decoder.generator)
         self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, self.adapters, seed, encoder)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.errors import UnsupportedModel
+from ...core.sequence import end_ids
 
 _SECONDS_PER_FRAME = 0.01
 _SECONDS_PER_STATE = 0.02
@@ -50,10 +51,9 @@ class Speech:
             )
         is_multilingual = bool(getattr(given, "is_multilingual", False))
         languages = getattr(given, "lang_to_id", {}) if is_multilingual else {}
-        ends = given.eos_token_id
         return cls(
             extractor, given.decoder_start_token_id, getattr(given, "prev_sot_token_id", None), given.no_timestamps_token_id,
-            frozenset([ends] if isinstance(ends, int) else ends or ()), {token[2:-2]: number for token, number in languages.items()},
+            end_ids(given.eos_token_id), {token[2:-2]: number for token, number in languages.items()},
             dict(getattr(given, "task_to_id", {})) if is_multilingual else {}, 2 * model.config.max_source_positions,
             model.config.max_target_positions // 2 - 1,
         )  # fmt: skip

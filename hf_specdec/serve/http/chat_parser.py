@@ -176,6 +176,7 @@ def _unread(parser: Any) -> str:
 
 
 def joined_calls(deltas: list[Delta]) -> list[dict[str, Any]]:
+    """Whole tool calls from their pieces, in the order of their indices."""
     calls: dict[int, dict[str, Any]] = {}
     for call in (call for delta in deltas for call in delta.tool_calls):
         if "id" in call:

@@ -100,9 +100,11 @@ class MovedPools:
         return [[pool.data_ptr() for pool in _pools(cache)] for cache in self.caches]
 
     def num_blocks(self, count: int) -> int:
+        """Number of blocks that hold `count` tokens."""
         return -(-count // self.block_size)
 
     def digests(self, cache: PagedStaticCache, blocks: list[int]) -> list[str]:
+        """A hash of the bytes of each block, over all pools of a cache."""
         size, digests = self.block_size, []
         for block in blocks:
             hasher = xxhash.xxh3_128()
