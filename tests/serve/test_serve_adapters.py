@@ -3,9 +3,11 @@
 import json
 import re
 import shutil
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import openai
 import peft
@@ -332,6 +334,51 @@ def test_an_adapter_that_is_unloaded_ends_what_it_began(client, server, folders,
     pieces += [event.choices[0].text for event in stream]
     assert "".join(pieces) == whole != other
     assert told(server, "/v1/unload_lora_adapter", {"lora_name": "brief"})[0] == 200
+
+
+@pytest.mark.slow
+def test_adapters_come_and_go_while_requests_run(client, server, folders, prompts, expected, tiny_tokenizer):
+    """Whole, cut and streamed answers; each has the text of one adapter, and that of its name where the name stays."""
+    texts = {key: tiny_tokenizer.decode(tokens, skip_special_tokens=True) for key, tokens in expected.items()}
+    over, wrong, right = threading.Event(), [], []
+
+    def churn():
+        for turn in range(40):
+            folder = folders["south" if turn % 2 else "north"]
+            body = {"lora_name": "churn", "lora_path": folder, "load_inplace": bool(turn % 3)}
+            status, message = told(server, "/v1/load_lora_adapter", body)
+            if status != 200 and "already been loaded" not in message:
+                wrong.append(message)
+            if turn % 4 == 3:
+                told(server, "/v1/unload_lora_adapter", {"lora_name": "churn"})
+            told(server, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": "/nowhere"})
+        over.set()
+
+    def ask(seed):
+        random, number = Random(seed), seed % 3
+        while not over.is_set():
+            name = random.choice(["base", "north", "churn"])
+            call = {"model": name, "prompt": prompts[number], "max_tokens": 24, "temperature": 0}
+            try:
+                if random.random() < 0.3:
+                    with client.completions.create(stream=True, **call) as stream:
+                        next(iter(stream))
+                    continue
+                text = client.completions.create(**call).choices[0].text
+            except (openai.NotFoundError, openai.BadRequestError) as error:
+                if name != "churn":
+                    wrong.append(str(error))
+                continue
+            names = {"base": [None], "north": ["north"], "churn": ["north", "south"]}[name]
+            (right if text in [texts[number, each] for each in names] else wrong).append(text)
+
+    with ThreadPoolExecutor(9) as pool:
+        tasks = [pool.submit(ask, seed) for seed in range(8)]
+        tasks.append(pool.submit(churn))
+        for task in tasks:
+            task.result()
+    assert not wrong and len(right) > 20
+    told(server, "/v1/unload_lora_adapter", {"lora_name": "churn"})
 
 
 def test_adapters_are_not_loaded_unless_allowed(folders):
