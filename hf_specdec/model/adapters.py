@@ -59,9 +59,8 @@ def is_disabled(model: nn.Module) -> bool:
 
 def check_mixed(model: PreTrainedModel, adapters: Collection[str]) -> None:
     """Raise UnsupportedModel unless rows with these adapters, of no adapter, and of the active ones can share a forward."""
-    problem = None
-    if family_of(model) is not None or ranks_of(model) is not None:
-        problem = "the model is sharded" if family_of(model) is None else "the model has an encoder"
+    others = {"the model has an encoder": family_of(model), "the model is sharded": ranks_of(model)}
+    problem = next((what for what, is_there in others.items() if is_there is not None), None)
     family = recurrent_family_of(model.config.get_text_config(decoder=True))
     mixers = [] if family is None else RecurrentLayers(model, family).mixers
     apart = {id(inner) for mixer in mixers for inner in mixer.modules()}
@@ -123,11 +122,12 @@ class Change(nn.Module):
         reads_ids = isinstance(base, nn.Embedding)
         known, of_adapter = (layer.lora_embedding_A, _of_ids) if reads_ids else (layer.lora_A, _of_states)
         states, dtype = (x[..., None], base.weight.dtype) if reads_ids else (x, x.dtype)
-        groups = adapters.groups(layer, states.shape[:-1], x.device)
+        groups, active = adapters.groups(layer, states.shape[:-1], x.device), layer.active_adapters
+        active = [] if layer.disable_adapters else active
         spans = [
             (name, span)
             for group, span in groups.spans
-            for name in (layer.active_adapters if group is None else [group])
+            for name in (active if group is None else [group])
             if name in known
         ]
         order = groups.order if spans else None

@@ -18,6 +18,7 @@ from oracle import bundled_prompts, load_bundled
 
 import hf_specdec
 from hf_specdec.cli.serve import _lora_modules
+from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.model.structure import structure_of
 from hf_specdec.serve.engine.params import SamplingParams
 from hf_specdec.serve.http.reader import RequestReader
@@ -169,6 +170,27 @@ def test_adapters_of_a_peft_model(folders, prompts, expected):
     ]
     llm.close()
     assert model.active_adapter == "default" and list(model.peft_config) == ["default"]
+    with model.disable_adapter():
+        llm = hf_specdec.LLM(model, speculative_config=NGRAM, lora_modules={"north": folders["north"]})
+        tokens = texts_of(llm, prompts, [(0, None), (0, "north")])
+        assert [without_end(each, llm) for each in tokens] == [
+            without_end(expected[0, name], llm) for name in (None, "north")
+        ]
+        llm.close()
+
+
+def test_two_engines_of_one_model_do_not_mix_their_adapters(folders, prompts, expected):
+    model = load_bundled("tiny")
+    first = hf_specdec.LLM(model, lora_modules={"one": folders["north"]})
+    second = hf_specdec.LLM(model, lora_modules={"one": folders["south"]})
+    (tokens,) = texts_of(second, prompts, [(0, "one")])
+    assert without_end(tokens, second) == without_end(expected[0, "south"], second)
+    with pytest.raises(UnsupportedModel, match="adapters have changed since this LLM was made"):
+        texts_of(first, prompts, [(0, "one")])
+    second.close()
+    (tokens,) = texts_of(first, prompts, [(0, "one")])
+    assert without_end(tokens, first) == without_end(expected[0, "north"], first)
+    first.close()
 
 
 BROKEN = {

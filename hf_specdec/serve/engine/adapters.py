@@ -30,13 +30,14 @@ class Adapters:
         paths: folder, or id on the Hub, by name.
     """
 
+    _next_number = itertools.count(1).__next__  # of all engines, which may share a model
+
     def __init__(self, generator: CandidateGenerator):
         self._model: Any = generator.target.model
         self._config = generator.config
         self.paths: dict[str, str] = {}
         self._ids: dict[str, str] = {}
         self._leaving: set[str] = set()
-        self._numbers = itertools.count(1)
 
     def id_of(self, name: str | None) -> str | None:
         """What `Sequence.adapter` calls an adapter; None for None. Raises ValueError: there is none of this name."""
@@ -59,13 +60,13 @@ class Adapters:
             raise ValueError(
                 f"The lora adapter {name!r} has already been loaded. Unload it first, or set load_inplace."
             )
-        number = f"specdec{next(self._numbers)}"
+        number = f"specdec{Adapters._next_number()}"
         try:
             self._load(number, path)
-        except ImportError as error:
-            raise ImportError(f"LoRA adapters need peft ({error}): pip install peft") from error
         except BaseException as error:
             self._delete(number)
+            if isinstance(error, ImportError):
+                raise ImportError(f"LoRA adapters need peft ({error}): pip install peft") from error
             if not is_failure(error):
                 raise
             reason = " ".join(str(error).split())
