@@ -44,7 +44,7 @@ def check_call(model: PreTrainedModel, generation_config: GenerationConfig, mode
     carried: Any = generation_config
     config = carried.speculative_config = parse_config(carried.speculative_config)
     check_mode(generation_config, mode)
-    check_model(model, config, generation_config, assistant_model)
+    carried.adapter_names = check_model(model, config, generation_config, assistant_model)
 
 
 def specdec_decoding(
@@ -96,11 +96,21 @@ def specdec_decoding(
             prompt_inputs=model_kwargs if is_more_than_ids else None,
             offsets=offsets,
             sources=sources_of(model, inputs_tensor, model_kwargs, config.block_size) if with_encoder else None,
+            adapters=_of_rows(vars(generation_config)["adapter_names"], input_ids, is_more_than_ids),
             predictions=predictions_of(config, input_ids.shape[0], tokenizer, decoder.target.vocab_size),
         )
         if with_encoder and not torch.is_tensor(result) and generation_config.output_hidden_states:
             result["encoder_hidden_states"] = model_kwargs["encoder_outputs"].get("hidden_states")
         return result
+
+
+def _of_rows(names: list[str] | None, input_ids: torch.Tensor, is_more_than_ids: bool) -> list[str] | None:
+    """PEFT's `adapter_names`, one for each row of the ids [B, S]; None: the active adapters compute all rows."""
+    if names is not None and is_more_than_ids:
+        raise UnsupportedModel("adapter_names is for prompts of text only: call generate() without speculative_config.")
+    if names is not None and len(names) != input_ids.shape[0]:
+        raise ValueError(f"adapter_names has {len(names)} names for {input_ids.shape[0]} rows: pass one for each row.")
+    return names
 
 
 MOST_DECODERS = 16  # per model

@@ -16,6 +16,7 @@ from .config import SpeculativeConfig, SpeculativeConfigError
 from .core.errors import UnsupportedModel
 from .core.names import CACHE, NEWEST_TRANSFORMERS
 from .decoding.prompts import text_length
+from .model.adapters import check_mixed, is_disabled
 from .model.architectures import all_modules, check_supported, has_bidirectional_prompts, is_multimodal
 from .model.encoder_decoder import is_encoder_decoder
 from .model.recurrent.families import num_cached
@@ -59,8 +60,11 @@ def check_model(
     config: SpeculativeConfig,
     generation_config: GenerationConfig,
     assistant_model: PreTrainedModel | None,
-) -> None:
-    """Raise ValueError if this model, or the outputs asked of it, cannot be served. Called before any input is checked."""
+) -> list[str] | None:
+    """Raise ValueError if this model, or the outputs asked of it, cannot be served. Called before any input is checked.
+
+    Returns: the names of the rows' adapters, if PEFT's `adapter_names` gives them.
+    """
     check_supported(model)
     if getattr(model, "_supported_generation_modes", None) is not None:
         raise UnsupportedModel(
@@ -81,31 +85,37 @@ def check_model(
         raise ValueError(
             "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
         )
-    _check_adapters(model)
+    names = _adapter_names(model)
+    if names is not None and config.compile:
+        raise config.fail("compile", "compiles layers with the active adapters, not with adapter_names: leave one out.")
     kind: Any = type(model)
     if kind._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):
         raise UnsupportedModel(
             f"{kind.__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
         )
+    return names
 
 
-def _check_adapters(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel if PEFT's hooks choose an adapter by row or token. It leaves them on the model after an error: remove them."""
-    chosen = set()
+def _adapter_names(model: PreTrainedModel) -> list[str] | None:
+    """The rows' adapters, of which PEFT tells its layers by hooks. Our forwards need no hooks, and PEFT leaves them on the model after an
+    error, so they are removed. Raises UnsupportedModel: rows of these adapters cannot share a forward."""
+    given: dict[str, Any] = {}
     for module in all_modules(model):
         for number, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, functools.partial) and str(hook.func.__module__).startswith("peft."):
-                chosen |= {"adapter_names", "alora_offsets"} & hook.keywords.keys()
+                given |= hook.keywords
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
-    if chosen:
-        what = "an activated LoRA (aLoRA) begins inside a row"
-        if "adapter_names" in chosen:
-            what = "adapter_names chooses an adapter for each row"
+    if "alora_offsets" in given:
         raise UnsupportedModel(
-            f"{what}, which PEFT computes by the row's place in the batch; speculative_config packs all rows into one. Call generate() "
-            "with one adapter at a time (set_adapter) and an ordinary LoRA, or without speculative_config."
+            "an activated LoRA (aLoRA) begins inside a row, which PEFT computes by the row's place in the batch; speculative_config packs "
+            "all rows into one. Call generate() with an ordinary LoRA, or without speculative_config."
         )
+    names = given.get("adapter_names")
+    if names is None or is_disabled(model):
+        return None
+    check_mixed(model, set(names))
+    return list(names)
 
 
 def _check_prepared_inputs(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict) -> None:

@@ -29,14 +29,20 @@ LEAST_EXTENT = 2**24  # bytes
 MOST_AT_ONCE = 2**18  # blocks: address space is free, but the records of a pool are not
 
 
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
 @dataclass
 class BlockTable:
     """The blocks of one sequence in order, their slots, and the number of tokens with valid KV.
 
     `place`: blocks (first, end) that others avoid while they can, so that the sequence's own blocks form one run.
+    `root`: the hash before the first token, which texts of one adapter have in common.
     """
 
     place: tuple[int, int] | None = None
+    root: bytes = b""
     blocks: list[int] = field(default_factory=list)
     slots: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     length: int = 0
@@ -215,12 +221,13 @@ class PagedStaticCache(Cache):
 
     # ---- sequences --------------------------------------------------------------------------------------------------
 
-    def add(self, seq_id: int, num_slots: int = 0) -> None:
+    def add(self, seq_id: int, num_slots: int = 0, adapter: str | None = None) -> None:
         """Give a new sequence an empty block table.
 
         Args:
             num_slots: the most slots it may need; pass it only if all sequences are added before the first one has blocks. On a CPU,
                 each then gets a place for them, because rows in one run are read without a copy. A place takes no memory.
+            adapter: what computes its keys and values; only sequences of the same adapter share prefixes.
         """
         if seq_id in self.tables:
             raise ValueError(f"Sequence {seq_id} is already in the cache.")
@@ -229,14 +236,14 @@ class PagedStaticCache(Cache):
         place = None
         if self.is_lazy and num_slots and end <= self.pool.num_blocks:
             place, self._next_place = (self._next_place, end), end
-        self.tables[seq_id] = BlockTable(place)
+        self.tables[seq_id] = BlockTable(place, b"" if adapter is None else _digest(adapter.encode()))
 
     def evict(self, seq_id: int, keep_states: bool = False) -> None:
         """Release the blocks of a sequence that will be read again later, the keys of its source, and its states. `keep_states`: these
         cannot be computed again."""
         table = self.tables[seq_id]
         self.pool.release(table.blocks)
-        self.tables[seq_id] = BlockTable(table.place)
+        self.tables[seq_id] = BlockTable(table.place, table.root)
         if self.states is not None and not keep_states:
             self.states.drop(seq_id)
         self._drop_source(seq_id)
@@ -277,9 +284,9 @@ class PagedStaticCache(Cache):
         if self.prefix_states is not None:
             self.prefix_states.forget()
 
-    def known_prefix(self, tokens: list[int]) -> int:
-        """How many of `tokens` an empty sequence could share. The last token is never among them, because its logits are needed."""
-        return len(self.known_blocks(tokens)) * self.block_size
+    def known_prefix(self, seq_id: int, tokens: list[int]) -> int:
+        """How many of `tokens` the sequence could share. The last token is never among them, because its logits are needed."""
+        return len(self.known_blocks(seq_id, tokens)) * self.block_size
 
     def match_prefix(self, seq_id: int, tokens: list[int], most: int | None = None) -> int:
         """Let an empty sequence share the blocks that already hold a prefix of `tokens`, of at most `most` tokens, and continue from
@@ -290,7 +297,7 @@ class PagedStaticCache(Cache):
         table = self.tables[seq_id]
         if table.blocks:
             return 0
-        known = self.known_blocks(tokens)[: None if most is None else most // self.block_size]
+        known = self.known_blocks(seq_id, tokens)[: None if most is None else most // self.block_size]
         in_common = len(known) * self.block_size
         if self.prefix_states is not None:
             known = known[: self.prefix_states.longest([content for content, _ in known])]
@@ -322,11 +329,12 @@ class PagedStaticCache(Cache):
             if states is not None:
                 prefixes.put(hashes[count - 1], states)
 
-    def known_blocks(self, tokens: list[int]) -> list[tuple[bytes, int]]:
+    def known_blocks(self, seq_id: int, tokens: list[int]) -> list[tuple[bytes, int]]:
         """(hash, block) of each leading block whose contents are in the pool."""
         found = []
         if self.share_prefixes:
-            for content in self._block_hashes(tokens, (len(tokens) - max(self.ahead, 1)) // self.block_size, []):
+            count = (len(tokens) - max(self.ahead, 1)) // self.block_size
+            for content in self._block_hashes(tokens, count, [], self.tables[seq_id].root):
                 block = self.pool.lookup(content)
                 if block is None:
                     break
@@ -342,17 +350,17 @@ class PagedStaticCache(Cache):
         known = len(table.hashes)
         if length // self.block_size <= known:
             return
-        table.hashes += self._block_hashes(tokens, length // self.block_size, table.hashes)
+        table.hashes += self._block_hashes(tokens, length // self.block_size, table.hashes, table.root)
         for block, content in zip(table.blocks[known:], table.hashes[known:], strict=False):
             self.pool.register(block, content)
 
-    def _block_hashes(self, tokens: list[int], count: int, known: list[bytes]) -> list[bytes]:
+    def _block_hashes(self, tokens: list[int], count: int, known: list[bytes], root: bytes = b"") -> list[bytes]:
         hashes = []
-        parent = known[-1] if known else b""
+        parent = known[-1] if known else root
         for i in range(len(known), count):
             read = tokens[i * self.block_size : (i + 1) * self.block_size + self.ahead]
             chunk = np.asarray(read, dtype=np.int64).tobytes()
-            parent = hashlib.blake2b(parent + chunk, digest_size=16).digest()
+            parent = _digest(parent + chunk)
             hashes.append(parent)
         return hashes
 

@@ -50,6 +50,10 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument("--enable-expert-parallel", action="store_true", help="place whole experts on the ranks")
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains")
+    group.add_argument(
+        "--lora-modules", nargs="+", metavar="NAME=PATH", default=[],
+        help="LoRA adapters of PEFT: folders or Hub ids; requests choose one by its name as their model",
+    )  # fmt: skip
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's, else ChatML)")
     group.add_argument(
         "--response-template", metavar="FILE",
@@ -88,6 +92,10 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--private-requests", action="store_true",
         help="learn from no request, as if each set speculative_config.private (default: requests that set it are left out)",
+    )  # fmt: skip
+    add(
+        "--allow-runtime-lora-updating", action="store_true", default=None,
+        help="let clients load adapters from any path of this machine (/v1/load_lora_adapter), and unload them",
     )  # fmt: skip
     add("--served-model-name", nargs="+", metavar="NAME", help="names by which clients call it (default: MODEL)")
     origins = "origins of web pages that may call the server (CORS; default: none)"
@@ -134,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         chat_template=_text_of("--chat-template", args.chat_template),
         response_template=None if template is None else json_object(template, f"--response-template {args.response_template}"),
         privacy=Privacy(args.private_requests, args.share_across_api_keys), media_hosts=args.allowed_media_hosts,
+        loads_adapters=bool(args.allow_runtime_lora_updating),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
     )  # fmt: skip
@@ -160,14 +169,25 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "seed",
         "tensor_parallel_size", "enable_expert_parallel", "revision", "trust_remote_code",
     )  # fmt: skip
-    return {name: getattr(args, name) for name in names}
+    return {**{name: getattr(args, name) for name in names}, "lora_modules": _lora_modules(args.lora_modules)}
+
+
+def _lora_modules(given: list[str]) -> dict[str, str]:
+    """Paths by name. Raises ValueError: one is not NAME=PATH, or a name is given twice."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, _, path = each.partition("=")
+        if not name or not path or name in found:
+            raise ValueError(f"--lora-modules {each!r}: give a new name and a path as NAME=PATH.")
+        found[name] = path
+    return found
 
 
 def _run_replicas(args: argparse.Namespace) -> int:
     """Serve several engines, in processes of Ray. OSError: the address is in use; ValueError: replicas do not support an option."""
     unsupported = (
         "chat_template", "response_template", "tokenizer", "allowed_origins", "max_num_queued_reqs", "kv_transfer_config",
-        "allowed_media_hosts", "request_read_timeout", "shutdown_timeout",
+        "allowed_media_hosts", "request_read_timeout", "shutdown_timeout", "allow_runtime_lora_updating",
     )  # fmt: skip
     given = [f"--{name.replace('_', '-')}" for name in unsupported if getattr(args, name) is not None]
     if given or len(args.served_model_name or []) > 1:

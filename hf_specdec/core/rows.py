@@ -34,6 +34,7 @@ class RowInput:
             the positions (M-RoPE).
         prompt: how many of the first tokens belong to a prompt: layers with a recurrent state read these in their chunk form, as
             plain generate() does, and all others token by token.
+        adapter: name of the row's adapter (see `Sequence.adapter`).
         num_tokens: t. Whoever changes `tokens` or `drafts` changes it too.
     """
 
@@ -48,6 +49,7 @@ class RowInput:
     drafts: torch.Tensor | None = None
     offset: int | tuple[int, ...] = 0
     prompt: int = 0
+    adapter: str | None = None
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

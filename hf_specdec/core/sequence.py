@@ -39,6 +39,7 @@ class Sequence:
         source: what the encoder of an encoder-decoder model has read for this row (`model.encoder_decoder.Source`); None: no encoder has.
         is_shared: what is learnt from this text may help to draft others, and what look-ups have learnt from others may help to draft it.
         space: name of the look-up tables that this text reads and adds to, if `is_shared`; texts of another space use other tables.
+        adapter: name of the adapter that computes this row, "__base__" for none of them; None: those that are active in the model.
         files: files that the drafter has written for this sequence: kind of content → path. Complete once the sequence has left the
             decoder.
     """
@@ -63,6 +64,7 @@ class Sequence:
     image_prompt: Any = None
     is_shared: bool = True
     space: str = ""
+    adapter: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise
@@ -118,17 +120,18 @@ def cut_at_end(rows: list[list[int]], ends: Collection[int]) -> list[list[int]]:
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
 
 
-def stream_seeds(seed: int, prompts: list[list[int]]) -> list[int]:
-    """A 63-bit key of a random stream for each row, hashed from the seed, the row's prompt and its rank among equal prompts.
+def stream_seeds(seed: int, prompts: list[list[int]], adapters: list[str] | None = None) -> list[int]:
+    """A 63-bit key of a random stream for each row, hashed from the seed, the row's prompt and its rank among rows with this prompt and
+    this adapter.
 
     So a row's stream does not depend on its place in the batch or on the other rows, and copies of one prompt
     (`num_return_sequences`) get different streams.
     """
-    copies: dict[bytes, int] = {}
+    copies: dict[tuple[bytes, str], int] = {}
     seeds = []
-    for prompt in prompts:
+    for prompt, adapter in zip(prompts, adapters or [""] * len(prompts), strict=True):
         content = b"".join(token.to_bytes(8, "little", signed=True) for token in prompt)
-        rank = copies[content] = copies.get(content, -1) + 1
+        rank = copies[content, adapter] = copies.get((content, adapter), -1) + 1
         key = hashlib.blake2b(content + rank.to_bytes(8, "little"), key=seed.to_bytes(8, "little"), digest_size=8)
         seeds.append(int.from_bytes(key.digest(), "little") >> 1)
     return seeds

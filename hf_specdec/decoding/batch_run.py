@@ -200,7 +200,7 @@ class BatchRun:
         for seq in self.sequences:
             needed = self.num_fed(seq)
             if needed not in self.tensors[seq.row].states:
-                cache.add(seq.id)
+                cache.add(seq.id, adapter=seq.adapter)
                 try:
                     if self.states_of_prompts is not None:
                         self._restore_prompt(seq, self.states_of_prompts[seq.row])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from ..core.clock import StepTimer, clock_for
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import UNKNOWN, Sequence
+from ..model.adapters import RowAdapters
 from ..model.prompt import ReadPrompt
 from ..policy import DraftedStep, DraftLengthPolicy, make_policy
 from ..sampling.grammar import MOST_FORCED, along_grammars
@@ -82,7 +84,8 @@ class SpeculativeDecoder(RunningSequences):
         self._reserve(seq, seq.prompt_length)  # before the model works for nothing
         self._models.close()
         try:
-            prompt = seq.image_prompt.read(self.target)
+            with contextlib.nullcontext() if seq.adapter is None else RowAdapters(self.target.model).alone(seq.adapter):
+                prompt = seq.image_prompt.read(self.target)
         finally:
             self._activate()
         (seq.position_offset,) = prompt.offsets

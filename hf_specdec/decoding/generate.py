@@ -57,6 +57,7 @@ def decode(
     sources: list[Source] | None = None,
     predictions: list[list[int]] | None = None,
     offsets: list[int] | None = None,
+    adapters: list[str] | None = None,
 ):
     """Decode a static batch to its end.
 
@@ -71,6 +72,7 @@ def decode(
             prompts (see `model.prompt`), because they are more than ids; None: they are read as ids.
         sources: what the encoder of an encoder-decoder model has read, by row; None: the model is decoder-only.
         predictions: ids that are expected to be written, by row; None: nothing is expected.
+        adapters: by row, see `Sequence.adapter`; None: the active ones compute all rows.
         offsets: by row, position minus index of the tokens after `cache`; None: as the model counts.
 
     Returns: int64 [B, S + n], or one of the classes in `outputs`.
@@ -90,7 +92,7 @@ def decode(
         check_methods(decoder, num_cached, prompt_inputs)
     columns = prompt_columns(whole, attention_mask)
     sequences = sequences_of(
-        whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed, sources
+        whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed, sources, adapters
     )
     _place(decoder, sequences, columns, offsets, predictions)
     num_cached = _num_reused(decoder, cache, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)

@@ -40,7 +40,15 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
 
 
 def sequences_of(
-    whole, unseen: int, columns, logits_processor, stopping_criteria, generation_config, seed: int, sources=None
+    whole,
+    unseen: int,
+    columns,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    seed: int,
+    sources=None,
+    adapters=None,
 ) -> list[Sequence]:
     """The rows of a batch.
 
@@ -69,7 +77,7 @@ def sequences_of(
     rows = whole.cpu().numpy()
     prompts = [row[places].tolist() for row, places in zip(rows, columns, strict=True)]
     read = [[]] * len(prompts) if sources is None else [source.ids for source in sources]
-    seeds = stream_seeds(seed, [ids + prompt for ids, prompt in zip(read, prompts, strict=True)])
+    seeds = stream_seeds(seed, [ids + prompt for ids, prompt in zip(read, prompts, strict=True)], adapters)
     return [
         Sequence(
             tokens=prompt,
@@ -81,6 +89,7 @@ def sequences_of(
             row=i,
             shown_prompt=row[unseen:].tolist(),
             source=None if sources is None else sources[i],
+            adapter=None if adapters is None else adapters[i],
         )
         for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
     ]

@@ -120,7 +120,7 @@ class RunningSequences:
                 f"{self.config.block_size}): raise num_blocks, or shorten the prompt."
             )
         whole = seq.max_length + self.generator.max_draft_nodes if self._rows_have_places else 0
-        self.cache.add(seq.id, self.cache.slots_each(whole, self._num_sequences))
+        self.cache.add(seq.id, self.cache.slots_each(whole, self._num_sequences), seq.adapter)
         try:
             self.generator.start(seq)
         except BaseException:
@@ -214,7 +214,8 @@ class RunningSequences:
                 end = self.target.recurrent.cut(start, end)
             self._reserve(seq, end)
             tokens = np.asarray(seq.tokens[start:end], dtype=np.int64)
-            row = RowInput(seq.id, tokens, start, offset=seq.position_offset, prompt=seq.num_chunked(start, end))
+            row = RowInput(seq.id, tokens, start, offset=seq.position_offset, adapter=seq.adapter)
+            row.prompt = seq.num_chunked(start, end)
             self.target.forward([row], self.cache)
             self.cache.tables[seq.id].length = end
 
@@ -223,19 +224,17 @@ class RunningSequences:
         OutOfBlocks: one of the tokens does not fit; nothing was fed."""
         for seq in sequences:
             self._reserve(seq, len(seq.tokens))
-        rows = [
-            RowInput(
-                seq.id, np.asarray(seq.tokens[-1:], dtype=np.int64), len(seq.tokens) - 1, offset=seq.position_offset
-            )
-            for seq in sequences
-        ]
+        rows = []
+        for seq in sequences:
+            last = np.asarray(seq.tokens[-1:], dtype=np.int64)
+            rows.append(RowInput(seq.id, last, len(seq.tokens) - 1, offset=seq.position_offset, adapter=seq.adapter))
         self.target.forward(rows, self.cache)
         for seq in sequences:
             self.cache.tables[seq.id].length = len(seq.tokens)
 
     def share_prefix(self, seq: Sequence) -> int:
         """Use the KV of earlier texts, as far as the target and the drafter both have them. Returns the number of tokens covered."""
-        known = min(self.cache.known_prefix(seq.tokens), known_prefix(self.generator, seq))
+        known = min(self.cache.known_prefix(seq.id, seq.tokens), known_prefix(self.generator, seq))
         if self.target.recurrent is not None:  # kept states were computed in chunk form, which is only for prompts
             known = min(known, seq.num_chunked(0, len(seq.tokens)))
         matched = self.cache.match_prefix(seq.id, seq.tokens, known)

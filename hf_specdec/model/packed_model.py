@@ -26,6 +26,7 @@ from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
 from ..kernels.attention.inputs import Window
 from . import alibi, architectures, attention, encoder_decoder
+from .adapters import RowAdapters, have_adapters
 from .captures import Captures
 from .encoder_decoder.forward import arguments, replaced
 from .encoder_decoder.source import Source, dummy_sources, read_source
@@ -132,6 +133,7 @@ class PackedModel:
         self.tables = [] if self.family is not None else counting_tables(model)
         self.checked_prompts: set[frozenset[str]] = set()  # kinds of prompts that `prompt.read_prompt` has checked
         self._logged_choice: bool | None = None
+        self._row_adapters: RowAdapters | None = None
         self._lock = threading.RLock()
         self._active = 0
 
@@ -294,6 +296,7 @@ class PackedModel:
 
     def _enter(self) -> contextlib.ExitStack:
         Captures.contexts += 1
+        self._row_adapters = None
         self._unread_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
         with contextlib.ExitStack() as stack:
             if not self.gather:
@@ -331,7 +334,7 @@ class PackedModel:
         Call inside `active()`. Shapes: see PackedBatch and PackedOutput. `tapped` False: the taps may be left out.
         """
         output = None
-        if self.graphs is not None and not all_hidden_states:
+        if self.graphs is not None and not all_hidden_states and not have_adapters(rows):
             output = self.graphs.run([rows], cache)
         if output is None and self.native is not None and not all_hidden_states:
             output = self.native.run(rows, cache, tapped)
@@ -363,7 +366,7 @@ class PackedModel:
             kwargs[self.cache_argument] = batch.cache
             if self._takes_positions:
                 kwargs["position_ids"] = batch.position_ids
-        model_selects = logit_index is not None and "logits_to_keep" in self.forward_parameters and not self.taps.logits
+        model_selects = logit_index is not None and self.selects_logits
         if model_selects:
             kwargs["logits_to_keep"] = logit_index
         if all_hidden_states:
@@ -386,6 +389,8 @@ class PackedModel:
             if self.family is not None:
                 assert isinstance(batch, PackedBatch)
                 stack.enter_context(replaced(model, self.family, batch))
+            if isinstance(batch, PackedBatch) and have_adapters(batch.inputs):
+                stack.enter_context(self.row_adapters.running(batch.inputs, self.selects_logits))
             if batch.invariant is not None:
                 stack.enter_context(batch.invariant)
             output = model(**kwargs)
@@ -411,6 +416,18 @@ class PackedModel:
             input_ids=batch.input_ids[0],
             all_logits=returned if self.taps.logits else None,
         )
+
+    @property
+    def selects_logits(self) -> bool:
+        """True if the model's head reads only the tokens that need logits."""
+        return "logits_to_keep" in self.forward_parameters and not self.taps.logits
+
+    @property
+    def row_adapters(self) -> RowAdapters:
+        """The model's LoRA layers, as they are since the model is active."""
+        if self._row_adapters is None:
+            self._row_adapters = RowAdapters(self.model)
+        return self._row_adapters
 
     def _masks(self, batch: PackedBatch | CapturedBatch):
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged; None: no layer attends."""

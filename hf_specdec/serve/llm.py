@@ -67,7 +67,7 @@ _OLDER_NAMES = {  # vLLM's arguments before it had `speculative_config` → the 
 # vLLM's arguments that are ignored, with a warning: what they switch on is always on here, or does not exist.
 _IGNORED_ARGUMENTS = (
     "async_scheduling", "compilation_config", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
-    "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "swap_space",
+    "enable_lora", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "max_lora_rank", "max_loras", "swap_space",
     "use_v2_block_manager",
 )  # fmt: skip
 
@@ -100,6 +100,7 @@ class LLM:
         trust_remote_code: the same.
         kv_transfer_config: vLLM's: the folder of the method `extract_hidden_states`, or disaggregated prefill.
         enable_expert_parallel: place whole experts on the ranks instead of parts of each expert.
+        lora_modules: LoRA adapters by name: folders or ids on the Hub. `SamplingParams(lora=name)` chooses one.
         others: vLLM's further arguments: older ones are translated, and those without effect are ignored, each with a warning.
 
     Raises:
@@ -124,6 +125,7 @@ class LLM:
         trust_remote_code: bool = False,
         kv_transfer_config: KVTransferConfig | dict[str, Any] | None = None,
         enable_expert_parallel: bool = False,
+        lora_modules: dict[str, str] | None = None,
         **others: Any,
     ):
         given = {key: value for key, value in locals().items() if key not in ("self", "others")} | others
@@ -141,13 +143,15 @@ class LLM:
         try:
             self.model, self.tokenizer, self.processor = _loaded(given)
             self._make_engine(config, transfer, given)
+            self._structure = structure_of(self.model)
+            for name, path in (lora_modules or {}).items():
+                self.load_lora_adapter(name, path)
         except BaseException:
             if self.processes is not None:
                 self.processes.end()
             raise
         self._ids = itertools.count()
         self._contents: list[bytes] = []
-        self._structure = structure_of(self.model)
 
     def _make_engine(self, config: SpeculativeConfig, transfer: KVTransferConfig | None, given: dict[str, Any]) -> None:
         """Set `engine`, `encoder`, `ranks` and `max_model_len`. `given`: the arguments of the class."""
@@ -276,6 +280,22 @@ class LLM:
         )  # fmt: skip
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def load_lora_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter that PEFT has saved, for requests with `SamplingParams(lora=name)`. Rows of different adapters share steps,
+        but no keys and values. Raises ValueError: it cannot be loaded; nothing has changed then."""
+        if self.ranks is not None:
+            raise ValueError("LoRA adapters need a whole model: use tensor_parallel_size=1.")
+        with model_lock(self.model):
+            self.engine.adapters.load(name, path)
+            self._structure = structure_of(self.model)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Free a LoRA adapter. Raises ValueError: none of this name is loaded."""
+        with model_lock(self.model):
+            self.engine.adapters.unload(name)
+            self.engine.free_adapters()
+            self._structure = structure_of(self.model)
+
     def get_tokenizer(self) -> Any:
         """The model's tokenizer; None: it has none."""
         return self.tokenizer
@@ -307,7 +327,8 @@ class LLM:
             figures = request.figures(self.engine.decoder.config.longest_draft)
             self._metrics.tokens_written(figures["num_new_tokens"], figures["num_steps"])
             reason = "error" if request.error is not None else request.choices[0].output.finish_reason or "abort"
-            self._metrics.request_ended(reason, request.num_prompt, request.num_cached_tokens, figures)
+            counts = request.num_prompt, request.num_cached_tokens
+            self._metrics.request_ended(reason, *counts, figures, request.params.lora)
 
     def make_worker(
         self, deliver: Callable[[list[Update]], None], on_load: Callable[[Load], None] = lambda load: None

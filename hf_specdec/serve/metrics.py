@@ -92,9 +92,9 @@ class Metrics:
         self.first_token = seconds("time_to_first_token", "From the request to its first token.")
         self.whole = seconds("request_latency", "From the request to its end.")
         self.per_token = seconds("time_per_output_token", "Between tokens, per request.")
-        self._speculation = {
-            key: counter(f"vllm:spec_decode_{key}", text).labels(model) for key, text in _SPECULATION.items()
-        }
+        self._speculation = {key: counter(f"vllm:spec_decode_{key}", text) for key, text in _SPECULATION.items()}
+        for each in self._speculation.values():
+            each.labels(model)  # shown before the first request ends
         self._by_drafter = {
             key: counter(f"hf_specdec_drafter_{key.removeprefix('num_')}", text, "drafter")
             for key, text in _BY_DRAFTER.items()
@@ -111,9 +111,13 @@ class Metrics:
         self._new_tokens.inc(count)
         self._steps.inc(num_rows)
 
-    def request_ended(self, reason: str, num_prompt: int, num_cached: int, statistics: dict[str, Any] | None) -> None:
-        """Count a request that has ended with this finish_reason or "error". `statistics`: `Request.figures`; None if it was cancelled."""
-        self._requests.labels(self._model, reason).inc()
+    def request_ended(
+        self, reason: str, num_prompt: int, num_cached: int, statistics: dict[str, Any] | None, adapter: str | None = None
+    ) -> None:  # fmt: skip
+        """Count a request that has ended with this finish_reason or "error". `statistics`: `Request.figures`; None if it was cancelled.
+        `adapter`: counted, with its drafts, as the model."""
+        model = adapter or self._model
+        self._requests.labels(model, reason).inc()
         self._prompt_tokens.inc(num_prompt)
         self._cached_tokens.inc(num_cached)
         if statistics is None:
@@ -121,7 +125,7 @@ class Metrics:
         if statistics["mean_accepted_length"]:  # it has written tokens
             self._accepted_length.observe(statistics["mean_accepted_length"])
         for key, counter in self._speculation.items():
-            counter.inc(statistics[key])
+            counter.labels(model).inc(statistics[key])
         for drafter, counts in statistics.get("drafters", {}).items():
             for key, counter in self._by_drafter.items():
                 counter.labels(self._model, drafter).inc(counts[key])

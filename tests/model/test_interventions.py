@@ -291,18 +291,15 @@ def test_a_hook_without_a_module(model):
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["after an ordinary call", "at once"])
-@pytest.mark.parametrize("kind", ["adapter_names", "aLoRA"])
-def test_adapters_by_row_are_named(model, kind, first):
+def test_adapters_by_token_are_named(model, first):
     inputs = ragged([6, 3])
-    alora = {"alora_invocation_tokens": inputs["input_ids"][0, -3:-1].tolist()} if kind == "aLoRA" else {}
-    found = with_adapters(model, **alora)
-    names = {"adapter_names": ["first", "second"]} if kind == "adapter_names" else {}
+    found = with_adapters(model, alora_invocation_tokens=inputs["input_ids"][0, -3:-1].tolist())
     if first:
         found.set_adapter("second")
         assert_same_text(found)
     found.set_adapter("first")
-    with pytest.raises(UnsupportedModel, match="adapter_names" if names else "aLoRA"):
-        found.generate(**inputs, **names, max_new_tokens=4, speculative_config=NGRAM)
+    with pytest.raises(UnsupportedModel, match="aLoRA"):
+        found.generate(**inputs, max_new_tokens=4, speculative_config=NGRAM)
     assert not any(module._forward_pre_hooks for module in model.modules())
     found.set_adapter("second")
     assert_same_text(found)

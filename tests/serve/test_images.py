@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import openai
+import peft
 import pytest
 import torch
 from cache_checks import check_blocks
@@ -171,6 +172,28 @@ def test_every_family(family):
         assert got == expected
         check_empty(llm)
         llm.close()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_a_request_with_images_has_its_adapter(family, tmp_path):
+    """Also where the adapter changes the vision tower, beside rows of other adapters."""
+    processor, expected, folders = build_processor(family), {}, {}
+    for seed, name in enumerate((None, "north", "south")):
+        model = build_multimodal(family)
+        if name is not None:
+            torch.manual_seed(seed)
+            options = {"target_modules": ["q_proj", "down_proj", "fc1"][: seed + 1], "init_lora_weights": False}
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options)).eval()
+            model.save_pretrained(tmp_path / name)
+            folders[name] = str(tmp_path / name)
+        expected[name] = plain(model, processor, CONVERSATIONS)
+    assert expected[None] != expected["north"] != expected["south"]
+    llm = LLM(build_multimodal(family), processor, NGRAM, max_model_len=80, lora_modules=folders)
+    wanted = [(number, name) for number in range(len(CONVERSATIONS)) for name in expected]
+    params = [SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, lora=name) for _, name in wanted]
+    outputs = llm.chat([CONVERSATIONS[number] for number, _ in wanted], params, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in outputs] == [expected[name][number] for number, name in wanted]
+    llm.close()
 
 
 def test_what_LLM_refuses(caplog):

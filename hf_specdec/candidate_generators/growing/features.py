@@ -140,7 +140,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     # ---- prefixes, and rows from another process --------------------------------------------------------------------
 
     def known_prefix(self, seq: Sequence) -> int:
-        return self.cache.known_prefix(seq.tokens) if seq.is_text and self.pages is not None else 0
+        return self.cache.known_prefix(seq.id, seq.tokens) if seq.is_text and self.pages is not None else 0
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
         self.cache.match_prefix(seq.id, seq.tokens, num_tokens)

@@ -39,7 +39,7 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
         super().__init__(config, target, context)
         self.pages: PagedStaticCache | None = None
         self._size, self._num_sequences = (1, config.block_size), 1
-        self._joined: dict[int, int] = {}  # sequence id → slots that its text and a draft may need
+        self._joined: dict[int, Sequence] = {}
 
     @abstractmethod
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
@@ -54,12 +54,13 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
         """The cache, with a table for every sequence that has joined."""
         if self.pages is None:
             self.pages = self.new_cache(*self._size)
-            for seq_id, num_slots in self._joined.items():
-                self._add(self.pages, seq_id, num_slots)
+            for seq in self._joined.values():
+                self._add(self.pages, seq)
         return self.pages
 
-    def _add(self, cache: PagedStaticCache, seq_id: int, num_slots: int) -> None:
-        cache.add(seq_id, cache.slots_each(num_slots, self._num_sequences))
+    def _add(self, cache: PagedStaticCache, seq: Sequence) -> None:
+        num_slots = self.own_tokens(seq.max_length) + self._num_draft_slots
+        cache.add(seq.id, cache.slots_each(num_slots, self._num_sequences), seq.adapter)
 
     @property
     def _num_draft_slots(self) -> int:
@@ -93,9 +94,9 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
 
     def start(self, seq: Sequence) -> None:
         """A sequence joins, with room for its text and a draft in one place where rows have places."""
-        self._joined[seq.id] = self.own_tokens(seq.max_length) + self._num_draft_slots
+        self._joined[seq.id] = seq
         if self.pages is not None:
-            self._add(self.pages, seq.id, self._joined[seq.id])
+            self._add(self.pages, seq)
 
     def evict(self, seq: Sequence) -> None:
         """Give a sequence's blocks back; they will be computed again."""

@@ -190,7 +190,7 @@ class MtpGenerator(FeatureGenerator):
         """Number of leading tokens whose rows are in the cache, as far as the modules' states at the blocks' ends are known."""
         if not seq.is_text or self.pages is None:
             return 0
-        hashes = [content for content, _ in self.cache.known_blocks(seq.tokens)]
+        hashes = [content for content, _ in self.cache.known_blocks(seq.id, seq.tokens)]
         known = len(hashes) if self.num_heads == 1 else self.boundaries.num_known(hashes)
         return known * self.cache.block_size
 

@@ -22,6 +22,7 @@ from ...core.rows import RowInput
 from ...kernels.dispatch import uses_native
 from ...kernels.native import TYPES
 from .. import architectures
+from ..adapters import have_adapters
 from ..packed_batch import PackedBatch
 from ..structure import interposed
 from .check import Traceable
@@ -38,20 +39,26 @@ Head = TypeVar("Head", bound="PackedHead")
 _made = weakref.WeakKeyDictionary[nn.Module, dict[Any, Made]]()
 
 
-def _forward_of_model(packed: PackedModel) -> Traceable:
-    """The forward of an active PackedModel."""
+def _forward_of_model(packed: PackedModel, by_row: bool) -> Traceable:
+    """The forward of an active PackedModel. `by_row`: over rows with adapters of their own."""
     model, taps = packed.model, packed.taps
+    modules = [*architectures.all_modules(model), *(packed.row_adapters.changes if by_row else ())]
 
     def compute(batch: Any, features: torch.Tensor | None) -> list[torch.Tensor]:
-        output = packed.forward_batch(batch, batch.logit_index)
+        with _by_row(packed, batch.inputs) if by_row else contextlib.nullcontext():
+            output = packed.forward_batch(batch, batch.logit_index)
         more = [output.last_hidden] if taps.last_hidden else [], [output.all_logits] if taps.logits else []
         return [output.logits, *more[0], *output.layers.values(), *more[1]]  # pyright: ignore[reportReturnType]
 
     return Traceable(
-        (taps, packed.num_layers, packed.window), type(model).__name__, list(architectures.all_modules(model)), packed.device, model.dtype,
+        (taps, packed.num_layers, packed.window, by_row), type(model).__name__, modules, packed.device, model.dtype,
         compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), model.config,
         vocab_size=packed.vocab_size, max_positions=packed.max_positions, ours=False, rounds=packed.rounds,
     )  # fmt: skip
+
+
+def _by_row(packed: PackedModel, rows: list[RowInput]) -> contextlib.AbstractContextManager[None]:
+    return packed.row_adapters.running(rows, packed.selects_logits)
 
 
 def _forward_of_head(head: PackedHead, key: Hashable, reads: bool, features_width: int) -> Traceable:
@@ -109,7 +116,7 @@ class _Bound:
             self._current[key] = found if isinstance(found, Program) else None
             if isinstance(found, str):
                 self.reasons[key] = found
-                if key != "rows":
+                if key not in ("rows", "by row"):
                     self._current = dict.fromkeys(self._current)
                     self._stack = contextlib.ExitStack()
                     if self._otherwise is not None:
@@ -150,20 +157,22 @@ class NativeRunner(_Bound):
                 raise UnsupportedModel(f"'native' cannot run {name}: {self.refused}. Leave the key out.")
             yield
 
-    def _forward(self) -> Program | None:
-        packed = self._owner()
-        return self._program("forward", lambda: _forward_of_model(packed), _made.setdefault(packed.model, {}))
+    def _forward(self, by_row: bool = False) -> Program | None:
+        packed, key = self._owner(), "by row" if by_row else "forward"
+        return self._program(key, lambda: _forward_of_model(packed, by_row), _made.setdefault(packed.model, {}))
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None:
         """The outputs of a forward over `rows`, with the taps if `tapped`; None if the model must run it itself."""
-        program = self._forward()
+        by_row = have_adapters(rows)
+        program = self._forward(by_row)
         if program is None or not 0 < sum([row.num_tokens for row in rows]) <= program.most_tokens:
             return None
         if not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
             return None
         packed = self._owner()
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
-        remaining = iter(program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1))
+        with _by_row(packed, rows) if by_row else contextlib.nullcontext():
+            remaining = iter(program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1))
         taps = packed.taps if tapped else Taps()
         return PackedOutput(  # in the order of `_forward_of_model`
             logits=next(remaining),

@@ -20,6 +20,7 @@ from ...decoding.decoder import SpeculativeDecoder, StepResult
 from ...decoding.outputs import RowStatistics
 from ...sampling.grammar import Reasoning
 from ..transfer import Transfers
+from .adapters import Adapters
 from .encoder import EncoderInput, EncoderSide
 from .params import SamplingParams
 from .request import Admission, Request, RequestChoice, logprobs_of
@@ -61,7 +62,8 @@ class Engine:
         ends = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None) if ends is None else ends
         self.eos_token_ids = end_ids(ends)
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
-        self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, seed, encoder)
+        self.adapters = Adapters(decoder.generator)
+        self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, self.adapters, seed, encoder)
 
     def add(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
@@ -95,6 +97,18 @@ class Engine:
         """True while a request waits, runs, or pulls its prompt's KV."""
         is_pulling = self.transfers is not None and self.transfers.consumer.pulling
         return bool(self.scheduler.waiting or self.scheduler.running or is_pulling)
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether a driver that stays inside `decoder.active()` should leave it once, and call `free_adapters`."""
+        return self.decoder.wants_pause or bool(self.adapters.unused(self._adapters_in_use()))
+
+    def _adapters_in_use(self) -> Iterator[str | None]:
+        return (choice.sequence.adapter for choice in self._choices.values())
+
+    def free_adapters(self) -> None:
+        """Free adapters that were unloaded and that no row uses any more."""
+        self.adapters.free(list(self._adapters_in_use()))
 
     def step(self, on_schedule: Callable[[], None] = lambda: None) -> list[Request]:
         """Run one step of the decoder. Call inside `decoder.active()`. Returns the requests that got tokens or ended. `on_schedule` is
@@ -171,8 +185,9 @@ class Engine:
         try:
             while self.has_work:
                 with self.decoder.active():
-                    while self.has_work and not self.decoder.wants_pause:
+                    while self.has_work and not self.wants_pause:
                         on_step(self.step())
+                self.free_adapters()
         except BaseException:
             self._drop_all()
             raise
@@ -219,6 +234,7 @@ class Engine:
             self.abort(choice.request)
         save_tables(self.decoder.generator)
         self.grammars.close()
+        self.adapters.close()
         if self.transfers is not None:
             self.transfers.close()
         self.decoder.release()

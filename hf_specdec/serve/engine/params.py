@@ -66,6 +66,7 @@ class SamplingParams:
             this one; a head that learns does not learn from it. The text is the same.
         space: name of the look-up tables that this request shares with others of the same space, unless it is private. The server
             derives it from the API key.
+        lora: name of the LoRA adapter that computes the request, one of those that are loaded; None: the model as it is.
         priority: requests with a lower number run first.
         kv_transfer_params: {"do_remote_decode": true} tells a prefill server to keep the prompt's KV; the parameters that it returns tell
             a decode server where to read it. With "in_chunks": true, a stream sends these parameters as soon as the prompt's first chunk
@@ -105,6 +106,7 @@ class SamplingParams:
     drafter: str | None = None
     private: bool = False
     space: str = ""
+    lora: str | None = None
     priority: int = 0
     thinking_token_budget: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -137,6 +139,8 @@ class SamplingParams:
         if not isinstance(self.private, bool) or not isinstance(self.space, str):
             given = f"{self.private!r} and {self.space!r}"
             raise ValueError(f"private must be True or False and space a text, not {given}.")
+        if not isinstance(self.lora, (str, type(None))):
+            raise ValueError(f"lora must be the name of an adapter, not {self.lora!r}.")
         if self.prediction is not None and not (isinstance(self.prediction, str) or are_ids(self.prediction)):
             raise ValueError(f"prediction must be a text or token ids, not {type(self.prediction).__name__}.")
         if self.prediction is not None and self.num_speculative_tokens == 0:

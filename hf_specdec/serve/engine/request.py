@@ -24,6 +24,7 @@ from ...decoding.outputs import RowStatistics, summarize
 from ...sampling.grammar import GrammarLogitsProcessor, Reasoning
 from ...sampling.processors import NodeProcessors
 from ...sampling.warpers import FusedSamplingLogitsWarper, OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
+from .adapters import Adapters
 from .encoder import EncoderInput, EncoderSide, check_ids
 from .images import ImagePrompt
 from .params import SamplingParams
@@ -214,10 +215,10 @@ class Admission:
     """Makes requests that an engine can serve. Arguments: see `Engine`."""
 
     def __init__(
-        self, decoder: SpeculativeDecoder, tokenizer: Any, max_model_len: int, grammars: GrammarCompiler,
+        self, decoder: SpeculativeDecoder, tokenizer: Any, max_model_len: int, grammars: GrammarCompiler, adapters: Adapters,
         seed: int | None = None, encoder: EncoderSide | None = None
     ):  # fmt: skip
-        self.encoder = encoder
+        self.encoder, self.adapters = encoder, adapters
         self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len
         self.grammars, self.eos_token_ids = grammars, grammars.ends
         self._numbers = itertools.count()
@@ -242,6 +243,9 @@ class Admission:
             check_methods(self.decoder, 0, {})
         if images is not None and (params.prompt_logprobs is not None or params.kv_transfer_params):
             raise ValueError("prompt_logprobs and kv_transfer_params are for prompts without images: leave them out.")
+        adapter = self.adapters.id_of(params.lora)
+        if adapter is not None and params.kv_transfer_params:
+            raise ValueError("lora and kv_transfer_params cannot be combined: leave one of them out.")
         source = None if self.encoder is None else self.encoder.source(encoder)
         predicted = self._predicted(params.prediction)
         wanted = params.structured_outputs  # in a server the HTTP side has had it compiled already
@@ -253,7 +257,7 @@ class Admission:
         streams = stream_seeds(seed, [read + request.prompt_token_ids] * params.n)
         for index, stream in enumerate(streams):
             choice = self._make_choice(request, index, stream, matcher, reasoning)
-            choice.sequence.source = source
+            choice.sequence.source, choice.sequence.adapter = source, adapter
             if images is not None:
                 choice.sequence.image_prompt = ImagePrompt(self.decoder.target.model, request.prompt_token_ids, images)
                 choice.sequence.is_text = False
@@ -326,7 +330,8 @@ class Admission:
             list(prompt), length + new_tokens, frozenset(ends), params.do_sample, stream,
             self._processors(params, prompt, ends, grammar, rules),
             num_speculative_tokens=params.num_speculative_tokens, drafter=params.drafter,
-            wants_prompt_logits=params.prompt_logprobs is not None and index == 0, is_shared=not params.private, space=params.space,
+            wants_prompt_logits=params.prompt_logprobs is not None and index == 0, is_shared=not params.private,
+            space=params.space if params.lora is None else f"{params.space} {params.lora}",
         )  # fmt: skip
         wants_text = params.detokenize and self.tokenizer is not None
         text = Detokenizer(self.tokenizer, prompt, params.skip_special_tokens) if wants_text else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
@@ -18,12 +18,20 @@ from starlette.exceptions import HTTPException
 import hf_specdec
 
 from ..engine.images import adds_special_tokens
+from ..ipc.messages import LoadAdapter, UnloadAdapter
 from .audio import AudioRequest, Transcription
 from .bodies import read_body
 from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, served
 from .errors import ApiError, bad_request, failed
 from .guard import Guard
-from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 from .responses import Responses, ResponsesRequest
 from .server import Server
 
@@ -44,11 +52,14 @@ _POSTS: dict[str, tuple[type[BaseModel], str, dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, "Answer a conversation", {"id": _TEXT, "output": {"type": "array"}}),
     "/v1/audio/transcriptions": (AudioRequest, "Write down what is said", {"text": _TEXT}),
     "/v1/audio/translations": (AudioRequest, "Write down in English what is said", {"text": _TEXT}),
+    "/v1/load_lora_adapter": (LoadAdapterRequest, "Load a LoRA adapter, which requests then name as their model", {}),
+    "/v1/unload_lora_adapter": (UnloadAdapterRequest, "Unload a LoRA adapter", {}),
     "/tokenize": (TokenizeRequest, "Text or messages to token ids", {"tokens": _IDS, "count": _INTEGER}),
     "/detokenize": (DetokenizeRequest, "Token ids to text", {"prompt": _TEXT}),
 }
 _ERRORS = {
-    400: "The request is wrong.", 401: "The API key is missing or wrong.", 404: "The model does not exist.",
+    400: "The request is wrong.", 401: "The API key is missing or wrong.", 403: "The server does not allow this.",
+    404: "The model does not exist.",
     408: "The body arrives too slowly.", 413: "The body is too large.", 429: "Too many requests are waiting.",
     500: "The model or the server raised.", 503: "The model is loading, or the engine is not running.",
 }  # fmt: skip
@@ -65,7 +76,8 @@ _EVENT = {
 }  # fmt: skip
 _MODEL = {
     "type": "object", "required": ["id", "object", "created", "owned_by"],
-    "properties": {"id": _TEXT, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _TEXT, "max_model_len": _INTEGER},
+    "properties": {"id": _TEXT, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _TEXT, "max_model_len": _INTEGER,
+                   "parent": _TEXT},
 }  # fmt: skip
 
 
@@ -91,7 +103,8 @@ def make_app(
     _add_status_routes(app, server)
     works = (
         Completions.respond, Chat.respond, Responses.respond, partial(Transcription.respond, "transcribe"),
-        partial(Transcription.respond, "translate"), partial(_in_a_lane, _tokenized), partial(_in_a_lane, _detokenized),
+        partial(Transcription.respond, "translate"), partial(_change_adapters, LoadAdapterRequest),
+        partial(_change_adapters, UnloadAdapterRequest), partial(_in_a_lane, _tokenized), partial(_in_a_lane, _detokenized),
     )  # fmt: skip
     for path, work in zip(_POSTS, works, strict=True):
         app.add_route(path, partial(served, work, server), methods=["POST"])
@@ -134,12 +147,26 @@ def _add_status_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [server.model(name) for name in server.names]}
+        return {"object": "list", "data": [server.model(name) for name in server.served]}
 
     @app.get("/v1/models/{name:path}")  # a name may contain slashes
     async def model(name: str) -> dict[str, Any]:
         server.check_model(name)
         return server.model(name)
+
+
+async def _change_adapters(form: type[BaseModel], server: Server, request: Request, raw: bytes) -> Response:
+    """Load or unload an adapter. The answer is a line of text, as vLLM's."""
+    body: Any = await server.lanes.run(len(raw), _read, form, raw, dict(request.headers))
+    is_load = isinstance(body, LoadAdapterRequest)
+    wish = LoadAdapter(body.lora_name, body.lora_path, body.load_inplace) if is_load else UnloadAdapter(body.lora_name)
+    await server.change_adapters(wish)
+    text = f"Success: LoRA adapter '{body.lora_name}' {'added' if is_load else 'removed'} successfully."
+    return PlainTextResponse(text, headers=ignored_header(body.unknown_fields))
+
+
+def _read(server: Server, form: Any, raw: bytes, headers: dict[str, str]) -> Any:
+    return read_body(form, raw, headers)
 
 
 async def _in_a_lane(work: Callable[..., tuple[bytes, dict]], server: Server, request: Request, raw: bytes) -> Response:
@@ -211,7 +238,9 @@ def _post(path: str, usual: list[int]) -> dict[str, Any]:
     form, summary, required = _POSTS[path]
     answer: dict[str, Any] = {_JSON: {"schema": {"type": "object", "required": list(required), "properties": required}}}
     errors = [*usual, 400, 404, 408, 413, 500]
-    if path.startswith("/v1"):  # it generates, and may stream
+    if form in (LoadAdapterRequest, UnloadAdapterRequest):
+        answer, errors = {"text/plain": {"schema": _TEXT}}, [*errors, 403, 503]
+    elif path.startswith("/v1"):  # it generates, and may stream
         answer["text/event-stream"], errors = {"schema": _EVENT}, [*errors, 429, 503]
     header = {"description": "Names of fields that were ignored.", "schema": _TEXT}
     ok = {"description": "OK", "content": answer, "headers": {IGNORED_HEADER: header}}

@@ -386,6 +386,20 @@ class TokenizeRequest(Conversation):
         return sorted({*super().unknown_fields, *(other & self.model_fields_set)})
 
 
+class LoadAdapterRequest(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 

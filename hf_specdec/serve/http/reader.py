@@ -50,21 +50,31 @@ class RequestReader:
                 raise ImportError(f"Serving {self.names[0]} needs {missing}: pip install 'hf-specdec[audio]'")
         if facts.encoder is None and self.tokenizer.chat_template is None:
             logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
+        if twice := set(facts.adapters) & set(self.names):
+            raise ValueError(f"lora_modules: {min(twice)!r} is the name of the model. Give the adapter another name.")
         self.facts = facts
         if self.response_template is None:
             self.response_template = facts.response_template
         if self.response_template is not None:
             self.tokenizer.get_response_parser(self.response_template, prefix="")  # raises if it is malformed
 
+    @property
+    def served(self) -> list[str]:
+        """The names that requests may give as their model: those of the model, and of its LoRA adapters."""
+        return [*self.names, *self.facts.adapters]
+
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 if a request names a model that is not served; None is always accepted."""
-        if name is not None and name not in self.names:
-            message = f"The model {name!r} does not exist here. Served: {', '.join(self.names)}."
+        if name is not None and name not in self.served:
+            message = f"The model {name!r} does not exist here. Served: {', '.join(self.served)}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def model(self, name: str) -> dict[str, Any]:
         """What OpenAI's API tells about a model. Its length is not known until it is loaded."""
-        return {"id": name, "object": "model", "created": self.created, "owned_by": "hf-specdec", **self.facts.length}
+        parent = {"parent": self.names[0]} if name in self.facts.adapters else {}
+        return {
+            "id": name, "object": "model", "created": self.created, "owned_by": "hf-specdec", **parent, **self.facts.length
+        }  # fmt: skip
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         options = {"return_attention_mask": False, "return_token_type_ids": False}

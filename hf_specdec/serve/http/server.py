@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...candidate_generators import parse_config
@@ -20,7 +20,7 @@ from ..engine.request import Logprob
 from ..engine.structured import StructuredOutputsParams
 from ..engine.text import Detokenizer
 from ..ipc.engine_process import EngineProcess
-from ..ipc.messages import Cancel, Facts, Load, Submit, Update
+from ..ipc.messages import Cancel, Facts, Load, LoadAdapter, Submit, UnloadAdapter, Update
 from ..ipc.worker import EngineWorker
 from ..llm import LLM
 from ..metrics import Metrics
@@ -132,13 +132,15 @@ class Server(RequestReader):
         privacy: whose texts may shape whose drafts; None: only texts of the same API key do.
         processor: transformers' processor of images and text; None: images are refused.
         media_hosts: see `Media`; none: images are sent, not fetched.
+        loads_adapters: requests may load and unload LoRA adapters.
     """
 
     def __init__(
         self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None,
-        privacy: Privacy | None = None, processor: Any = None, media_hosts: list[str] | None = None
+        privacy: Privacy | None = None, processor: Any = None, media_hosts: list[str] | None = None, loads_adapters: bool = False
     ):  # fmt: skip
         super().__init__(tokenizer, names, response_template, processor)
+        self.loads_adapters = loads_adapters
         self.limits, self.privacy = limits, privacy or Privacy()
         self.media = Media(media_hosts or [], limits.max_body_bytes)
         self.worker: EngineWorker | EngineProcess | None = None  # until the model is loaded
@@ -220,11 +222,38 @@ class Server(RequestReader):
         if grammar is None:
             return
         try:
-            await asyncio.wrap_future(self.running_worker.compile(grammar))
+            await asyncio.wrap_future(self.running_worker.ask(grammar))
         except ValueError as error:
             raise bad_request(str(error), "structured_outputs") from None
         except ChildProcessError:
             raise stopped() from None
+
+    async def change_adapters(self, wish: LoadAdapter | UnloadAdapter) -> None:
+        """Load or unload a LoRA adapter. Answers that use it end as they began. Raises ApiError: 403, this server does not do it;
+        400, the adapter cannot be loaded; 404, there is none; 503, see `running_worker`."""
+        worker, names = self.running_worker, self.facts.adapters
+        if not self.loads_adapters:
+            raise ApiError(
+                403, "Adapters are loaded on request if the server was started with --allow-runtime-lora-updating."
+            )
+        others = tuple(name for name in names if name != wish.name)
+        if isinstance(wish, UnloadAdapter):
+            if wish.name not in names:
+                raise ApiError(
+                    404, f"The lora adapter {wish.name!r} cannot be found.", param="lora_name", code="model_not_found"
+                )
+            self.facts = replace(self.facts, adapters=others)  # before it has gone
+        elif not wish.name or wish.name in self.names:
+            raise bad_request(f"lora_name {wish.name!r} is empty or the name of the model.", "lora_name")
+        try:
+            await asyncio.wrap_future(worker.ask(wish))
+        except (ValueError, ImportError) as error:
+            raise bad_request(str(error), "lora_path") from None
+        except ChildProcessError:
+            raise stopped() from None
+        if isinstance(wish, LoadAdapter):
+            others = tuple(name for name in self.facts.adapters if name != wish.name)  # they may have changed
+            self.facts = replace(self.facts, adapters=(*others, wish.name))
 
     def submit(
         self, prompt: str | list[int] | None, ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None,
@@ -344,4 +373,6 @@ class Server(RequestReader):
             if answer.first is not None and answer.num_new > 1:
                 self.metrics.per_token.observe((now - answer.first) / (answer.num_new - 1))
             reason = "error" if update.error is not None else update.finish_reason or "stop"
-            self.metrics.request_ended(reason, answer.num_prompt, answer.num_cached, update.statistics)
+            self.metrics.request_ended(
+                reason, answer.num_prompt, answer.num_cached, update.statistics, answer.params.lora
+            )

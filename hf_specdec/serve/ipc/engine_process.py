@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ..engine.structured import StructuredOutputsParams
 from ..llm import LLM
-from .messages import Cancel, Compile, Compiled, Ended, Facts, Load, Submit, Update
+from .messages import Ask, Cancel, Done, Ended, Facts, Load, LoadAdapter, Submit, UnloadAdapter, Update
 from .worker import EngineWorker
 
 SECONDS_TO_END = 10.0  # for a process to end after it was told to; it is then killed
@@ -54,7 +54,7 @@ class EngineProcess(threading.Thread):
         self.failure: BaseException | None = None  # what ended the engine; ChildProcessError if its process was killed
         self.heard = time.monotonic()  # when the process last said something
         self._has_told_its_end = self._has_ended = False
-        self._compiling: dict[int, Future[None]] = {}
+        self._asked: dict[int, Future[None]] = {}
         self._numbers = itertools.count()
         pickled = pickle.dumps(arguments)
         ours, theirs = socket.socketpair()
@@ -72,12 +72,12 @@ class EngineProcess(threading.Thread):
         """True if the process, which is alive, has said nothing for so long that it must be stopped (SIGSTOP), or be waiting for memory."""
         return time.monotonic() - self.heard > MOST_SILENT_SECONDS
 
-    def compile(self, grammar: StructuredOutputsParams) -> Future[None]:
-        """Begin to compile a grammar. The future's error is ValueError for a malformed one, ChildProcessError if the engine ends."""
+    def ask(self, wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter) -> Future[None]:
+        """See `EngineWorker.ask`. The future's error is also ChildProcessError if the engine ends."""
         future, number = Future(), next(self._numbers)
         future.set_running_or_notify_cancel()  # so that it cannot be cancelled
-        self._compiling[number] = future
-        self._channel.put(Compile(number, grammar))
+        self._asked[number] = future
+        self._channel.put(Ask(number, wish))
         if self._has_ended:  # perhaps `_give_up` ran before this future was added
             self._give_up()
         return future
@@ -109,13 +109,13 @@ class EngineProcess(threading.Thread):
             self._channel.close()
             self._note_end()
 
-    def _handle(self, message: list[Update] | Load | Compiled | Facts | Ended) -> None:
+    def _handle(self, message: list[Update] | Load | Done | Facts | Ended) -> None:
         if isinstance(message, list):
             self.deliver(message)
         elif isinstance(message, Load):
             self.load = message
-        elif isinstance(message, Compiled):
-            future = self._compiling.pop(message.number)
+        elif isinstance(message, Done):
+            future = self._asked.pop(message.number)
             future.set_result(None) if message.error is None else future.set_exception(message.error)
         elif isinstance(message, Facts):
             self.loaded.set_result(message)
@@ -144,7 +144,7 @@ class EngineProcess(threading.Thread):
     def _give_up(self) -> None:
         with contextlib.suppress(KeyError):  # popitem: nothing is left
             while True:
-                self._compiling.popitem()[1].set_exception(ChildProcessError("The engine has ended."))
+                self._asked.popitem()[1].set_exception(ChildProcessError("The engine has ended."))
 
 
 def _start(descriptor: int) -> subprocess.Popen:
@@ -283,9 +283,8 @@ class _Reader(threading.Thread):
                 message = self.channel.get()
                 if message is None:
                     self._end()
-                elif self.worker is not None and isinstance(message, Compile):
-                    compiled = self.worker.compile(message.grammar)
-                    compiled.add_done_callback(partial(self._tell, message.number))
+                elif self.worker is not None and isinstance(message, Ask):
+                    self.worker.ask(message.wish).add_done_callback(partial(self._tell, message.number))
                 elif self.worker is not None:
                     self.worker.send(message)
         except EOFError:
@@ -300,6 +299,6 @@ class _Reader(threading.Thread):
         self.worker.stop()
         return self.worker
 
-    def _tell(self, number: int, compiled: Future) -> None:
-        error = compiled.exception()
-        self.channel.put(Compiled(number, None if error is None else portable(error)))
+    def _tell(self, number: int, done: Future) -> None:
+        error = done.exception()
+        self.channel.put(Done(number, None if error is None else portable(error)))

@@ -1,5 +1,5 @@
 """Every message that crosses between the HTTP side and the engine. To the engine go first the pickled arguments of `LLM`, then `Submit`,
-`Cancel` and `Compile`, last None; the others come from it."""
+`Cancel` and `Ask`, last None; the others come from it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,25 @@ class Cancel(NamedTuple):
     reason: str | None = None
 
 
-class Compile(NamedTuple):
-    """Compile a grammar; `Compiled` with the same number is the answer."""
+class LoadAdapter(NamedTuple):
+    """Load a LoRA adapter. See `Adapters.load`."""
+
+    name: str
+    path: str
+    replaces: bool = False
+
+
+class UnloadAdapter(NamedTuple):
+    """Forget a LoRA adapter. See `Adapters.unload`."""
+
+    name: str
+
+
+class Ask(NamedTuple):
+    """Compile a grammar, or change the adapters; `Done` with the same number is the answer."""
 
     number: int
-    grammar: StructuredOutputsParams
+    wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter
 
 
 @dataclass
@@ -46,6 +60,7 @@ class Facts:
     max_model_len: int = 0
     response_template: dict | None = None  # how the model marks reasoning and tool calls, in transformers' format
     encoder: EncoderFacts | None = None  # of an encoder-decoder model
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters
 
     @property
     def length(self) -> dict[str, int]:
@@ -56,11 +71,17 @@ class Facts:
     def of(cls, llm: Any, tokenizer: Any) -> Facts:
         """The facts about a loaded `LLM`. `tokenizer`: the one that the HTTP side uses."""
         template = response_template_of(tokenizer, llm.model)
-        return cls(llm.get_default_sampling_params(), llm.max_model_len, template, llm.encoder)
+        return cls(
+            llm.get_default_sampling_params(),
+            llm.max_model_len,
+            template,
+            llm.encoder,
+            tuple(llm.engine.adapters.paths),
+        )
 
 
-class Compiled(NamedTuple):
-    """A grammar is compiled, or an error was found in it."""
+class Done(NamedTuple):
+    """What was asked is done, or raised an error."""
 
     number: int
     error: BaseException | None

@@ -15,9 +15,10 @@ from ...core.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..engine.structured import StructuredOutputsParams
-from .messages import Cancel, Load, Submit, Update
+from .messages import Cancel, Load, LoadAdapter, Submit, UnloadAdapter, Update
 
 logger = logging.getLogger(__name__)
+_Change = tuple[LoadAdapter | UnloadAdapter, Future]
 _POLL_TRANSFERS_SECONDS = 0.2  # how often transfers are polled while no request is running
 _POLL_OFTEN_SECONDS = 0.005  # the same while a decode server is about to ask for blocks
 
@@ -48,7 +49,8 @@ class EngineWorker(threading.Thread):
         super().__init__(name="hf-specdec-engine", daemon=True)
         self.engine, self.deliver, self.lock, self.ranks, self.on_load = engine, deliver, lock, ranks, on_load
         self.failure: BaseException | None = None  # what ended the thread
-        self._inbox: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Submit | Cancel | _Change | None] = queue.SimpleQueue()
+        self._changes: list[_Change] = []  # of the adapters, which wait until no step runs
         self._num_read = 0
         self.load = load_of(engine)  # replaced when a step begins and when it ends, never changed
         self._requests: dict[str, Request] = {}
@@ -56,9 +58,17 @@ class EngineWorker(threading.Thread):
     def send(self, message: Submit | Cancel) -> None:
         self._inbox.put(message)
 
-    def compile(self, grammar: StructuredOutputsParams) -> Future:
-        """Begin to compile a grammar. Any thread may call it. The future's error is ValueError for one that is malformed or too complex."""
-        return self.engine.grammars.start(grammar)
+    def ask(self, wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter) -> Future:
+        """Begin to compile a grammar or to change the adapters. Any thread may call it. The future's error is ValueError for a grammar
+        that is malformed or too complex, and for an adapter that cannot be loaded."""
+        if isinstance(wish, StructuredOutputsParams):
+            return self.engine.grammars.start(wish)
+        future: Future = Future()
+        if self.ranks is not None:
+            future.set_exception(ValueError("The model is sharded (tensor_parallel_size): adapters cannot be loaded."))
+        else:
+            self._inbox.put((wish, future))
+        return future
 
     def stop(self) -> None:
         """End the thread after the current step; running requests are aborted."""
@@ -77,11 +87,26 @@ class EngineWorker(threading.Thread):
 
     def _run(self) -> None:
         while self._read(block=not self.engine.has_work):
-            if self.engine.has_work:
-                with self.lock, self.engine.decoder.active():
-                    while self.engine.has_work and not self.engine.decoder.wants_pause:
-                        if not self._step():
-                            return
+            with self.lock:
+                self._change_adapters()
+                if self.engine.has_work:
+                    with self.engine.decoder.active():
+                        while self.engine.has_work and not (self._changes or self.engine.wants_pause):
+                            if not self._step():
+                                return
+                self.engine.free_adapters()
+
+    def _change_adapters(self) -> None:
+        """Load and unload adapters as was asked."""
+        changes, self._changes = self._changes, []
+        for wish, future in changes:
+            adapters = self.engine.adapters
+            try:
+                adapters.load(*wish) if isinstance(wish, LoadAdapter) else adapters.unload(wish.name)
+                future.set_result(None)
+            except Exception as error:
+                logger.warning("%s", error)
+                future.set_exception(error)
 
     def _step(self) -> bool:
         """Handle messages and run one step. False if the thread must end."""
@@ -105,13 +130,15 @@ class EngineWorker(threading.Thread):
                 return False
             if isinstance(message, Submit):
                 self._submit(message)
-            else:
+            elif isinstance(message, Cancel):
                 self._cancel(message)
+            else:
+                self._changes.append(message)
         return True
 
-    def _received(self, block: bool) -> list[Submit | Cancel | None]:
+    def _received(self, block: bool) -> list[Submit | Cancel | _Change | None]:
         """Remove and return the messages in the inbox, up to an order to stop. `block`: wait for the first one."""
-        messages: list[Submit | Cancel | None] = []
+        messages: list[Submit | Cancel | _Change | None] = []
         while not messages or messages[-1] is not None:
             waits = block and not messages
             try:
