@@ -373,6 +373,14 @@ def test_openais_client(place, folder, host):
         )  # fmt: skip
         assert response.parse().output_text == expected[0]
         assert response.headers["x-ignored-fields"] == "image_url.detail"
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(picture(0))).decode()}
+        for of in (source, {"type": "url", "url": f"{host}/moved.png?a=b"}):
+            parts = [{"type": "image", "source": of}, {"type": "text", "text": "abcabcabcab"}]
+            body = {"messages": [{"role": "user", "content": parts}], "max_tokens": NEW, "temperature": 0}
+            status, _, answer = server.post("/v1/messages", {**body, "ignore_eos": True})
+            assert (status, answer["content"]) == (200, [{"type": "text", "text": expected[0]}])
+            status, _, answer = server.post("/v1/messages/count_tokens", body)
+            assert status == 400 and "Images are not tokenized" in answer["error"]["message"]
         with pytest.raises(openai.BadRequestError, match="cannot be read"):
             broken = [{"type": "image_url", "image_url": {"url": data_url(b"none")}}]
             client.chat.completions.create(messages=[{"role": "user", "content": broken}], **options)

@@ -19,14 +19,16 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 STORY = "Once upon a time there was a little girl. " * 2 + "Once upon"
 USER = {"role": "user", "content": STORY}
+CACHED = r'"input_tokens":(\d+),"cache_creation_input_tokens":0,"cache_read_input_tokens":(\d+)'
 END, SPECIAL = "3", "1"  # ids of "<|end|>", which ends a text, and of "<|user|>", which does not
 # Shows the model all that a request says about a conversation.
 TEMPLATE = (
-    "{{ mood }}{{ reasoning_effort }}"
+    "{{ mood }}{{ reasoning_effort }}{{ enable_thinking }}"
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"
-    "{{ message.content }}{{ message.tool_calls }}{{ message.tool_call_id }}{% endfor %}"
+    "{{ message.content }}{{ message.reasoning_content }}{{ message.tool_calls }}{{ message.tool_call_id }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PARTS = [
@@ -149,6 +151,68 @@ CONVERSATION = {
     "tool_choice.function.name": acts({"tool_choice": tool()}, tools=[tool()], tool_choice="required"),
 }
 FUNCTION = {"type": "function", "name": "f"}
+
+
+def block(of, role="user", **more):
+    """The field `messages` of Anthropic's API, with one block of a message. `of`: the block, of which `more` is another part."""
+    return {"messages": [{"role": role, "content": [of | more]}, USER]}
+
+
+TEXT, RESULT = {"type": "text", "text": STORY}, {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+THOUGHT, CALL = {"type": "thinking", "thinking": "x"}, {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+INPUT_TOOL, ANY = {"name": "f", "input_schema": {}}, {"type": "any"}
+IMAGES = {
+    f"{place}.{name}": refused(more)
+    for place, more in (
+        ("messages.content", block(IMAGE)),
+        ("messages.content.content", block(RESULT, content=[IMAGE])),
+    )
+    for name in ("source", "source.type", "source.media_type", "source.data", "source.url")
+}
+IN_MESSAGES = IMAGES | {
+    "messages": acts({"messages": [{"role": "user", "content": "x"}]}),
+    "messages.role": acts({"messages": [USER, {**USER, "role": "assistant"}]}, messages=[USER, USER]),
+    "messages.content": acts({"messages": [{**USER, "content": "x"}]}),
+    "messages.content.type": refused(block(TEXT, type="x")),
+    "messages.content.text": acts(block(TEXT, text="x"), **block(TEXT)),
+    "messages.content.tool_use_id": acts(block(RESULT, tool_use_id="another"), **block(RESULT)),
+    "messages.content.content": acts(block(RESULT, content=STORY), **block(RESULT)),
+    "messages.content.content.type": refused(block(RESULT, content=[{**TEXT, "type": "x"}])),
+    "messages.content.content.text": acts(block(RESULT, content=[TEXT]), **block(RESULT)),
+    "messages.content.thinking": acts(block(THOUGHT, "assistant", thinking=STORY), **block(THOUGHT, "assistant")),
+    "messages.content.id": acts(block(CALL, "assistant", id="another"), **block(CALL, "assistant")),
+    "messages.content.name": acts(block(CALL, "assistant", name="another"), **block(CALL, "assistant")),
+    "messages.content.input": acts(block(CALL, "assistant", input={"a": 1}), **block(CALL, "assistant")),
+    "system": acts({"system": "x"}),
+    "system.type": refused({"system": [{**TEXT, "type": "x"}]}),
+    "system.text": acts({"system": [TEXT]}),
+    "tools": acts({"tools": [INPUT_TOOL], "tool_choice": ANY}),
+    "tools.type": refused({"tools": [{**INPUT_TOOL, "type": "x"}]}),
+    "tools.name": acts({"tools": [{**INPUT_TOOL, "name": "longer"}]}, tools=[INPUT_TOOL], tool_choice=ANY),
+    "tools.description": acts({"tools": [{**INPUT_TOOL, "description": "x"}]}, tools=[INPUT_TOOL], tool_choice=ANY),
+    "tools.input_schema": acts(
+        {"tools": [{**INPUT_TOOL, "input_schema": {"type": "null"}}]}, tools=[INPUT_TOOL], tool_choice=ANY
+    ),
+    "tool_choice": acts({"tool_choice": {"type": "none"}}, tools=[INPUT_TOOL], tool_choice=ANY),
+    "tool_choice.type": refused({"tool_choice": {"type": "x"}}, tools=[INPUT_TOOL]),
+    "tool_choice.name": refused({"tool_choice": {"type": "tool"}}, tools=[INPUT_TOOL]),
+    "thinking": acts({"thinking": {"type": "disabled"}}),
+    "thinking.type": refused({"thinking": {"type": "x"}}),
+    "thinking.budget_tokens": refused({"thinking": {"type": "enabled"}}),
+    "output_config": acts({"output_config": {"effort": "high"}}),
+    "output_config.effort": acts({"output_config": {"effort": "high"}}),
+    "output_config.format.strict": named({"output_config": {"format": {"type": "text", "strict": False}}}),
+    "chat_template_kwargs": acts({"chat_template_kwargs": {"mood": "sad"}}),
+}
+TRANSLATED = {  # what APIs besides chat make of the fields of `SAMPLING`
+    "n": refused({"n": 2}),
+    "stream_options.include_usage": named({"stream_options": {"include_usage": True}}, stream=True),
+    "stream_options.continuous_usage_stats": named({"stream_options": {"continuous_usage_stats": True}}, stream=True),
+    **{name: refused({name: 1}) for name in ("prompt_logprobs", "return_token_ids")},
+    **{name: refused(SAMPLING[name].more) for name in SAMPLING if name.startswith("response_format")},
+    "thinking_token_budget": refused({"thinking_token_budget": 5}),  # no response template
+}
 FIELDS = {
     COMPLETIONS: SAMPLING | ON_PROMPTS | {
         "prompt": acts({"prompt": "x"}),
@@ -165,12 +229,7 @@ FIELDS = {
         "top_logprobs": acts({"top_logprobs": 1}, logprobs=True),
         "parallel_tool_calls": acts({"parallel_tool_calls": False}, tools=[tool()], tool_choice="required", **TWO_CALLS),
     },
-    RESPONSES: SAMPLING | {
-        "n": refused({"n": 2}),
-        "stream_options.include_usage": named({"stream_options": {"include_usage": True}}, stream=True),
-        "stream_options.continuous_usage_stats": named({"stream_options": {"continuous_usage_stats": True}}, stream=True),
-        **{name: refused({name: 1}) for name in ("prompt_logprobs", "return_token_ids")},
-        **{name: refused(SAMPLING[name].more) for name in SAMPLING if name.startswith("response_format")},
+    RESPONSES: SAMPLING | TRANSLATED | {
         "input": acts({"input": "x"}),
         "instructions": acts({"instructions": "x"}),
         "max_output_tokens": acts({"max_output_tokens": 2}),
@@ -195,7 +254,28 @@ FIELDS = {
         "chat_template_kwargs": acts({"chat_template_kwargs": {"mood": "sad"}}),
         "reasoning": acts({"reasoning": {"effort": "high"}}),
         "reasoning.effort": acts({"reasoning": {"effort": "high"}}),
-        "thinking_token_budget": refused({"thinking_token_budget": 5}),
+    },
+    MESSAGES: SAMPLING | TRANSLATED | IN_MESSAGES | {
+        "max_tokens": acts({"max_tokens": 2}),
+        "stop_sequences": acts({"stop_sequences": ["e"]}),
+        "include_stop_str_in_output": acts({"include_stop_str_in_output": True}, stop_sequences=["e"]),
+        "tool_choice.disable_parallel_tool_use": acts(
+            {"tool_choice": {**ANY, "disable_parallel_tool_use": True}}, tools=[INPUT_TOOL], tool_choice=ANY, **TWO_CALLS
+        ),
+        "output_config.format": acts({"output_config": {"format": {"type": "json_object"}}}),
+        "output_config.format.type": acts({"output_config": {"format": {"type": "json_object"}}}),
+        "output_config.format.schema": acts({"output_config": {"format": {"type": "json_schema", "schema": {"enum": [1]}}}}),
+    },
+    COUNT_TOKENS: IN_MESSAGES | {
+        "model": refused({"model": "other"}),
+        "tool_choice.disable_parallel_tool_use": elsewhere(  # the prompt does not say what must be written
+            {"tool_choice": {**ANY, "disable_parallel_tool_use": True}}, "test_messages.py::test_forced_calls",
+            tools=[INPUT_TOOL], tool_choice=ANY,
+        ),
+        **{
+            name: elsewhere({"output_config": {"format": {"type": "json_object"}}}, "test_messages.py::test_schemas")
+            for name in ("output_config.format", "output_config.format.type", "output_config.format.schema")
+        },
     },
     "/tokenize": CONVERSATION | {
         "model": refused({"model": "other"}),
@@ -212,6 +292,8 @@ BASES = {
     COMPLETIONS: {"prompt": STORY, "max_tokens": 24, "temperature": 0},
     CHAT: {"messages": [USER], "max_tokens": 24, "temperature": 0},
     RESPONSES: {"input": STORY, "max_output_tokens": 24, "temperature": 0},
+    MESSAGES: {"messages": [USER], "max_tokens": 24, "temperature": 0},
+    COUNT_TOKENS: {"messages": [USER]},
     "/tokenize": {"prompt": STORY},
     "/detokenize": {"tokens": [540]},
 }
@@ -236,7 +318,8 @@ def walked(schema, parts, place=""):
     for name, each in schema.get("properties", {}).items():
         yield place + name
         yield from walked(each, parts, f"{place}{name}.")
-    for each in (*schema.get("anyOf", []), *schema.get("allOf", []), *filter(None, [schema.get("items")])):
+    unions = (part for kind in ("anyOf", "allOf", "oneOf") for part in schema.get(kind, []))
+    for each in (*unions, *filter(None, [schema.get("items")])):
         yield from walked(each, parts, place)
 
 
@@ -260,6 +343,7 @@ def asked(server, path, body):
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             text, ignored = answer.read().decode(), answer.headers["x-ignored-fields"] or ""
+            text = re.sub(CACHED, lambda counts: str(int(counts[1]) + int(counts[2])), text)
             return (
                 200,
                 ignored.split(", "),

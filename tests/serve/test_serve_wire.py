@@ -47,6 +47,7 @@ def streamed(server, path, body):
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "null"}, "odd": 1}}
 TOOL = {"type": "function", "function": {"name": "f", "strict": True}, "odd": 1}
+CACHED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,10 @@ TOOL = {"type": "function", "function": {"name": "f", "strict": True}, "odd": 1}
         (CHAT, {"messages": USER, "max_tokens": 1, "tools": [TOOL] * 2, "tool_choice": "none"}, "tools.odd"),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"odd": 1}, "foo": 1}, "foo, text.odd"),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "text", "odd": 1}}}, "text.format.odd"),
+        ("/v1/messages", {"messages": USER, "max_tokens": 1, "metadata": {"user_id": "me"}, "stop": "x"}, "metadata, stop"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [CACHED]}], "max_tokens": 1}, "messages.content.cache_control"),
+        ("/v1/messages", {"messages": USER, "max_tokens": 1, "thinking": {"type": "disabled"}}, "thinking"),
+        ("/v1/messages/count_tokens", {"messages": USER, "max_tokens": 1, "system": [CACHED]}, "max_tokens, system.cache_control"),
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
         ("/tokenize", {"prompt": "x", "": 1, " ": 1}, "'', ' '"),
         ("/tokenize", {"messages": USER, "add_special_tokens": True, "tools": [TOOL], "n": 1}, "add_special_tokens, n, tools.odd"),
@@ -76,6 +81,7 @@ def test_ignored_fields_are_named_wherever_they_are(server, path, body, names):
         (COMPLETIONS, {"prompt": "Once upon", "max_tokens": 5}),
         (CHAT, {"messages": USER, "max_tokens": 5}),
         ("/v1/responses", {"input": "Once upon", "max_output_tokens": 5}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 5}),
         ("/tokenize", {"prompt": "Once upon"}),
     ],
 )
@@ -91,7 +97,7 @@ def test_null_is_the_same_as_nothing(server, path, body):
     expected = server.post(path, body)
     status, headers, answer = server.post(path, {**dict.fromkeys(names), **body})
     assert (status, headers["x-ignored-fields"]) == (200, None), answer
-    for name in {"tokens", "choices", "output", "usage"} & answer.keys():
+    for name in {"tokens", "choices", "output", "content", "usage"} & answer.keys():
         assert _without_ids(answer[name]) == _without_ids(expected[2][name])
     if path != "/tokenize":  # within a part, too; but what is needed may not be null
         assert server.post(path, {**body, "speculative_config": {"method": None}, "stream_options": None})[0] == 200

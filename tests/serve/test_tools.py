@@ -534,6 +534,23 @@ def test_a_whole_round_of_a_tool_in_responses(caller):
     assert caller.responses.create(input=items, **arguments).output_text == "Take a coat."
 
 
+def test_a_whole_round_of_a_tool_in_messages(caller):
+    def asked(*turns):
+        body = {"max_tokens": 300, "temperature": 0, "tools": tools, "messages": [*ASK, *turns]}
+        return caller.post("/messages", body=body, cast_to=dict)
+
+    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    tools = [
+        {name: tool["function"][other] for name, other in names.items() if other in tool["function"]} for tool in TOOLS
+    ]
+    answer = asked()
+    thought, call = answer["content"]
+    assert (thought["thinking"], call["input"], answer["stop_reason"]) == ("I look.", WRITTEN["arguments"], "tool_use")
+    told = {"type": "tool_result", "tool_use_id": call["id"], "content": "It rains."}
+    answer = asked({"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [told]})
+    assert (answer["content"], answer["stop_reason"]) == ([{"type": "text", "text": "Take a coat."}], "end_turn")
+
+
 def test_a_call_that_was_cut_off_is_no_dead_end(caller):
     """Its text goes back to the model, whatever `max_completion_tokens` left of it."""
     named = {"type": "function", "function": {"name": "weather"}}

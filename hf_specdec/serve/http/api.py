@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's endpoints, errors in OpenAI's shape, and the description of both at /openapi.json."""
+"""The ASGI application: endpoints of OpenAI's and Anthropic's APIs, errors in their shapes, and the description at /openapi.json."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ import hf_specdec
 from ..engine.images import adds_special_tokens
 from ..ipc.messages import LoadAdapter, UnloadAdapter
 from .audio import AudioRequest, Transcription
-from .bodies import read_body
+from .bodies import checked, read_body
 from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, served
-from .errors import ApiError, bad_request, failed
+from .errors import MESSAGES, ApiError, bad_request, failed
 from .guard import Guard
+from .messages import CountTokensRequest, Messages, MessagesRequest
 from .protocol import (
     ChatRequest,
     CompletionRequest,
+    Conversation,
     DetokenizeRequest,
     LoadAdapterRequest,
     TokenizeRequest,
@@ -50,6 +52,12 @@ _POSTS: dict[str, tuple[type[BaseModel], str, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, "Continue prompts", _CHOICES),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation", _CHOICES),
     "/v1/responses": (ResponsesRequest, "Answer a conversation", {"id": _TEXT, "output": {"type": "array"}}),
+    MESSAGES: (
+        MessagesRequest,
+        "Answer a conversation",
+        {"id": _TEXT, "content": {"type": "array"}, "usage": {"type": "object"}},
+    ),
+    f"{MESSAGES}/count_tokens": (CountTokensRequest, "Count the tokens of a conversation", {"input_tokens": _INTEGER}),
     "/v1/audio/transcriptions": (AudioRequest, "Write down what is said", {"text": _TEXT}),
     "/v1/audio/translations": (AudioRequest, "Write down in English what is said", {"text": _TEXT}),
     "/v1/load_lora_adapter": (LoadAdapterRequest, "Load a LoRA adapter, which requests then name as their model", {}),
@@ -68,6 +76,12 @@ _ERROR = {
     "properties": {"error": {
         "type": "object", "required": ["message", "type", "param", "code"],
         "properties": {"message": _TEXT, "type": _TEXT, **{name: {"type": ["string", "null"]} for name in ("param", "code")}},
+    }},
+}  # fmt: skip
+_ANTHROPIC_ERROR = {
+    "type": "object", "required": ["type", "error"],
+    "properties": {"type": {"const": "error"}, "error": {
+        "type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT},
     }},
 }  # fmt: skip
 _EVENT = {
@@ -102,9 +116,10 @@ def make_app(
         app.add_exception_handler(kind, _on_error)
     _add_status_routes(app, server)
     works = (
-        Completions.respond, Chat.respond, Responses.respond, partial(Transcription.respond, "transcribe"),
-        partial(Transcription.respond, "translate"), partial(_change_adapters, LoadAdapterRequest),
-        partial(_change_adapters, UnloadAdapterRequest), partial(_in_a_lane, _tokenized), partial(_in_a_lane, _detokenized),
+        Completions.respond, Chat.respond, Responses.respond, Messages.respond, partial(_in_a_lane, _counted),
+        partial(Transcription.respond, "transcribe"), partial(Transcription.respond, "translate"),
+        partial(_change_adapters, LoadAdapterRequest), partial(_change_adapters, UnloadAdapterRequest),
+        partial(_in_a_lane, _tokenized), partial(_in_a_lane, _detokenized),
     )  # fmt: skip
     for path, work in zip(_POSTS, works, strict=True):
         app.add_route(path, partial(served, work, server), methods=["POST"])
@@ -113,13 +128,13 @@ def make_app(
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Every error in OpenAI's shape."""
+    """Every error in the shape of the path's API."""
+    path = request.url.path
     if isinstance(error, HTTPException):
-        path = request.url.path
         messages = {404: f"Nothing is served at {path}.", 405: f"{path} does not accept {request.method}."}
         message = messages.get(error.status_code, str(error.detail))
         error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return (error if isinstance(error, ApiError) else failed("The server failed; its log says why.")).response()
+    return (error if isinstance(error, ApiError) else failed("The server failed; its log says why.")).response(path)
 
 
 def _add_status_routes(app: FastAPI, server: Server) -> None:
@@ -182,17 +197,29 @@ def _tokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[byt
     body = read_body(TokenizeRequest, raw, headers)
     server.check_model(body.model)
     if body.prompt is None:
-        server.check_reads("conversation")
-        if server.image_urls(body):
-            raise bad_request("Images are not tokenized here: an answer's `usage` has the length.", "messages")
-        text = server.chat_text(body)
-        ids = server.text_ids(text, "messages", adds_special_tokens(server.tokenizer, server.processor, text))
+        ids, unread = _conversation_ids(server, body, "reasoning_effort")
     else:
-        ids = server.text_ids(body.prompt, "prompt", body.add_special_tokens)
-    ignored = body.unknown_fields
-    if body.reasoning_effort is not None and not server.template_reads_effort:
-        ignored.append("reasoning_effort")
-    return to_json({"tokens": ids, "count": len(ids), **server.facts.length}), ignored_header(ignored)
+        ids, unread = server.text_ids(body.prompt, "prompt", body.add_special_tokens), []
+    answer = to_json({"tokens": ids, "count": len(ids), **server.facts.length})
+    return answer, ignored_header([*body.unknown_fields, *unread])
+
+
+def _counted(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+    body = read_body(CountTokensRequest, raw, headers)
+    server.check_model(body.model)
+    conversation = checked(Conversation, body.conversation())
+    ids, unread = _conversation_ids(server, conversation, Messages.effort_field)
+    return to_json({"input_tokens": len(ids)}), ignored_header([*body.unknown_fields, *unread])
+
+
+def _conversation_ids(server: Server, body: Conversation, effort_field: str) -> tuple[list[int], list[str]]:
+    """The token ids of a conversation without images, and names of its fields that the chat template does not read."""
+    server.check_reads("conversation")
+    if server.image_urls(body):
+        raise bad_request("Images are not tokenized here: an answer's `usage` has the length.", "messages")
+    text = server.chat_text(body)
+    ids = server.text_ids(text, "messages", adds_special_tokens(server.tokenizer, server.processor, text))
+    return ids, [effort_field] if body.reasoning_effort is not None and not server.template_reads_effort else []
 
 
 def _detokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
@@ -207,7 +234,8 @@ def _detokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[b
 def describe(needs_key: bool) -> dict[str, Any]:
     """The OpenAPI document. `needs_key`: every path but /health needs an API key."""
     _, schemas = models_json_schema([(form, "validation") for form, _, _ in _POSTS.values()], ref_template=_REFERENCE)
-    components: dict[str, Any] = {"schemas": {**schemas["$defs"], "Error": _ERROR, "Model": _MODEL}}
+    more = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "Model": _MODEL}
+    components: dict[str, Any] = {"schemas": {**schemas["$defs"], **more}}
     usual = [401] if needs_key else []
     model = {"$ref": _REFERENCE.format(model="Model")}
     models = {"object": {"const": "list"}, "data": {"type": "array", "items": model}}
@@ -223,9 +251,10 @@ def describe(needs_key: bool) -> dict[str, Any]:
         "/": _get("The web page", page, *usual),
     }  # fmt: skip
     if needs_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "header": header}
     info = {"title": "hf-specdec", "version": hf_specdec.__version__}
-    security = {"security": [{"key": []}]} if needs_key else {}
+    security = {"security": [{"key": []}, {"header": []}]} if needs_key else {}
     return {"openapi": "3.1.0", "info": info, "components": components, **security, "paths": paths}
 
 
@@ -240,7 +269,7 @@ def _post(path: str, usual: list[int]) -> dict[str, Any]:
     errors = [*usual, 400, 404, 408, 413, 500]
     if form in (LoadAdapterRequest, UnloadAdapterRequest):
         answer, errors = {"text/plain": {"schema": _TEXT}}, [*errors, 403, 503]
-    elif path.startswith("/v1"):  # it generates, and may stream
+    elif "stream" in form.model_fields:  # it generates
         answer["text/event-stream"], errors = {"schema": _EVENT}, [*errors, 429, 503]
     header = {"description": "Names of fields that were ignored.", "schema": _TEXT}
     ok = {"description": "OK", "content": answer, "headers": {IGNORED_HEADER: header}}
@@ -251,9 +280,11 @@ def _post(path: str, usual: list[int]) -> dict[str, Any]:
         schema = {"allOf": [schema, {"type": "object", "required": ["file"], "properties": _FILE}]}
         answer["text/plain"] = {"schema": _TEXT}
     body = {"required": True, "content": {kind: {"schema": schema}}}
-    return {"post": {"summary": summary, "requestBody": body, "responses": {"200": ok, **_errors(*errors)}}}
+    shape = "AnthropicError" if path.startswith(MESSAGES) else "Error"
+    responses = {"200": ok, **_errors(*errors, shape=shape)}
+    return {"post": {"summary": summary, "requestBody": body, "responses": responses}}
 
 
-def _errors(*statuses: int) -> dict[str, Any]:
-    content = {_JSON: {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
+def _errors(*statuses: int, shape: str = "Error") -> dict[str, Any]:
+    content = {_JSON: {"schema": {"$ref": _REFERENCE.format(model=shape)}}}
     return {str(status): {"description": _ERRORS[status], "content": content} for status in statuses}

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from .errors import ApiError, bad_request
 
-_PROMPT_FIELDS = {"prompt", "messages", "input", "prediction"}
+_PROMPT_FIELDS = {"prompt", "messages", "system", "input", "prediction"}
 
 Item = TypeVar("Item")
 AnyBody = TypeVar("AnyBody", bound="Body")

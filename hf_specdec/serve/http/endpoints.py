@@ -371,8 +371,8 @@ class Chat(Endpoint):
         template, tools = self.server.response_template, body.offered_tools
         if tools and body.forced_tool is None and "tool_calls" not in (template or {"fields": ()})["fields"]:
             raise bad_request(
-                "The server does not know how this model writes tool calls (--response-template): set tool_choice to "
-                "'required', a function, or 'none'.", "tools",
+                "The server does not know how this model writes tool calls (--response-template): force a call by "
+                "tool_choice, or set it to 'none'.", "tools",
             )  # fmt: skip
         template = self.template = template if tools and self.grammar is None else without_tools(template)
         self.prefix = "" if template is None else tokenizer.decode(ids)
@@ -454,6 +454,11 @@ def ignored_header(names: list[str]) -> dict[str, str]:
 def sse(body: dict[str, Any]) -> bytes:
     """Encode one server-sent event. The JSON is ASCII, because some clients end a line at U+2028."""
     return b"data: " + _to_json(body).encode() + b"\n\n"
+
+
+def named_sse(events: list[dict[str, Any]]) -> bytes:
+    """Encode server-sent events, each named by its type."""
+    return b"".join(f"event: {event['type']}\n".encode() + sse(event) for event in events)
 
 
 async def served(

@@ -1,4 +1,4 @@
-"""Errors of the HTTP API, in OpenAI's shape."""
+"""Errors of the HTTP API, in OpenAI's shape, or in Anthropic's on its paths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 logger = logging.getLogger(__name__)
+
+MESSAGES = "/v1/messages"  # how the paths of Anthropic's API begin
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -27,8 +33,15 @@ class ApiError(Exception):
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """The body in Anthropic's shape."""
+        usual = "api_error" if self.status >= 500 else "invalid_request_error"
+        return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(self.status, usual), "message": str(self)}}
+
+    def response(self, path: str) -> JSONResponse:
+        """The answer to a request for this path."""
+        return JSONResponse(self.anthropic if path.startswith(MESSAGES) else self.body, self.status, self.headers)
 
     def __reduce__(self) -> tuple:
         return ApiError, (self.status, *self.body["error"].values(), self.headers)

@@ -18,7 +18,7 @@ from .errors import ApiError, bad_request
 from .server import Limits
 
 SPACE = "hf_specdec.space"  # key of the scope under which the application finds `space_of` the request's API key
-_WRONG_KEY = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
+_WRONG_KEY = "The API key is missing or wrong: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 _BYTES_PER_EXTRA_SECOND = 10_000  # a large body gets one more second for each of these
 
 
@@ -50,7 +50,7 @@ class Guard:
                 scope[SPACE] = self.spaces[key]
             body = await self._read_body(headers, receive)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         if body is None:  # the client has disconnected
             return
@@ -62,8 +62,9 @@ class Guard:
         await self.app(scope, receive_again, send)
 
     def _key(self, headers: dict[bytes, bytes]) -> int | None:
-        """The index of the key in the Authorization header (a bearer token or a browser's password); None if no valid key is in it."""
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        """The index of the key in the header Authorization (a bearer token or a browser's password), without one in x-api-key; None if
+        no valid key is in it."""
+        kind, _, given = headers.get(b"authorization", b"Bearer " + headers.get(b"x-api-key", b"")).partition(b" ")
         if kind.lower() == b"basic":
             try:
                 given = base64.b64decode(given, validate=True).partition(b":")[2]

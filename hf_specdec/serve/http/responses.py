@@ -5,23 +5,19 @@ from __future__ import annotations
 import copy
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictInt, ValidationError
+from pydantic import Field, StrictInt
 
 from ..ipc.messages import Update
-from .bodies import Items, Part
+from .bodies import Items, Part, checked
 from .chat_parser import Delta
-from .endpoints import Chat, sse
+from .endpoints import Chat, named_sse
 from .errors import ApiError, bad_request
 from .protocol import MOST_MESSAGES, ChatRequest, JsonSchema, NamedFunction, SamplingFields, joined_text
 from .server import Answer, Server
 
-_UNSUPPORTED_FIELDS = (
-    "previous_response_id", "conversation", "background", "store", "prompt", "include", "top_logprobs", "max_tool_calls",
-    "context_management", "messages", "response_format", "max_tokens", "max_completion_tokens", "logprobs",
-    "prompt_logprobs", "return_token_ids", "kv_transfer_params",
-)  # fmt: skip
+_NOT_IN_TRANSLATIONS = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "kv_transfer_params")
 _SHARED_WITH_CHAT = ("parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget", "tool_choice")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -30,6 +26,11 @@ class TextFormat(JsonSchema):
     """What the answer's text must be: `response_format` of chat in another shape."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
+
+    def for_chat(self) -> dict[str, Any]:
+        """The same as chat's `response_format`."""
+        schema = {"json_schema": {"schema": self.schema_}} if self.type == "json_schema" else {}
+        return {"type": self.type, **schema}
 
 
 class TextOptions(Part):
@@ -59,9 +60,38 @@ class NamedFunctionTool(NamedFunction):
     type: Literal["function"]
 
 
-class ResponsesRequest(SamplingFields):
+class TranslatedRequest(SamplingFields):
+    """A request of another API, which is served as a chat request."""
+
+    not_served: ClassVar[tuple[str, ...]]  # names of fields that would change the answer
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: StrictInt | None = Field(None, ge=-1)
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Also `stream_options`: a stream always ends with the usage, and has it nowhere else."""
+        return [*super().without_effect, *(["stream_options"] if self.stream_options is not None else [])]
+
+    def as_chat(self, fields: dict[str, Any]) -> ChatRequest:
+        """The chat request with these fields, and those that both requests have. Raises ApiError: 400, a field is not served."""
+        for name in (*self.not_served, *_NOT_IN_TRANSLATIONS):
+            value = getattr(self, name, None)
+            if value is not None if name == "prompt_logprobs" else value not in (None, False, []):
+                message = f"{name} is not served here: answers are not stored, and hold only text and calls."
+                raise bad_request(message, name)
+        if self.n != 1:
+            raise bad_request("n must be 1.", "n")
+        shared = {*SamplingFields.model_fields, *_SHARED_WITH_CHAT} & self.model_fields_set
+        return checked(ChatRequest, {name: getattr(self, name) for name in shared} | fields)
+
+
+class ResponsesRequest(TranslatedRequest):
     """POST /v1/responses."""
 
+    not_served: ClassVar = (
+        "previous_response_id", "conversation", "background", "store", "prompt", "include", "max_tool_calls",
+        "context_management", "messages", "response_format", "max_tokens", "max_completion_tokens",
+    )  # fmt: skip
     input: str | Annotated[Items[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: StrictInt | None = Field(None, ge=1)
@@ -72,41 +102,19 @@ class ResponsesRequest(SamplingFields):
     metadata: dict[str, str] | None = None
     user: str | None = None
     truncation: Literal["disabled"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    thinking_token_budget: StrictInt | None = Field(None, ge=-1)
     reasoning: ReasoningOptions | None = None
 
-    @property
-    def without_effect(self) -> list[str]:
-        """Also `stream_options`: a stream always ends with the usage, and has it nowhere else."""
-        return [*super().without_effect, *(["stream_options"] if self.stream_options is not None else [])]
-
     def to_chat(self) -> ChatRequest:
-        for name in _UNSUPPORTED_FIELDS:
-            value = getattr(self, name, None)
-            if value is not None if name == "prompt_logprobs" else value not in (None, False, []):
-                message = f"{name} is not served here: responses are not stored, and hold only text and calls."
-                raise bad_request(message, name)
-        if self.n != 1:
-            raise bad_request("n must be 1.", "n")
-        shared = {*SamplingFields.model_fields, *_SHARED_WITH_CHAT} & self.model_fields_set
-        fields = {name: getattr(self, name) for name in shared}
-        fields |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
+        fields = {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
         fields |= {"reasoning_effort": None if self.reasoning is None else self.reasoning.effort}
         shown = {"name", "description", "parameters"}
         functions = [tool.model_dump(include=shown, exclude_none=True) for tool in self.tools or []]
         fields["tools"] = [{"type": "function", "function": function} for function in functions] or None
         if isinstance(self.tool_choice, NamedFunctionTool):
             fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
-        wanted = self.text.format if self.text is not None else None
-        if wanted is not None:
-            schema = {"json_schema": {"schema": wanted.schema_}} if wanted.type == "json_schema" else {}
-            fields["response_format"] = {"type": wanted.type, **schema}
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise bad_request(f"{'.'.join(map(str, first['loc']))}: {first['msg']}.", "input") from None
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.for_chat()
+        return self.as_chat(fields)
 
     def _messages(self) -> list[dict[str, Any]]:
         """The items as messages of a conversation. Reasoning joins the assistant's next message; successive calls share a message."""
@@ -269,11 +277,9 @@ class Responses(Chat):
         return self._encoded([{"type": "response.failed", "response": response}])
 
     def _encoded(self, events: list[dict[str, Any]]) -> bytes:
-        encoded = b""
-        for number, event in enumerate(events, self.num_events):
-            encoded += f"event: {event['type']}\n".encode() + sse({**event, "sequence_number": number})
+        numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, self.num_events)]
         self.num_events += len(events)
-        return encoded
+        return named_sse(numbered)
 
     def _add(self, update: Update) -> list[dict[str, Any]]:
         """Append an update's text to the items. Returns its events."""
