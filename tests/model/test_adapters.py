@@ -179,6 +179,20 @@ def test_names_for_all_returned_sequences():
     assert not any(module._forward_pre_hooks for module in adapted.modules())
 
 
+def test_a_refused_call_leaves_no_names_to_the_next():
+    adapted, inputs = with_adapters(tiny_llama()), ragged([6, 3])
+    call = {"max_new_tokens": 6, "do_sample": False}
+    plain = adapted.generate(**inputs, **call)
+    for wrong in ({"method": "nothing"}, {**NGRAM, "rejection_sample_method": "?"}):
+        with pytest.raises(SpeculativeConfigError):
+            adapted.generate(**inputs, **call, adapter_names=["second", "second"], speculative_config=wrong)
+        assert not any(module._forward_pre_hooks for module in adapted.modules())
+        assert torch.equal(adapted.generate(**inputs, **call, speculative_config=NGRAM), plain)
+    with pytest.raises(ValueError, match="num_beams"):
+        adapted.generate(**inputs, **call, adapter_names=["second"] * 2, num_beams=2, speculative_config=NGRAM)
+    assert not any(module._forward_pre_hooks for module in adapted.modules())
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
