@@ -181,6 +181,15 @@ def test_adapters_of_a_peft_model(folders, prompts, expected):
         llm.close()
 
 
+def test_a_model_keeps_no_adapter_of_an_llm_that_cannot_be_made(folders, tmp_path):
+    model = load_bundled("tiny")
+    before = structure_of(model)
+    for wrong in ({"south": str(tmp_path)}, {"": folders["south"]}, {3: folders["south"]}):
+        with pytest.raises(ValueError, match="cannot be loaded from|must be a text, and not empty"):
+            hf_specdec.LLM(model, lora_modules={"north": folders["north"], **wrong})
+        assert structure_of(model) == before and not hasattr(model, "peft_config")
+
+
 def test_a_model_in_training_stays_so(folders):
     """Its own adapter's dropout, too, while another adapter is loaded and after it has gone."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.5, target_modules=["q_proj"])

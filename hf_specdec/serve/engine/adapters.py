@@ -56,6 +56,8 @@ class Adapters:
             ValueError: it is no LoRA of this model, or cannot be mixed with others; or the name is in use.
             ImportError: peft is not installed.
         """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"The name of a lora adapter must be a text, and not empty: it is {name!r}.")
         if name in self._ids and not replaces:
             raise ValueError(
                 f"The lora adapter {name!r} has already been loaded. Unload it first, or set load_inplace."
