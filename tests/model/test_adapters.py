@@ -5,6 +5,8 @@ import logging
 import peft
 import pytest
 import torch
+import transformers
+from families import deepseek_v4
 from oracle import assert_clean, bundled_prompts, load_bundled, ragged, tiny_llama
 
 import hf_specdec
@@ -155,6 +157,20 @@ def test_recurrent_layers():
     assert torch.equal(adapted.generate(**inputs, **call, adapter_names=NAMES, speculative_config=NGRAM), expected)
     adapted.add_adapter("third", lora(3, target_modules="all-linear"))
     with pytest.raises(UnsupportedModel, match=r"linear_attn\.\w+ does not read"):
+        adapted.generate(**inputs, **call, adapter_names=NAMES, speculative_config=NGRAM)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "DeepseekV4ForCausalLM"), reason="this transformers has no DeepSeek-V4"
+)
+def test_compressed_segments():
+    adapted = with_adapters(deepseek_v4(), target_modules=["compressor.kv_proj", "kv_proj"])
+    inputs = ragged([20, 20, 20, 20, 20], adapted.config.vocab_size)
+    call = {"max_new_tokens": 10, "do_sample": False}
+    expected = alone(adapted, NAMES, inputs, **call)
+    assert torch.equal(adapted.generate(**inputs, **call, adapter_names=NAMES, speculative_config=NGRAM), expected)
+    adapted.add_adapter("third", lora(3, target_modules=["weights_proj"]))
+    with pytest.raises(UnsupportedModel, match=r"scorer\.weights_proj does not read the tokens in their order"):
         adapted.generate(**inputs, **call, adapter_names=NAMES, speculative_config=NGRAM)
 
 

@@ -1,13 +1,15 @@
 """LoRA adapters of requests: each answer is what plain `generate()` writes with its adapter, whatever runs beside it."""
 
+import asyncio
 import json
 import re
 import shutil
 import threading
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from random import Random
+from types import SimpleNamespace
 
 import openai
 import peft
@@ -24,7 +26,8 @@ from hf_specdec.serve.engine.params import SamplingParams
 from hf_specdec.serve.http.endpoints import Completions
 from hf_specdec.serve.http.protocol import CompletionRequest
 from hf_specdec.serve.http.reader import RequestReader
-from hf_specdec.serve.ipc.messages import Facts
+from hf_specdec.serve.http.server import Server
+from hf_specdec.serve.ipc.messages import Facts, LoadAdapter
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
@@ -439,6 +442,29 @@ def test_a_name_that_goes_while_a_body_is_read_is_not_the_model(tiny_tokenizer):
     endpoint.prepare()
     assert endpoint.params.lora == "north"
     assert reader.facts.adapters == () and "north" not in reader.served
+
+
+def test_an_adapter_is_known_though_its_client_has_left():
+    """Otherwise it could be neither used nor unloaded."""
+    asked = Future()
+
+    class OfWorker(Server):
+        running_worker = SimpleNamespace(ask=lambda wish: asked)
+
+    server = OfWorker.__new__(OfWorker)
+    server.facts, server.names, server.loads_adapters = Facts(adapters=("south",)), ["base"], True
+
+    async def leave():
+        request = asyncio.ensure_future(server.change_adapters(LoadAdapter("north", "folder", False)))
+        await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert not asked.cancelled()
+        asked.set_result(None)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(leave())
+    assert server.facts.adapters == ("south", "north")
 
 
 def test_adapters_are_not_loaded_unless_allowed(folders):
