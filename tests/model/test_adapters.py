@@ -160,9 +160,7 @@ def test_recurrent_layers():
         adapted.generate(**inputs, **call, adapter_names=NAMES, speculative_config=NGRAM)
 
 
-@pytest.mark.skipif(
-    not hasattr(transformers, "DeepseekV4ForCausalLM"), reason="this transformers has no DeepSeek-V4"
-)
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4ForCausalLM"), reason="this transformers has no DeepSeek-V4")
 def test_compressed_segments():
     adapted = with_adapters(deepseek_v4(), target_modules=["compressor.kv_proj", "kv_proj"])
     inputs = ragged([20, 20, 20, 20, 20], adapted.config.vocab_size)
