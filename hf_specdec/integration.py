@@ -30,7 +30,7 @@ from .model.encoder_decoder.source import sources_of
 from .model.prepare import ModelOptions, prepare
 from .model.self_test import check, is_intervened
 from .model.structure import hooks_in, structure_of
-from .refusals import check_inputs, check_mode, check_model
+from .refusals import adapter_names, check_inputs, check_mode, check_model
 from .virtual_tokens import with_virtual_tokens
 
 _lock = threading.RLock()
@@ -42,9 +42,12 @@ def check_call(model: PreTrainedModel, generation_config: GenerationConfig, mode
     mode would be without speculation. Raises ValueError, SpeculativeConfigError: a bad configuration, or what cannot be sped up.
     """
     carried: Any = generation_config
+    names = carried.adapter_names = adapter_names(model)  # whatever is refused, PEFT's hooks must not stay
     config = carried.speculative_config = parse_config(carried.speculative_config)
     check_mode(generation_config, mode)
-    carried.adapter_names = check_model(model, config, generation_config, assistant_model)
+    check_model(model, config, generation_config, assistant_model)
+    if names is not None and config.compile:
+        raise config.fail("compile", "compiles layers with the active adapters, not with adapter_names: leave one out.")
 
 
 def specdec_decoding(

@@ -60,11 +60,8 @@ def check_model(
     config: SpeculativeConfig,
     generation_config: GenerationConfig,
     assistant_model: PreTrainedModel | None,
-) -> list[str] | None:
-    """Raise ValueError if this model, or the outputs asked of it, cannot be served. Called before any input is checked.
-
-    Returns: the names of the rows' adapters, if PEFT's `adapter_names` gives them.
-    """
+) -> None:
+    """Raise ValueError if this model, or the outputs asked of it, cannot be served. Called before any input is checked."""
     check_supported(model)
     if getattr(model, "_supported_generation_modes", None) is not None:
         raise UnsupportedModel(
@@ -85,18 +82,14 @@ def check_model(
         raise ValueError(
             "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
         )
-    names = _adapter_names(model)
-    if names is not None and config.compile:
-        raise config.fail("compile", "compiles layers with the active adapters, not with adapter_names: leave one out.")
     kind: Any = type(model)
     if kind._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):
         raise UnsupportedModel(
             f"{kind.__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
         )
-    return names
 
 
-def _adapter_names(model: PreTrainedModel) -> list[str] | None:
+def adapter_names(model: PreTrainedModel) -> list[str] | None:
     """The rows' adapters, of which PEFT tells its layers by hooks. Our forwards need no hooks, and PEFT leaves them on the model after an
     error, so they are removed. Raises UnsupportedModel: rows of these adapters cannot share a forward."""
     given: dict[str, Any] = {}

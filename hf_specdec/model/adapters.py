@@ -67,7 +67,8 @@ def check_mixed(model: PreTrainedModel, adapters: Collection[str]) -> None:
     for name, layer in model.named_modules():
         problem = problem or _problem(name, layer, adapters)
         if problem is None and hasattr(layer, "lora_A"):
-            reads_others = ".experts." in f".{name}." or (is_latent(model) and name.endswith("kv_b_proj"))
+            reads_others = any(part in f".{name}." for part in (".experts.", ".scorer."))
+            reads_others = reads_others or (is_latent(model) and name.endswith("kv_b_proj"))
             problem = f"{name} does not read the tokens in their order" if id(layer) in apart or reads_others else None
     if problem is not None:
         raise UnsupportedModel(

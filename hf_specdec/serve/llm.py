@@ -147,6 +147,8 @@ class LLM:
             for name, path in (lora_modules or {}).items():
                 self.load_lora_adapter(name, path)
         except BaseException:
+            if "engine" in vars(self):
+                self.engine.close()  # it may have changed a model that was passed in
             if self.processes is not None:
                 self.processes.end()
             raise

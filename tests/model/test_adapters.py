@@ -5,6 +5,8 @@ import logging
 import peft
 import pytest
 import torch
+import transformers
+from families import deepseek_v4
 from oracle import assert_clean, bundled_prompts, load_bundled, ragged, tiny_llama
 
 import hf_specdec
@@ -158,6 +160,18 @@ def test_recurrent_layers():
         adapted.generate(**inputs, **call, adapter_names=NAMES, speculative_config=NGRAM)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4ForCausalLM"), reason="this transformers has no DeepSeek-V4")
+def test_compressed_segments():
+    adapted = with_adapters(deepseek_v4(), target_modules=["compressor.kv_proj", "kv_proj"])
+    inputs = ragged([20, 20, 20, 20, 20], adapted.config.vocab_size)
+    call = {"max_new_tokens": 10, "do_sample": False}
+    expected = alone(adapted, NAMES, inputs, **call)
+    assert torch.equal(adapted.generate(**inputs, **call, adapter_names=NAMES, speculative_config=NGRAM), expected)
+    adapted.add_adapter("third", lora(3, target_modules=["weights_proj"]))
+    with pytest.raises(UnsupportedModel, match=r"scorer\.weights_proj does not read the tokens in their order"):
+        adapted.generate(**inputs, **call, adapter_names=NAMES, speculative_config=NGRAM)
+
+
 def test_switched_off_adapters_are_not_used(bundled):
     adapted, inputs, expected = bundled
     call = {"max_new_tokens": 24, "do_sample": False, "adapter_names": NAMES}
@@ -176,6 +190,20 @@ def test_names_for_all_returned_sequences():
         adapted.generate(**ragged([6, 3]), **call, adapter_names=["first", "second"])
     with pytest.raises(ValueError, match="non-existing"):
         adapted.generate(**ragged([6, 3]), **call, adapter_names=["first", "third", BASE, "first"])
+    assert not any(module._forward_pre_hooks for module in adapted.modules())
+
+
+def test_a_refused_call_leaves_no_names_to_the_next():
+    adapted, inputs = with_adapters(tiny_llama()), ragged([6, 3])
+    call = {"max_new_tokens": 6, "do_sample": False}
+    plain = adapted.generate(**inputs, **call)
+    for wrong in ({"method": "nothing"}, {**NGRAM, "rejection_sample_method": "?"}):
+        with pytest.raises(SpeculativeConfigError):
+            adapted.generate(**inputs, **call, adapter_names=["second", "second"], speculative_config=wrong)
+        assert not any(module._forward_pre_hooks for module in adapted.modules())
+        assert torch.equal(adapted.generate(**inputs, **call, speculative_config=NGRAM), plain)
+    with pytest.raises(ValueError, match="num_beams"):
+        adapted.generate(**inputs, **call, adapter_names=["second"] * 2, num_beams=2, speculative_config=NGRAM)
     assert not any(module._forward_pre_hooks for module in adapted.modules())
 
 

@@ -1,13 +1,15 @@
 """LoRA adapters of requests: each answer is what plain `generate()` writes with its adapter, whatever runs beside it."""
 
+import asyncio
 import json
 import re
 import shutil
 import threading
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from random import Random
+from types import SimpleNamespace
 
 import openai
 import peft
@@ -21,8 +23,11 @@ from hf_specdec.cli.serve import _lora_modules
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.model.structure import structure_of
 from hf_specdec.serve.engine.params import SamplingParams
+from hf_specdec.serve.http.endpoints import Completions
+from hf_specdec.serve.http.protocol import CompletionRequest
 from hf_specdec.serve.http.reader import RequestReader
-from hf_specdec.serve.ipc.messages import Facts
+from hf_specdec.serve.http.server import Server
+from hf_specdec.serve.ipc.messages import Facts, LoadAdapter
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
@@ -179,6 +184,28 @@ def test_adapters_of_a_peft_model(folders, prompts, expected):
         llm.close()
 
 
+def test_a_model_keeps_no_adapter_of_an_llm_that_cannot_be_made(folders, tmp_path):
+    model = load_bundled("tiny")
+    before = structure_of(model)
+    for wrong in ({"south": str(tmp_path)}, {"": folders["south"]}, {3: folders["south"]}):
+        with pytest.raises(ValueError, match=r"cannot be loaded from|must be a text, and not empty"):
+            hf_specdec.LLM(model, lora_modules={"north": folders["north"], **wrong})
+        assert structure_of(model) == before and not hasattr(model, "peft_config")
+
+
+def test_a_model_in_training_stays_so(folders):
+    """Its own adapter's dropout, too, while another adapter is loaded and after it has gone."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.5, target_modules=["q_proj"])
+    model = peft.get_peft_model(load_bundled("tiny"), config).train()
+    modules = list(model.modules())
+    llm = hf_specdec.LLM(model, lora_modules={"north": folders["north"]})
+    number = llm.engine.adapters.id_of("north")
+    assert all(module.training for module in modules)
+    assert not any(module.training for name, module in model.named_modules() if number in name)
+    llm.close()
+    assert all(module.training for module in model.modules())
+
+
 def test_two_engines_of_one_model_do_not_mix_their_adapters(folders, prompts, expected):
     model = load_bundled("tiny")
     first = hf_specdec.LLM(model, lora_modules={"one": folders["north"]})
@@ -198,6 +225,9 @@ BROKEN = {
     "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "cannot be loaded from"),
     "cut off": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 100), "cannot be loaded from"),
     "another rank": (lambda folder: replace_in(folder, '"r": 4', '"r": 5'), r"has the shape \[4, .* ask for \[5, "),
+    "a rank beyond all memory": (
+        lambda folder: replace_in(folder, '"r": 4', '"r": 1000000000000'), r"has the shape \[4, .* ask for \[1000000000000, ",
+    ),
     "other layers": (lambda folder: replace_in(folder, '"down_proj"', '"up_proj"'), "the file has no .*up_proj.lora_A"),
     "unknown layers": (lambda folder: replace_in(folder, '_proj"', '_none"'), "not found in the base model"),
     "another kind": (lambda folder: replace_in(folder, '"LORA"', '"IA3"'), "it is a IA3 adapter"),
@@ -401,6 +431,40 @@ def test_adapters_come_and_go_while_requests_run(client, server, folders, prompt
             task.result()
     assert not wrong and len(right) > 20
     told(server, "/v1/unload_lora_adapter", {"lora_name": "churn"})
+
+
+def test_a_name_that_goes_while_a_body_is_read_is_not_the_model(tiny_tokenizer):
+    """Bodies are read in a thread of their own; the engine then refuses the name."""
+    reader = RequestReader(tiny_tokenizer, ["base"], None, None)
+    reader.facts = Facts(max_model_len=64, adapters=("north",))
+    endpoint = Completions(reader, CompletionRequest(model="north", prompt="Once", max_tokens=4))
+    reader.facts = Facts(max_model_len=64)
+    endpoint.prepare()
+    assert endpoint.params.lora == "north"
+    assert reader.facts.adapters == () and "north" not in reader.served
+
+
+def test_an_adapter_is_known_though_its_client_has_left():
+    """Otherwise it could be neither used nor unloaded."""
+    asked = Future()
+
+    class OfWorker(Server):
+        running_worker = SimpleNamespace(ask=lambda wish: asked)
+
+    server = OfWorker.__new__(OfWorker)
+    server.facts, server.names, server.loads_adapters = Facts(adapters=("south",)), ["base"], True
+
+    async def leave():
+        request = asyncio.ensure_future(server.change_adapters(LoadAdapter("north", "folder", False)))
+        await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert not asked.cancelled()
+        asked.set_result(None)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(leave())
+    assert server.facts.adapters == ("south", "north")
 
 
 def test_adapters_are_not_loaded_unless_allowed(folders):

@@ -56,6 +56,8 @@ class Adapters:
             ValueError: it is no LoRA of this model, or cannot be mixed with others; or the name is in use.
             ImportError: peft is not installed.
         """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"The name of a lora adapter must be a text, and not empty: it is {name!r}.")
         if name in self._ids and not replaces:
             raise ValueError(
                 f"The lora adapter {name!r} has already been loaded. Unload it first, or set load_inplace."
@@ -109,21 +111,25 @@ class Adapters:
         _check_config(config)
         weights = load_peft_weights(path, device="cpu")
         trained = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
+        modes = [(module, module.training) for module in self._model.modules()]
         active = {id(layer): layer.active_adapters for layer in lora_layers(self._model)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are several adapters
             try:
-                inject_adapter_in_model(config, self._model, number)
+                with torch.device("meta"):  # no memory for shapes that the file may not have
+                    inject_adapter_in_model(config, self._model, number)
                 for layer in lora_layers(self._model):
                     layer.set_adapter(active.get(id(layer), []), inference_mode=True)
                     layer.eval()
             finally:
                 for parameter, wanted in trained:  # PEFT freezes the model
                     parameter.requires_grad_(wanted)
+                for module, mode in modes:
+                    module.training = mode
             expected = get_peft_model_state_dict(self._model, adapter_name=number, save_embedding_layers=False)
             weights = self._own(weights)
             _compare(weights, expected)
-            set_peft_model_state_dict(self._model, weights, adapter_name=number)
+            set_peft_model_state_dict(self._model, weights, adapter_name=number, low_cpu_mem_usage=True)
         check_mixed(self._model, {number})
 
     def _own(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,7 +138,7 @@ class Adapters:
         for name, tensor in weights.items():
             of_model = tensors.get(name.removeprefix(_PREFIX)) if name.endswith(".base_layer.weight") else None
             if of_model is None:
-                kept[name] = tensor
+                kept[name] = tensor.clone()  # not the file's memory, which changes with the file
             elif tensor.shape != of_model.shape or not torch.equal(tensor.to(of_model), of_model):
                 raise ValueError(f"its {name} differs from the model's: it was made for another model.")
         return kept

@@ -79,8 +79,8 @@ class Endpoint(ABC):
         """Set `params`. Arguments: see `SamplingFields.sampling_params`."""
         if self.body.prediction is not None:
             more["prediction"] = self.server.text_ids(self.body.prediction.text, "prediction", add_special_tokens=False)
-        if self.body.model in self.server.facts.adapters:
-            more["lora"] = self.body.model
+        if self.body.model not in (None, *self.server.names):
+            more["lora"] = self.body.model  # which may have gone since `check_model`: the engine then refuses it
         defaults = self.server.facts.defaults
         self.params = self.body.sampling_params(defaults, max_tokens, structured_outputs=self.grammar, **more)
 

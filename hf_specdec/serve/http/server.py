@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -246,11 +247,14 @@ class Server(RequestReader):
         elif not wish.name or wish.name in self.names:
             raise bad_request(f"lora_name {wish.name!r} is empty or the name of the model.", "lora_name")
         try:
-            await asyncio.wrap_future(worker.ask(wish))
+            await asyncio.shield(self._changed(wish, worker.ask(wish)))  # the client may leave
         except (ValueError, ImportError) as error:
             raise bad_request(str(error), "lora_path") from None
         except ChildProcessError:
             raise stopped() from None
+
+    async def _changed(self, wish: LoadAdapter | UnloadAdapter, asked: Future) -> None:
+        await asyncio.wrap_future(asked)
         if isinstance(wish, LoadAdapter):
             others = tuple(name for name in self.facts.adapters if name != wish.name)  # they may have changed
             self.facts = replace(self.facts, adapters=(*others, wish.name))
