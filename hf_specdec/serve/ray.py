@@ -231,7 +231,7 @@ def app(given: dict[str, Any]) -> Any:
 
 
 def application(arguments: Arguments) -> Any:
-    """Ray Serve's application: replicas behind ingresses."""
+    """Ray Serve's application: replicas, and the ingresses that pass requests to them."""
     many: dict[str, Any] = {"num_replicas": arguments.num_replicas}
     if arguments.autoscaling is not None:
         many = {"autoscaling_config": arguments.autoscaling}

@@ -166,7 +166,7 @@ class Formula:
 
     @torch.no_grad()
     def logits(self, hidden, previous):
-        """Logits [V] of a slot behind the token `previous`, and the logit of its confidence."""
+        """Logits [V] of a slot after the token `previous`, and the logit of its confidence."""
         last = f"mtp.{STAGES - 1}."
         latent = self.w[last + "markov_head.markov_w1.weight"][previous]
         logits = self.normed(hidden, last + "norm.weight") @ self.target.lm_head.weight.double().T

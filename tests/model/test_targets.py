@@ -217,6 +217,16 @@ def test_shared_prefixes_and_prompt_chunks(family_models, family):
     )
 
 
+def check_subclass(kind, source):
+    """A subclass with the source's weights writes the text of its own plain `generate()`."""
+    target = kind(source.config).eval()
+    target.load_state_dict(source.state_dict())
+    target.generation_config = source.generation_config
+    inputs = prompts(5)
+    output = speculative(target, inputs, TREE, assistant_model=perturbed(source, 0.05))
+    assert_same_tokens(output, plain(target, inputs), kind.__name__)
+
+
 def test_model_without_optional_arguments():
     """A forward that knows neither logits_to_keep nor return_dict computes all logits; ours are picked from them."""
 
@@ -225,13 +235,8 @@ def test_model_without_optional_arguments():
             kwargs.pop("logits_to_keep", None)
             return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **kwargs)
 
-    source = make("Llama", attention_bias=True, mlp_bias=True)  # and biases, which most Llamas do not have
-    target = PlainForward(source.config).eval()
-    target.load_state_dict(source.state_dict())
-    target.generation_config = source.generation_config
-    inputs = prompts(5)
-    output = speculative(target, inputs, TREE, assistant_model=perturbed(source, 0.05))
-    assert_same_tokens(output, plain(target, inputs), "no logits_to_keep")
+    # and biases, which most Llamas do not have
+    check_subclass(PlainForward, make("Llama", attention_bias=True, mlp_bias=True))
 
 
 def test_positions_are_passed_on():
@@ -241,13 +246,7 @@ def test_positions_are_passed_on():
         def forward(self, input_ids, attention_mask=None, use_cache=None, **kwargs):
             return super().forward(input_ids, attention_mask, use_cache=use_cache, **kwargs)
 
-    source = make("Llama")
-    target = NamesNoPositions(source.config).eval()
-    target.load_state_dict(source.state_dict())
-    target.generation_config = source.generation_config
-    inputs = prompts(5)
-    output = speculative(target, inputs, TREE, assistant_model=perturbed(source, 0.05))
-    assert_same_tokens(output, plain(target, inputs), "positions passed on")
+    check_subclass(NamesNoPositions, make("Llama"))
 
 
 def test_padding_that_is_counted(family_models):

@@ -61,7 +61,7 @@ def _canonical(name: str) -> str:
 
 
 class StreamDrafter(nn.Module):
-    """The stages, and what is before and behind them, under transformers' names.
+    """The stages, and what comes before and after them, under transformers' names.
 
     Args:
         model: the target, whose classes are used.

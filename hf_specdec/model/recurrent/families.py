@@ -26,7 +26,7 @@ class RecurrentFamily:
     Attributes:
         mixer: class name of the module with a state inside each layer.
         rule: its recurrence; None: it only convolves.
-        by_head: its functions are called once for each head, whose states are beside each other in the layer's.
+        by_head: its functions are called once for each head, whose states stand one after another in the layer's.
         two_rules: its one-token function and its chunk form give different results, because only the chunk form clamps dt from below.
     """
 

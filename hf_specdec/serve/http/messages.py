@@ -242,6 +242,7 @@ class Blocks:
         self._text = ""  # of the last block; of a call, its input as JSON
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:
+        """Append what one update adds: reasoning, then text, then calls."""
         thinking = {"type": "thinking", "thinking": "", "signature": ""}
         events = self._write(thinking, delta.reasoning) + self._write({"type": "text", "text": ""}, delta.content)
         for call in delta.tool_calls:
