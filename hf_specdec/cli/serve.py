@@ -97,6 +97,10 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
         "--allow-runtime-lora-updating", action="store_true", default=None,
         help="let clients load adapters from any path of this machine (/v1/load_lora_adapter), and unload them",
     )  # fmt: skip
+    add(
+        "--enable-weight-updates", action="store_true", default=None,
+        help="let clients pause the engine, let it sleep and update its weights, also from any folder of this machine (for training loops)",
+    )  # fmt: skip
     add("--served-model-name", nargs="+", metavar="NAME", help="names by which clients call it (default: MODEL)")
     origins = "origins of web pages that may call the server (CORS; default: none)"
     add("--allowed-origins", nargs="+", metavar="URL", help=origins)
@@ -142,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         chat_template=_text_of("--chat-template", args.chat_template),
         response_template=None if template is None else json_object(template, f"--response-template {args.response_template}"),
         privacy=Privacy(args.private_requests, args.share_across_api_keys), media_hosts=args.allowed_media_hosts,
-        loads_adapters=bool(args.allow_runtime_lora_updating),
+        loads_adapters=bool(args.allow_runtime_lora_updating), updates_weights=bool(args.enable_weight_updates),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
     )  # fmt: skip
@@ -187,7 +191,7 @@ def _run_replicas(args: argparse.Namespace) -> int:
     """Serve several engines, in processes of Ray. OSError: the address is in use; ValueError: replicas do not support an option."""
     unsupported = (
         "chat_template", "response_template", "tokenizer", "allowed_origins", "max_num_queued_reqs", "kv_transfer_config",
-        "allowed_media_hosts", "request_read_timeout", "shutdown_timeout", "allow_runtime_lora_updating",
+        "allowed_media_hosts", "request_read_timeout", "shutdown_timeout", "allow_runtime_lora_updating", "enable_weight_updates",
     )  # fmt: skip
     given = [f"--{name.replace('_', '-')}" for name in unsupported if getattr(args, name) is not None]
     if given or len(args.served_model_name or []) > 1:

@@ -102,9 +102,9 @@ class RunningSequences:
         finally:
             self.release()
 
-    def release(self) -> None:
-        """Free the pools. Pools that CUDA graphs read are kept, so that the next call need not capture again."""
-        if self.target.graphs is not None and self.cache.is_allocated:
+    def release(self, keeps_pools: bool = True) -> None:
+        """Free the pools. With `keeps_pools`, those that CUDA graphs read are kept, so that the next call need not capture again."""
+        if keeps_pools and self.target.graphs is not None and self.cache.is_allocated:
             self.cache.clear()
         else:
             self.cache = self.target.new_cache(1, self.config.block_size)

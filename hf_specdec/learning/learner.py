@@ -82,6 +82,13 @@ class Learner:
         if text is not None:
             self.texts.add(text)
 
+    def forget_texts(self) -> None:
+        """Forget all texts, because the target's weights have changed: its hidden states were of other weights."""
+        self.recorder, self.tau = Recorder(self.taps), None
+        self.texts.training.clear()
+        self.texts.held_out.clear()
+        self.texts.num_bytes = 0
+
     def between_steps(self) -> None:
         """Learn for as long as the account allows: at most one unit of work."""
         now = self.clock()

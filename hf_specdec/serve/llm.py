@@ -298,6 +298,27 @@ class LLM:
             self.engine.free_adapters()
             self._structure = structure_of(self.model)
 
+    def update_weights(self, weights: str | os.PathLike | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace weights by those of a folder in transformers' format, or by named tensors such as `model.named_parameters()`. Raises
+        ValueError: they are not this model's; nothing has changed then."""
+        with model_lock(self.model):
+            self.engine.control.update(weights)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache and move the weights of a GPU to host memory (1), or free them (2; `update_weights` after `wake_up`)."""
+        with model_lock(self.model):
+            self.engine.control.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Bring back what sleeps: "weights", "kv_cache"; None: both."""
+        with model_lock(self.model):
+            self.engine.control.wake_up(tags)
+
+    def reset_prefix_cache(self) -> None:
+        """Drop the KV of texts that have ended."""
+        with model_lock(self.model):
+            self.engine.control.reset_prefix_cache()
+
     def get_tokenizer(self) -> Any:
         """The model's tokenizer; None: it has none."""
         return self.tokenizer
@@ -349,6 +370,8 @@ class LLM:
 
     def _check_weights(self) -> None:
         """Drop cached prefixes, which old weights have computed, if weights have changed. Raises UnsupportedModel: more has changed."""
+        if (obstacle := self.engine.control.obstacle) is not None:
+            raise ValueError(obstacle)
         if structure_of(self.model) != self._structure:
             raise UnsupportedModel(
                 "The model's modules, hooks or adapters have changed since this LLM was made: undo the change, or make another LLM."

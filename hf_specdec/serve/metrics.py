@@ -34,6 +34,12 @@ _LEARNT = {
     "held_out_tau": "Tokens per step on held-out texts with the weights in use.",
 }
 
+_OF_WEIGHTS = {
+    "updates": "Updates of the weights.",
+    "accepted_length": "Tokens per step of a row since the last update of the weights.",
+    "best_accepted_length": "The same with the best of the earlier weights.",
+}
+
 
 @dataclass
 class Metric:
@@ -137,12 +143,13 @@ class Metrics:
     def collect(self) -> Iterable[Any]:
         """The engine's load, which is read when Prometheus asks. Called by prometheus-client."""
         load = self._load()
-        learnt = load.learning or {}
+        learnt, weights = load.learning or {}, load.weights or {}
         gauges = [
             ("requests_running", "Rows in the batch.", load.running),
             ("requests_waiting", "Rows that wait to run.", load.waiting),
             ("kv_cache_usage_ratio", "Used share of the KV cache.", load.kv_usage),
             *((f"learning_{name}", text, learnt.get(name)) for name, text in _LEARNT.items()),
+            *((f"weights_{name}", text, weights.get(name)) for name, text in _OF_WEIGHTS.items()),
         ]
         text = "Rows that lost their KV blocks for a while."
         preemptions = CounterMetricFamily("hf_specdec_preemptions", text, labels=["model_name"])

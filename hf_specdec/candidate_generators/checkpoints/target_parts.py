@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
 Head = TypeVar("Head", bound=nn.Module)
 _loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, Any]"]()
+_copies = weakref.WeakKeyDictionary[nn.Linear, tuple["weakref.ref[nn.Module]", torch.Tensor]]()
 _PADDING = 512  # embeddings and heads may be padded to a multiple of this, or of a smaller power of two
 
 
@@ -140,7 +141,23 @@ def rows_of(head: Any, ids: torch.Tensor, fail: Callable[[str], Exception]) -> n
     rows.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
     if head.bias is not None:
         rows.bias = nn.Parameter(head.bias.detach()[ids], requires_grad=False)
+    _copies[rows] = weakref.ref(head), ids
     return rows
+
+
+@torch.no_grad()
+def renew_copies(model: PreTrainedModel) -> None:
+    """Copy the rows of `rows_of` again from a model's language-model head, whose weights have changed."""
+    head: Any = model.get_output_embeddings()
+    for rows, (source, ids) in _copies.items():
+        if source() is not head:
+            continue
+        if type(rows.weight) is not nn.Parameter:
+            logger.warning("A drafter keeps its quantized rows of the language-model head, whose weights have changed.")
+            continue
+        rows.weight.copy_(head.weight[ids])
+        if head.bias is not None:
+            rows.bias.copy_(head.bias[ids])
 
 
 def vocabulary_of(

@@ -102,6 +102,10 @@ class ReplacedLinears:
                 product.copied_from = contents
         self.is_fresh = True
 
+    def forget(self) -> None:
+        """Free the copies. Call outside `active()`."""
+        self._products.clear()
+
     def _product(self, linear: nn.Linear) -> Product:
         product = self._products.get(linear)
         if product is None or product.place != _place(linear):  # weights may have moved

@@ -21,6 +21,7 @@ from ...decoding.outputs import RowStatistics
 from ...sampling.grammar import Reasoning
 from ..transfer import Transfers
 from .adapters import Adapters
+from .control import Control
 from .encoder import EncoderInput, EncoderSide
 from .params import SamplingParams
 from .request import Admission, Request, RequestChoice, logprobs_of
@@ -49,10 +50,8 @@ class Engine:
         make_transfers: Callable[[SpeculativeDecoder], Transfers] | None = None, encoder: EncoderSide | None = None
     ):  # fmt: skip
         self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len
-        decoder.target.choose_states(max_num_seqs, decoder.generator.max_draft_nodes)
-        decoder.allocate(num_blocks * decoder.config.block_size, 0)
-        if decoder.cache.states is not None:
-            decoder.cache.states.reserve(max_num_seqs, decoder.generator.max_draft_nodes)
+        self._num_blocks, self._max_num_seqs = num_blocks, max_num_seqs
+        self.allocate()
         self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)
         self._choices: dict[int, RequestChoice] = {}  # choices that have not ended, by id of their sequence
         self.transfers = None if make_transfers is None else make_transfers(decoder)
@@ -64,6 +63,15 @@ class Engine:
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
         self.adapters = Adapters(decoder.generator)
         self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, self.adapters, seed, encoder)
+        self.control = Control(self)
+
+    def allocate(self) -> None:
+        """Make the KV pools, which hold nothing."""
+        decoder, most_nodes = self.decoder, self.decoder.generator.max_draft_nodes
+        decoder.target.choose_states(self._max_num_seqs, most_nodes)
+        decoder.allocate(self._num_blocks * decoder.config.block_size, 0)
+        if decoder.cache.states is not None:
+            decoder.cache.states.reserve(self._max_num_seqs, most_nodes)
 
     def add(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
@@ -94,9 +102,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True while a request waits, runs, or pulls its prompt's KV."""
-        is_pulling = self.transfers is not None and self.transfers.consumer.pulling
-        return bool(self.scheduler.waiting or self.scheduler.running or is_pulling)
+        """True while a request that may run waits, runs, or pulls its prompt's KV."""
+        if self.control.obstacle is not None:
+            return False
+        return self.scheduler.has_rows or bool(self.transfers is not None and self.transfers.consumer.pulling)
 
     @property
     def wants_pause(self) -> bool:
@@ -152,6 +161,8 @@ class Engine:
         if group is not None and len(results) == len(group) and all(result.new_tokens for result in results):
             self._isolated.pop(0)  # what raises may do so only once the texts are read again
         touched = {request.number: request for request in self._read_prompt_logits()}
+        written = [len(result.new_tokens) for result in results if result.new_tokens]
+        self.control.acceptance.note(len(written), sum(written))
         for result in results:
             # None if the request has ended in this loop, by another choice or by its prompt's log-probabilities
             choice = self._choices.get(result.sequence.id)

@@ -34,12 +34,20 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: list[RequestChoice] = []  # sorted by priority, then by arrival; the first runs first
         self.running: list[RequestChoice] = []  # the same
+        self.newest: int | None = None  # number of the last request that may run; None: all may
         self.num_preemptions = 0
         self.was_alone = False  # the last step was a prompt that the model itself reads
 
     def add(self, choice: RequestChoice) -> None:
         """Let a choice wait for its first step."""
         insort(self.waiting, choice, key=_order)
+
+    @property
+    def has_rows(self) -> bool:
+        """True while a row that may run waits or runs."""
+        if self.newest is None:
+            return bool(self.waiting or self.running)
+        return any(choice.request.number <= self.newest for choice in (*self.waiting, *self.running))
 
     def remove(self, choice: RequestChoice) -> None:
         """Forget a choice, waiting or running."""
@@ -58,6 +66,8 @@ class Scheduler:
         """
         running = [choice for choice in self.running if only is None or choice in only]
         waiting = self.waiting if only is None else [choice for choice in self.waiting if choice in only]
+        if self.newest is not None:
+            waiting = [choice for choice in waiting if choice.request.number <= self.newest]
         starting = self._starting(waiting)
         unread = [choice for choice in running + starting if self.decoder.needs_model(choice.sequence)]
         running = [choice for choice in running if choice not in unread]
@@ -88,7 +98,7 @@ class Scheduler:
         while left > 0 and self._starting(waiting) and not self.decoder.needs_model(waiting[0].sequence):
             choice = waiting[0]
             self._start(choice)
-            if only is not None:
+            if waiting is not self.waiting:
                 waiting.remove(choice)
             chunk = min(self._pending(choice), left)
             source = choice.sequence.source

@@ -36,6 +36,7 @@ from .protocol import (
 )
 from .responses import Responses, ResponsesRequest
 from .server import Server
+from .weights import GETS, POSTS, add_weight_routes
 
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
 _PAGE_POLICY = (
@@ -123,6 +124,7 @@ def make_app(
     )  # fmt: skip
     for path, work in zip(_POSTS, works, strict=True):
         app.add_route(path, partial(served, work, server), methods=["POST"])
+    add_weight_routes(app, server)
     app.openapi = lambda: describe(bool(api_keys))
     return app
 
@@ -233,7 +235,9 @@ def _detokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[b
 
 def describe(needs_key: bool) -> dict[str, Any]:
     """The OpenAPI document. `needs_key`: every path but /health needs an API key."""
-    _, schemas = models_json_schema([(form, "validation") for form, _, _ in _POSTS.values()], ref_template=_REFERENCE)
+    _, schemas = models_json_schema(
+        [(form, "validation") for form, _, _ in (_POSTS | POSTS).values()], ref_template=_REFERENCE
+    )
     more = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "Model": _MODEL}
     components: dict[str, Any] = {"schemas": {**schemas["$defs"], **more}}
     usual = [401] if needs_key else []
@@ -242,7 +246,8 @@ def describe(needs_key: bool) -> dict[str, Any]:
     name = {"name": "model", "in": "path", "required": True, "schema": _TEXT}
     plain, page = ({kind: {"schema": _TEXT}} for kind in ("text/plain", "text/html"))
     paths = {
-        **{path: _post(path, usual) for path in _POSTS},
+        **{path: _post(path, usual) for path in _POSTS | POSTS},
+        **{path: _get(summary, {_JSON: {"schema": {"type": "object"}}}, *usual, 403, 503) for path, summary in GETS.items()},
         "/v1/models": _get("List the models", {_JSON: {"schema": {"type": "object", "properties": models}}}, *usual),
         "/v1/models/{model}": _get("Describe a model", {_JSON: {"schema": model}}, *usual, 404, parameters=[name]),
         "/version": _get("Version of the package", {_JSON: {"schema": {"type": "object", "required": ["version"]}}}, *usual),
@@ -264,11 +269,13 @@ def _get(summary: str, content: dict[str, Any] | None, *errors: int, **more: Any
 
 
 def _post(path: str, usual: list[int]) -> dict[str, Any]:
-    form, summary, required = _POSTS[path]
+    form, summary, required = (_POSTS | POSTS)[path]
     answer: dict[str, Any] = {_JSON: {"schema": {"type": "object", "required": list(required), "properties": required}}}
     errors = [*usual, 400, 404, 408, 413, 500]
     if form in (LoadAdapterRequest, UnloadAdapterRequest):
         answer, errors = {"text/plain": {"schema": _TEXT}}, [*errors, 403, 503]
+    elif path in POSTS:
+        errors += [403, 503]
     elif "stream" in form.model_fields:  # it generates
         answer["text/event-stream"], errors = {"schema": _EVENT}, [*errors, 429, 503]
     header = {"description": "Names of fields that were ignored.", "schema": _TEXT}

@@ -87,15 +87,19 @@ class Body(Part):
 
 def read_body(form: type[AnyBody], raw: bytes, headers: Mapping[str, str]) -> AnyBody:
     """The body that these bytes hold."""
+    return checked(form, parsed(raw, headers))
+
+
+def parsed(raw: bytes, headers: Mapping[str, str]) -> Any:
+    """The JSON that these bytes hold."""
     kind, encoding = headers.get("content-type", ""), headers.get("content-encoding")
     if "json" not in kind.lower():
         raise bad_request(f"The body has the type {kind!r}: send JSON, with the header Content-Type: application/json.")
     try:  # pydantic's parser refuses NaN, lone surrogates and deep nesting, and is faster than Python's
-        value = from_json(raw.decode(), allow_inf_nan=False)
+        return from_json(raw.decode(), allow_inf_nan=False)
     except ValueError as error:
         compressed = f" It is compressed ({encoding}), which is not supported." if encoding else ""
         raise bad_request(f"The body is not JSON: {error}.{compressed}") from None
-    return checked(form, value)
 
 
 def checked(form: type[AnyBody], value: Any, strict: bool | None = None) -> AnyBody:

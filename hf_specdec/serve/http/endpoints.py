@@ -295,7 +295,8 @@ class Completions(Endpoint):
         places += [offsets.add(b"" if hides and id in self.special_ids else self.token_bytes(id)) for id in tokens]
         tokens = [*self.ids[number], *tokens] if echoed else tokens
         texts = [token_text(self.server.tokenizer, token) or "" for token in tokens]
-        return completion_logprobs(entries, tokens, texts, self.body.logprobs, places, self.token_bytes)
+        how = places, self.token_bytes, self.body.return_tokens_as_token_ids
+        return completion_logprobs(entries, tokens, texts, self.body.logprobs, *how)
 
     def is_long(self, answer: Answer, update: Update) -> bool:
         return self.body.echo and (answer.number, update.index) not in self.offsets
@@ -421,9 +422,10 @@ class Chat(Endpoint):
 
     def _ending(self, parser: MessageParser, update: Update) -> dict[str, Any]:
         # As in vLLM: "tool_calls" if the model chose the function to call, but "stop" if the request named the function.
+        how = self.token_bytes, self.body.return_tokens_as_token_ids
         chosen, top = parser.num_calls and self.body.forced_tool in (None, "required"), self.body.top_logprobs or 0
         ending: dict[str, Any] = {
-            "logprobs": chat_logprobs(update, top, self.token_bytes) if self.body.logprobs else None,
+            "logprobs": chat_logprobs(update, top, *how) if self.body.logprobs else None,
             "finish_reason": "tool_calls" if chosen and update.finish_reason == "stop" else update.finish_reason,
             "stop_reason": update.stop_reason,
         }  # fmt: skip

@@ -13,14 +13,15 @@ _LEAST = -9999.0  # sent in place of minus infinity, which JSON cannot hold
 _PART = "\ufffd"  # stands in the text of a token that is only part of a character
 
 
-def chat_logprobs(update: Update, top: int, bytes_of: Callable[[int], bytes]) -> dict[str, Any]:
+def chat_logprobs(update: Update, top: int, bytes_of: Callable[[int], bytes], as_ids: bool = False) -> dict[str, Any]:
     """The field `logprobs` of a chat choice: one entry per new token, each with the `top` most probable tokens. A token that is only part
-    of a character has exact bytes (`bytes_of`), but U+FFFD as its text.
+    of a character has exact bytes (`bytes_of`), but U+FFFD as its text. `as_ids`: tokens are shown by vLLM's "token_id:5".
     """
 
     def of_token(token: int, scored: Logprob) -> dict[str, Any]:
         text = scored.decoded_token or ""
-        return {"token": text, "logprob": max(scored.logprob, _LEAST), "bytes": list(_bytes(token, text, bytes_of))}
+        shown = f"token_id:{token}" if as_ids else text
+        return {"token": shown, "logprob": max(scored.logprob, _LEAST), "bytes": list(_bytes(token, text, bytes_of))}
 
     content = []
     for entry, token in zip(update.logprobs or [], update.token_ids, strict=True):
@@ -69,7 +70,7 @@ class TextOffsets:
 
 def completion_logprobs(
     entries: Sequence[dict[int, Logprob] | None], tokens: Sequence[int], texts: Sequence[str], top: int,
-    offsets: Sequence[int], bytes_of: Callable[[int], bytes]
+    offsets: Sequence[int], bytes_of: Callable[[int], bytes], as_ids: bool = False
 ) -> dict[str, Any]:  # fmt: skip
     """The field `logprobs` of a completion choice.
 
@@ -77,9 +78,12 @@ def completion_logprobs(
         entries: for each token; None for the first token of a prompt, which no logits predict.
         offsets: the place of each token in the text, in characters.
         bytes_of: a token's bytes, by which OpenAI shows a token that is a part of a character: "bytes:\\xc3".
+        as_ids: see `chat_logprobs`.
     """
 
     def name(token: int, text: str) -> str:
+        if as_ids:
+            return f"token_id:{token}"
         spelt = _bytes(token, text, bytes_of)
         return text if spelt == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
 

@@ -115,6 +115,7 @@ class SamplingFields(Body):
     speculative_config: SpeculationField | None = None
     prediction: PredictionField | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
 

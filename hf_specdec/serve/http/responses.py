@@ -17,7 +17,8 @@ from .errors import ApiError, bad_request
 from .protocol import MOST_MESSAGES, ChatRequest, JsonSchema, NamedFunction, SamplingFields, joined_text
 from .server import Answer, Server
 
-_NOT_IN_TRANSLATIONS = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "kv_transfer_params")
+_NOT_IN_TRANSLATIONS = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids",
+                        "return_tokens_as_token_ids", "kv_transfer_params")  # fmt: skip
 _SHARED_WITH_CHAT = ("parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget", "tool_choice")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 

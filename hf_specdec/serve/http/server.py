@@ -21,7 +21,7 @@ from ..engine.request import Logprob
 from ..engine.structured import StructuredOutputsParams
 from ..engine.text import Detokenizer
 from ..ipc.engine_process import EngineProcess
-from ..ipc.messages import Cancel, Facts, Load, LoadAdapter, Submit, UnloadAdapter, Update
+from ..ipc.messages import CallControl, Cancel, Facts, Load, LoadAdapter, Submit, UnloadAdapter, Update
 from ..ipc.worker import EngineWorker
 from ..llm import LLM
 from ..metrics import Metrics
@@ -134,14 +134,16 @@ class Server(RequestReader):
         processor: transformers' processor of images and text; None: images are refused.
         media_hosts: see `Media`; none: images are sent, not fetched.
         loads_adapters: requests may load and unload LoRA adapters.
+        updates_weights: requests may pause the engine, let it sleep and update its weights.
     """
 
     def __init__(
         self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None,
-        privacy: Privacy | None = None, processor: Any = None, media_hosts: list[str] | None = None, loads_adapters: bool = False
+        privacy: Privacy | None = None, processor: Any = None, media_hosts: list[str] | None = None, loads_adapters: bool = False,
+        updates_weights: bool = False
     ):  # fmt: skip
         super().__init__(tokenizer, names, response_template, processor)
-        self.loads_adapters = loads_adapters
+        self.loads_adapters, self.updates_weights = loads_adapters, updates_weights
         self.limits, self.privacy = limits, privacy or Privacy()
         self.media = Media(media_hosts or [], limits.max_body_bytes)
         self.worker: EngineWorker | EngineProcess | None = None  # until the model is loaded
@@ -250,6 +252,22 @@ class Server(RequestReader):
             await asyncio.shield(self._changed(wish, worker.ask(wish)))  # the client may leave
         except (ValueError, ImportError) as error:
             raise bad_request(str(error), "lora_path") from None
+        except ChildProcessError:
+            raise stopped() from None
+
+    def check_control(self) -> EngineWorker | EngineProcess:
+        """The worker. Raises ApiError: 403, this server's clients may not control the engine; 503, see `running_worker`."""
+        if not self.updates_weights:
+            raise ApiError(403, "This needs a server that was started with --enable-weight-updates.")
+        return self.running_worker
+
+    async def control(self, method: str, arguments: dict[str, Any]) -> None:
+        """Call a method of the engine's `Control`. Raises ApiError: see `check_control`; 400, it cannot be done."""
+        asked = self.check_control().ask(CallControl(method, arguments))
+        try:
+            await asyncio.shield(asyncio.wrap_future(asked))  # the client may leave
+        except ValueError as error:
+            raise bad_request(str(error)) from None
         except ChildProcessError:
             raise stopped() from None
 

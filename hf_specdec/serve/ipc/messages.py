@@ -45,11 +45,21 @@ class UnloadAdapter(NamedTuple):
     name: str
 
 
+class CallControl(NamedTuple):
+    """Call a method of `Control`; or "join" of `Weights`."""
+
+    method: str
+    arguments: dict[str, Any]
+
+
+Wish = StructuredOutputsParams | LoadAdapter | UnloadAdapter | CallControl
+
+
 class Ask(NamedTuple):
-    """Compile a grammar, or change the adapters; `Done` with the same number is the answer."""
+    """Compile a grammar, change the adapters, or control the engine; `Done` with the same number is the answer."""
 
     number: int
-    wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter
+    wish: Wish
 
 
 @dataclass
@@ -129,3 +139,6 @@ class Load:
     learning: dict[str, Any] | None = None  # what a learning drafter reports
     free_rows: int = 0  # how many more choices could run, if there are blocks for them
     num_read: int = 0  # choices that the engine has been sent so far, and has read
+    weights: dict[str, Any] | None = None  # `Acceptance.report`
+    is_paused: bool = False
+    is_asleep: bool = False

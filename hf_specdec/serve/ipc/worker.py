@@ -15,10 +15,10 @@ from ...core.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..engine.structured import StructuredOutputsParams
-from .messages import Cancel, Load, LoadAdapter, Submit, UnloadAdapter, Update
+from .messages import CallControl, Cancel, Load, LoadAdapter, Submit, UnloadAdapter, Update, Wish
 
 logger = logging.getLogger(__name__)
-_Change = tuple[LoadAdapter | UnloadAdapter, Future]
+_Change = tuple[LoadAdapter | UnloadAdapter | CallControl, Future]
 _POLL_TRANSFERS_SECONDS = 0.2  # how often transfers are polled while no request is running
 _POLL_OFTEN_SECONDS = 0.005  # the same while a decode server is about to ask for blocks
 
@@ -30,7 +30,8 @@ def load_of(engine: Engine, num_read: int = 0) -> Load:
     usage = max(cache.pool.num_used / max(cache.most_blocks, 1) for cache in caches)
     return Load(
         num_running, len(scheduler.waiting), usage, scheduler.num_preemptions, None if learner is None else learner.report(),
-        scheduler.max_num_seqs - num_running, num_read,
+        scheduler.max_num_seqs - num_running, num_read, engine.control.acceptance.report(), engine.control.is_paused,
+        bool(engine.control.asleep),
     )  # fmt: skip
 
 
@@ -50,7 +51,8 @@ class EngineWorker(threading.Thread):
         self.engine, self.deliver, self.lock, self.ranks, self.on_load = engine, deliver, lock, ranks, on_load
         self.failure: BaseException | None = None  # what ended the thread
         self._inbox: queue.SimpleQueue[Submit | Cancel | _Change | None] = queue.SimpleQueue()
-        self._changes: list[_Change] = []  # of the adapters, which wait until no step runs
+        self._changes: list[_Change] = []  # of adapters or weights, which wait until no step runs
+        self._pausing: list[Future] = []  # asked to pause, which ends when no request that may run is left
         self._num_read = 0
         self.load = load_of(engine)  # replaced when a step begins and when it ends, never changed
         self._requests: dict[str, Request] = {}
@@ -58,14 +60,17 @@ class EngineWorker(threading.Thread):
     def send(self, message: Submit | Cancel) -> None:
         self._inbox.put(message)
 
-    def ask(self, wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter) -> Future:
-        """Begin to compile a grammar or to change the adapters. Any thread may call it. The future's error is ValueError for a grammar
-        that is malformed or too complex, and for an adapter that cannot be loaded."""
+    def ask(self, wish: Wish) -> Future:
+        """Begin to compile a grammar, to change the adapters or to control the engine. Any thread may call it. The future's error is
+        ValueError for a grammar that is malformed or too complex, and for what cannot be done."""
         if isinstance(wish, StructuredOutputsParams):
             return self.engine.grammars.start(wish)
         future: Future = Future()
         if self.ranks is not None:
-            future.set_exception(ValueError("The model is sharded (tensor_parallel_size): adapters cannot be loaded."))
+            message = "The model is sharded (tensor_parallel_size): its adapters and weights cannot be changed."
+            future.set_exception(ValueError(message))
+        elif isinstance(wish, CallControl) and wish.method == "join":  # it waits for the trainer, and steps go on
+            threading.Thread(target=self._change, args=(wish, future), name="hf-specdec-join", daemon=True).start()
         else:
             self._inbox.put((wish, future))
         return future
@@ -86,27 +91,54 @@ class EngineWorker(threading.Thread):
                 self.engine.close()
 
     def _run(self) -> None:
-        while self._read(block=not self.engine.has_work):
+        while self._changes or self._read(block=not self.engine.has_work):
             with self.lock:
-                self._change_adapters()
+                changes, self._changes = self._changes, []
+                for change in changes:
+                    self._change(*change)
                 if self.engine.has_work:
                     with self.engine.decoder.active():
                         while self.engine.has_work and not (self._changes or self.engine.wants_pause):
                             if not self._step():
                                 return
                 self.engine.free_adapters()
+            self._end_pauses()
 
-    def _change_adapters(self) -> None:
-        """Load and unload adapters as was asked."""
-        changes, self._changes = self._changes, []
-        for wish, future in changes:
-            adapters = self.engine.adapters
-            try:
-                adapters.load(*wish) if isinstance(wish, LoadAdapter) else adapters.unload(wish.name)
+    def _change(self, wish: LoadAdapter | UnloadAdapter | CallControl, future: Future) -> None:
+        """Do what was asked. A pause is done once no request that may run is left."""
+        try:
+            if isinstance(wish, CallControl):
+                self._control(wish)
+            elif isinstance(wish, LoadAdapter):
+                self.engine.adapters.load(*wish)
+            else:
+                self.engine.adapters.unload(wish.name)
+        except Exception as error:
+            logger.warning("%s", error)
+            future.set_exception(error)
+            return
+        if isinstance(wish, CallControl) and wish.method == "pause":
+            self._pausing.append(future)
+        else:
+            future.set_result(None)
+
+    def _control(self, call: CallControl) -> None:
+        control, ends = self.engine.control, call.method == "sleep" or call.arguments.get("mode") == "abort"
+        if call.method == "join":
+            control.weights.join(**call.arguments)
+            return
+        for name in list(self._requests) if ends else ():
+            self._cancel(Cancel(name, "abort"))
+        getattr(control, call.method)(**call.arguments)
+        self._note_load()
+
+    def _end_pauses(self) -> None:
+        control = self.engine.control
+        if self._pausing and (control.is_paused or self.engine.scheduler.newest is None):
+            self._note_load()
+            for future in self._pausing:
                 future.set_result(None)
-            except Exception as error:
-                logger.warning("%s", error)
-                future.set_exception(error)
+            self._pausing.clear()
 
     def _step(self) -> bool:
         """Handle messages and run one step. False if the thread must end."""
@@ -137,9 +169,9 @@ class EngineWorker(threading.Thread):
         return True
 
     def _received(self, block: bool) -> list[Submit | Cancel | _Change | None]:
-        """Remove and return the messages in the inbox, up to an order to stop. `block`: wait for the first one."""
+        """Remove and return the messages in the inbox, up to an order to stop or a change. `block`: wait for the first one."""
         messages: list[Submit | Cancel | _Change | None] = []
-        while not messages or messages[-1] is not None:
+        while not messages or isinstance(messages[-1], (Submit, Cancel)):
             waits = block and not messages
             try:
                 # KV that other engines have read must be freed even while no request arrives.
