@@ -34,7 +34,12 @@ LEAVES = {
 }  # import nothing of ours, may be imported by all but kernels
 FLOOR_OF = {name: i for i, names in enumerate(FLOORS) for name in names}
 # The rooms of serve: the engine knows of no other process, and only the HTTP side knows of HTTP.
-ROOMS = [{"engine", "transfer", "hidden_states"}, {"ipc", "ranks", "llm", "metrics"}, {"http"}, {"ray", "proxy"}]
+ROOMS = [
+    {"engine", "transfer", "hidden_states"},
+    {"ipc", "ranks", "llm", "metrics", "trainer"},
+    {"http"},
+    {"ray", "proxy"},
+]
 ROOM_OF = {name: i for i, names in enumerate(ROOMS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "bundled_models" not in path.parts)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from ...candidate_generators.checkpoints.target_parts import renew_copies
+from ...decoding.decoder import SpeculativeDecoder
 from ...model.options.replaced_linears import ReplacedLinears
+from .request import RequestChoice
+from .scheduler import Scheduler
 from .weights import Weights
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,17 @@ class Acceptance:
 class Control:
     """What training loops ask of an engine. Requests that come meanwhile wait. Call methods outside `decoder.active()`; their errors are
     ValueError, and nothing has changed then.
+
+    Args:
+        allocate: makes the decoder's KV pools anew.
+        exchanges_kv: with other engines, which must have the same weights.
     """
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self.weights = Weights(engine.decoder.target)
+    def __init__(
+        self, decoder: SpeculativeDecoder, scheduler: Scheduler, allocate: Callable[[], None], exchanges_kv: bool
+    ):
+        self._decoder, self._scheduler, self._allocate, self._exchanges_kv = decoder, scheduler, allocate, exchanges_kv
+        self.weights = Weights(decoder.target)
         self.acceptance = Acceptance()
         self._is_updating = False
         self.asleep: set[str] = set()  # of _PARTS
@@ -93,21 +99,19 @@ class Control:
     @property
     def is_paused(self) -> bool:
         """True once no request that may run is left."""
-        scheduler = self._engine.scheduler
-        return scheduler.newest is not None and not scheduler.has_rows
+        return self._scheduler.newest is not None and not self._scheduler.has_rows
 
     def pause(self, mode: str = "abort") -> None:
         """Let no further request run. With `mode` "wait" those that have come run to their end, and `is_paused` tells when; otherwise they
         stay as they are until `resume`. For "abort" the caller aborts them."""
         if mode not in MODES:
             raise ValueError(f"mode {mode!r}: use one of {', '.join(MODES)}.")
-        scheduler = self._engine.scheduler
-        numbers = [choice.request.number for choice in itertools.chain(scheduler.waiting, scheduler.running)]
-        scheduler.newest = max(numbers, default=-1) if mode == "wait" else -1
+        numbers = [choice.request.number for choice in self._choices()]
+        self._scheduler.newest = max(numbers, default=-1) if mode == "wait" else -1
 
     def resume(self) -> None:
         """Undo `pause`."""
-        self._engine.scheduler.newest = None
+        self._scheduler.newest = None
 
     def start_update(self) -> None:
         """Let no step run until `finish_update`."""
@@ -140,21 +144,20 @@ class Control:
 
     def reset_prefix_cache(self) -> None:
         """Drop the KV of texts that have ended."""
-        self._engine.decoder.forget_prefixes()
+        self._decoder.forget_prefixes()
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache and move the weights of a GPU to host memory (level 1), or free them (level 2: `update` all of them after
         `wake_up`). No request may have begun."""
-        scheduler = self._engine.scheduler
         if level not in (1, 2):
             raise ValueError(f"level {level}: use 1 or 2.")
-        if any(choice.is_added for choice in itertools.chain(scheduler.waiting, scheduler.running)):
+        if any(choice.is_added for choice in self._choices()):
             raise ValueError("Requests have begun: pause with mode 'abort' or 'wait' first.")
         if not self.asleep:
             self.weights.put_away(level)
-            self._engine.decoder.release(keeps_pools=False)
-            self._engine.allocate()  # pools that take memory once they are used
-            for option in self._engine.decoder.target.active_options:
+            self._decoder.release(keeps_pools=False)
+            self._allocate()  # pools that take memory once they are used
+            for option in self._decoder.target.active_options:
                 if isinstance(option, ReplacedLinears):
                     option.forget()
             if torch.cuda.is_available():
@@ -170,8 +173,11 @@ class Control:
             self.weights.bring_back()
         self.asleep -= wanted
 
+    def _choices(self) -> Iterable[RequestChoice]:
+        return itertools.chain(self._scheduler.waiting, self._scheduler.running)
+
     def _check(self) -> None:
-        if self._engine.transfers is not None:
+        if self._exchanges_kv:
             raise ValueError("kv_transfer_config: engines that exchange KV must keep their weights.")
         self.weights.places()
 
@@ -179,10 +185,10 @@ class Control:
         """Renew what was computed from the weights, unless more are to come."""
         if self._is_updating:
             return
-        scheduler, decoder = self._engine.scheduler, self._engine.decoder
-        for choice in list(scheduler.running):
-            scheduler.preempt(choice)  # its text will be read again
-        for choice in scheduler.waiting:
+        decoder = self._decoder
+        for choice in list(self._scheduler.running):
+            self._scheduler.preempt(choice)  # its text will be read again
+        for choice in self._scheduler.waiting:
             if choice.sequence.source is not None:
                 choice.sequence.source.outputs = None
         decoder.forget_prefixes()

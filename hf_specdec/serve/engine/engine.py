@@ -63,7 +63,7 @@ class Engine:
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
         self.adapters = Adapters(decoder.generator)
         self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, self.adapters, seed, encoder)
-        self.control = Control(self)
+        self.control = Control(decoder, self.scheduler, self.allocate, self.transfers is not None)
 
     def allocate(self) -> None:
         """Make the KV pools, which hold nothing."""

@@ -67,8 +67,7 @@ class EngineWorker(threading.Thread):
             return self.engine.grammars.start(wish)
         future: Future = Future()
         if self.ranks is not None:
-            message = "The model is sharded (tensor_parallel_size): its adapters and weights cannot be changed."
-            future.set_exception(ValueError(message))
+            future.set_exception(ValueError("The model is sharded: this needs a whole model (tensor_parallel_size 1)."))
         elif isinstance(wish, CallControl) and wish.method == "join":  # it waits for the trainer, and steps go on
             threading.Thread(target=self._change, args=(wish, future), name="hf-specdec-join", daemon=True).start()
         else:
