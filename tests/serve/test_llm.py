@@ -84,6 +84,9 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(make, tiny_model, confi
     crowd = llm.generate([TEXTS[1], TEXTS[2], TEXTS[0], TEXTS[3]], [*others[:2], params, others[2]], use_tqdm=False)
     written = [choice.token_ids for choice in alone.outputs]
     assert [choice.token_ids for choice in crowd[2].outputs] == written
+    llm.update_weights(hf_specdec.bundled("tiny"))
+    (reloaded,) = llm.generate([TEXTS[0]], params, use_tqdm=False)
+    assert [choice.token_ids for choice in reloaded.outputs] == written
     assert len({tuple(each) for each in written}) == 3
     config = {**(config or {"method": "none"}), "seed": 11}
     assert written[0] == generated(tiny_model, alone.prompt_token_ids, params, config)
