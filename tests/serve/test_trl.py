@@ -11,7 +11,7 @@ PROMPTS = ["Once upon a time", "The dog", "Lily went to the park", "One day a bi
 
 
 @pytest.mark.slow
-def test_grpo_trains_through_the_server(tmp_path, tiny_model, tiny_tokenizer, capsys):
+def test_grpo_trains_through_the_server(tmp_path, tiny_model, tiny_tokenizer):
     """After three steps the server writes what the trained model writes, drafts and all."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -22,10 +22,8 @@ def test_grpo_trains_through_the_server(tmp_path, tiny_model, tiny_tokenizer, ca
     use_with_trl()
     model, tokenizer = copy.deepcopy(tiny_model), copy.deepcopy(tiny_tokenizer)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    lengths = []
 
     def reward(completion_ids, **_):
-        lengths.append([len(ids) for ids in completion_ids])
         return [len(set(ids)) / len(ids) for ids in completion_ids]
 
     # The fingerprint is given, because it is pickled otherwise, which fails with some versions of pyarrow.
@@ -40,18 +38,24 @@ def test_grpo_trains_through_the_server(tmp_path, tiny_model, tiny_tokenizer, ca
         )  # fmt: skip
         trainer = GRPOTrainer(model, reward, options, train_dataset=dataset, processing_class=tokenizer)
         before = [greedy(server, text) for text in PROMPTS]
-        tau = server.metrics()
+        figures = [server.metrics()]
         trainer.train()
         trainer.vllm_generation.sync_weights()
+        figures.append(server.metrics())
         after = [greedy(server, text) for text in PROMPTS]
-        metrics = server.metrics()
+        figures.append(server.metrics())
     model.eval()
     assert after == [plain(model, tokenizer, text) for text in PROMPTS] and after != before
     assert before == [plain(tiny_model, tokenizer, text) for text in PROMPTS]
-    assert metrics["hf_specdec_weights_updates"] >= 4 and lengths
-    with capsys.disabled():
-        print(trainer.state.log_history, tau, metrics)
-    assert not {name for name in tau if name.startswith("hf_specdec_weights")}
+    assert figures[-1]["hf_specdec_weights_updates"] >= 4 and "hf_specdec_weights_updates" not in figures[0]
+    # The trainer compares the server's log-probabilities with those of the weights that it trains.
+    ratios = [
+        step[f"sampling/importance_sampling_ratio/{end}"]
+        for step in trainer.state.log_history[:3]
+        for end in ("min", "max")
+    ]
+    assert ratios == pytest.approx([1] * 6, abs=1e-3)
+    print(f"ratios {ratios}; tokens per step: {tau(figures[0]):.2f}, after training {tau(figures[2], figures[1]):.2f}")
 
 
 def greedy(server, text):
@@ -62,3 +66,9 @@ def greedy(server, text):
 def plain(model, tokenizer, text):
     ids = tokenizer(text, return_tensors="pt")
     return model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+
+
+def tau(now, before=None):
+    names = "hf_specdec_generation_tokens_total", "hf_specdec_verification_steps_total"
+    tokens, steps = (now[name] - (before or {}).get(name, 0) for name in names)
+    return tokens / steps

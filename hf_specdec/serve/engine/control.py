@@ -144,6 +144,8 @@ class Control:
 
     def reset_prefix_cache(self) -> None:
         """Drop the KV of texts that have ended."""
+        if self._decoder.target.ranks is not None:
+            raise ValueError("The model is sharded (tensor_parallel_size): its ranks must keep the same prefixes.")
         self._decoder.forget_prefixes()
 
     def sleep(self, level: int = 1) -> None:

@@ -95,6 +95,7 @@ class EngineWorker(threading.Thread):
                 changes, self._changes = self._changes, []
                 for change in changes:
                     self._change(*change)
+                self._end_pauses()
                 if self.engine.has_work:
                     with self.engine.decoder.active():
                         while self.engine.has_work and not (self._changes or self.engine.wants_pause):
