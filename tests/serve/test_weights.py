@@ -14,8 +14,10 @@ from test_serve_adapters import save
 import hf_specdec
 from hf_specdec.candidate_generators.checkpoints.target_parts import renew_copies, rows_of
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.model.prepare import prepare
 from hf_specdec.serve import SamplingParams
 from hf_specdec.serve.engine.control import Acceptance
+from hf_specdec.serve.engine.weights import Weights
 from hf_specdec.serve.ipc.messages import CallControl, Submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -380,3 +382,9 @@ def test_a_resume_ends_a_pause_that_waits(running, three_prompts):
     paused.result(60)
     engine.read()
     assert len(engine.tokens["a"]) == 150
+
+
+def test_engines_that_exchange_kv_keep_their_weights(tiny_model):
+    weights = Weights(prepare(tiny_model), exchanges_kv=True)
+    with pytest.raises(ValueError, match="engines that exchange KV must keep their weights"):
+        weights.write(tiny_model.named_parameters())

@@ -81,8 +81,8 @@ class Control:
     def __init__(
         self, decoder: SpeculativeDecoder, scheduler: Scheduler, allocate: Callable[[], None], exchanges_kv: bool
     ):
-        self._decoder, self._scheduler, self._allocate, self._exchanges_kv = decoder, scheduler, allocate, exchanges_kv
-        self.weights = Weights(decoder.target)
+        self._decoder, self._scheduler, self._allocate = decoder, scheduler, allocate
+        self.weights = Weights(decoder.target, exchanges_kv)
         self.acceptance = Acceptance()
         self._is_updating = False
         self.asleep: set[str] = set()  # of _PARTS
@@ -115,12 +115,11 @@ class Control:
 
     def start_update(self) -> None:
         """Let no step run until `finish_update`."""
-        self._check()
+        self.weights.places()
         self._is_updating = True
 
     def update(self, weights: str | os.PathLike | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write weights: a folder in transformers' format, which must be whole, or names and tensors. Rows that run go on with them."""
-        self._check()
         if isinstance(weights, (str, os.PathLike)):
             self.weights.load(weights)
         else:
@@ -129,7 +128,6 @@ class Control:
 
     def receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> None:
         """Write what the trainer broadcasts: see `Weights.receive`, also for errors after which weights are missing."""
-        self._check()
         self.weights.receive(names, dtype_names, shapes)
         self._updated()
 
@@ -177,11 +175,6 @@ class Control:
 
     def _choices(self) -> Iterable[RequestChoice]:
         return itertools.chain(self._scheduler.waiting, self._scheduler.running)
-
-    def _check(self) -> None:
-        if self._exchanges_kv:
-            raise ValueError("kv_transfer_config: engines that exchange KV must keep their weights.")
-        self.weights.places()
 
     def _updated(self) -> None:
         """Renew what was computed from the weights, unless more are to come."""

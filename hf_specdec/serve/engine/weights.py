@@ -57,17 +57,18 @@ class Weights:
     New values are written into the tensors that the model has. So whatever reads these tensors, such as a drafter that borrows the
     model's embeddings, follows; what was copied from them is the caller's to renew.
 
+    Args:
+        exchanges_kv: with other engines, whose weights must be the same: nothing is written then.
+
     Attributes:
         unsure: names whose values are not whole: memory that was freed at `put_away(2)`, or a transfer that was cut off.
     """
 
-    def __init__(self, target: PackedModel):
-        self._target = target
+    def __init__(self, target: PackedModel, exchanges_kv: bool = False):
+        self._target, self._exchanges_kv = target, exchanges_kv
         self._group: Any = None
         self.unsure: set[str] = set()
-        self._put_away: list[
-            tuple[torch.Tensor, torch.device, torch.Size]
-        ] = []  # and where they were, and their shapes
+        self._put_away: list[tuple[torch.Tensor, torch.device, torch.Size]] = []  # with their place and shape
 
     def load(self, folder: str | os.PathLike) -> None:
         """Read all weights from a folder in transformers' format. Raises ValueError: it is not of this model; nothing has changed then."""
@@ -178,6 +179,8 @@ class Weights:
         """The model's weights and kept buffers by name, without those of LoRA adapters. Raises ValueError: they cannot be written."""
         model = self._target.model
         kind = type(model).__name__
+        if self._exchanges_kv:
+            raise ValueError("kv_transfer_config: engines that exchange KV must keep their weights.")
         if self._put_away:
             raise ValueError("The weights are put away: wake them up first (/wake_up).")
         if self._target.ranks is not None:
