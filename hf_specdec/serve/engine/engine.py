@@ -21,6 +21,7 @@ from ...decoding.outputs import RowStatistics
 from ...sampling.grammar import Reasoning
 from ..transfer import Transfers
 from .adapters import Adapters
+from .corpora import EngineCorpora
 from .encoder import EncoderInput, EncoderSide
 from .params import SamplingParams
 from .request import Admission, Request, RequestChoice, logprobs_of
@@ -63,6 +64,7 @@ class Engine:
         self.eos_token_ids = end_ids(ends)
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
         self.adapters = Adapters(decoder.generator)
+        self.corpora = EngineCorpora(decoder.generator)
         self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, self.adapters, seed, encoder)
 
     def add(
@@ -234,6 +236,7 @@ class Engine:
             self.abort(choice.request)
         save_tables(self.decoder.generator)
         self.grammars.close()
+        self.corpora.close()
         self.adapters.close()
         if self.transfers is not None:
             self.transfers.close()

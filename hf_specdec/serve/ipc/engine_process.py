@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ..engine.structured import StructuredOutputsParams
 from ..llm import LLM
-from .messages import Ask, Cancel, Done, Ended, Facts, Load, LoadAdapter, Submit, UnloadAdapter, Update
+from .messages import Ask, Cancel, ChangeCorpus, Done, Ended, Facts, Load, LoadAdapter, Submit, UnloadAdapter, Update
 from .worker import EngineWorker
 
 SECONDS_TO_END = 10.0  # for a process to end after it was told to; it is then killed
@@ -72,7 +72,7 @@ class EngineProcess(threading.Thread):
         """True if the process, which is alive, has said nothing for so long that it must be stopped (SIGSTOP), or be waiting for memory."""
         return time.monotonic() - self.heard > MOST_SILENT_SECONDS
 
-    def ask(self, wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter) -> Future[None]:
+    def ask(self, wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter | ChangeCorpus) -> Future[None]:
         """See `EngineWorker.ask`. The future's error is also ChildProcessError if the engine ends."""
         future, number = Future(), next(self._numbers)
         future.set_running_or_notify_cancel()  # so that it cannot be cancelled

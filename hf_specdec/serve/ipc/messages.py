@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderFacts, EncoderInput
 from ..engine.params import SamplingParams
@@ -45,11 +47,19 @@ class UnloadAdapter(NamedTuple):
     name: str
 
 
+class ChangeCorpus(NamedTuple):
+    """Add a corpus of a space. See `Corpora.add`. `ids`: int32 [n]; None: remove it."""
+
+    space: str
+    name: str
+    ids: np.ndarray | None
+
+
 class Ask(NamedTuple):
-    """Compile a grammar, or change the adapters; `Done` with the same number is the answer."""
+    """Compile a grammar, or change the adapters or a corpus; `Done` with the same number is the answer."""
 
     number: int
-    wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter
+    wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter | ChangeCorpus
 
 
 @dataclass
@@ -61,6 +71,7 @@ class Facts:
     response_template: dict | None = None  # how the model marks reasoning and tool calls, in transformers' format
     encoder: EncoderFacts | None = None  # of an encoder-decoder model
     adapters: tuple[str, ...] = ()  # names of the LoRA adapters
+    corpora: dict[str, int] = field(default_factory=dict)  # the server's own: numbers of tokens by name
 
     @property
     def length(self) -> dict[str, int]:
@@ -77,6 +88,7 @@ class Facts:
             template,
             llm.encoder,
             tuple(llm.engine.adapters.paths),
+            llm.engine.corpora.sizes,
         )
 
 

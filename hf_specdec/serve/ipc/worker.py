@@ -15,7 +15,7 @@ from ...core.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..engine.structured import StructuredOutputsParams
-from .messages import Cancel, Load, LoadAdapter, Submit, UnloadAdapter, Update
+from .messages import Cancel, ChangeCorpus, Load, LoadAdapter, Submit, UnloadAdapter, Update
 
 logger = logging.getLogger(__name__)
 _Change = tuple[LoadAdapter | UnloadAdapter, Future]
@@ -58,14 +58,17 @@ class EngineWorker(threading.Thread):
     def send(self, message: Submit | Cancel) -> None:
         self._inbox.put(message)
 
-    def ask(self, wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter) -> Future:
-        """Begin to compile a grammar or to change the adapters. Any thread may call it. The future's error is ValueError for a grammar
-        that is malformed or too complex, and for an adapter that cannot be loaded."""
+    def ask(self, wish: StructuredOutputsParams | LoadAdapter | UnloadAdapter | ChangeCorpus) -> Future:
+        """Begin to compile a grammar, or to change the adapters or a corpus. Any thread may call it. The future's error is ValueError for
+        what is malformed, too large or too complex, or cannot be loaded."""
         if isinstance(wish, StructuredOutputsParams):
             return self.engine.grammars.start(wish)
         future: Future = Future()
         if self.ranks is not None:
-            future.set_exception(ValueError("The model is sharded (tensor_parallel_size): adapters cannot be loaded."))
+            what = "corpora" if isinstance(wish, ChangeCorpus) else "adapters"
+            future.set_exception(ValueError(f"The model is sharded (tensor_parallel_size): {what} cannot be loaded."))
+        elif isinstance(wish, ChangeCorpus):
+            return self.engine.corpora.start(wish)
         else:
             self._inbox.put((wish, future))
         return future
