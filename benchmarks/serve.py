@@ -266,7 +266,10 @@ def conversation(rng: random.Random, with_image: bool) -> dict[str, Any]:
     Image.frombytes("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.randbytes(3 * IMAGE_SIZE**2)).save(raw, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(raw.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}] * with_image + [text]
-    return {"messages": [{"role": "user", "content": content}], "skip_special_tokens": False}  # a random model writes these
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "skip_special_tokens": False,
+    }  # a random model writes these
 
 
 def measure(server: Server, model: str, load: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
