@@ -25,11 +25,10 @@ class CorpusConfig(SpeculativeConfig):
 
     lookup_corpus: Any = config_key(
         None,
-        'files that look-ups draft from, too: a list, or {name: file}; plain text, or .jsonl with a "text" a row. '
-        "generate() then needs a tokenizer",
+        'files that look-ups draft from, too: a list, or {name: file}; text, or .jsonl with "text"; generate() needs a tokenizer',
     )
     lookup_corpus_tokens: int = config_key(
-        200_000, "most tokens of 'lookup_corpus', and of what an API key uploads; each takes about 0.5 kB", minimum=1
+        200_000, "most tokens of these files, and of an API key's uploads; about 0.5 kB each", minimum=1
     )
 
     def __post_init__(self) -> None:
