@@ -27,6 +27,7 @@ a request's seed gives the same tokens every time. Flags have vLLM's names.
 # Defaults of options that replicas refuse. argparse's default is None, which shows that an option is not given.
 _READ_SECONDS = 30.0
 _SHUTDOWN_SECONDS = 30.0
+_STORE_BYTES = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +108,7 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
     hosts = "hosts from which images are fetched; *: any public one (default: none, images must be in requests)"
     add("--allowed-media-hosts", "--allowed-media-domains", nargs="+", metavar="HOST", help=hosts)
     add("--store", metavar="FOLDER", help="keep responses there (store, previous_response_id; default: none is kept)")
-    count("--store-bytes", default=1 << 30, help="most bytes of them, the oldest go first (default: %(default)s)")
+    count("--store-bytes", help=f"most bytes of them, the oldest go first (default: {_STORE_BYTES})")
     count("--max-num-queued-reqs", help="most requests that wait; the next is answered with 429 (default: no limit)")
     count("--max-body-bytes", default=16 << 20, help="largest body of a request (default: %(default)s)")
     silence = "seconds of silence after which a stream sends a comment (default: %(default)s; 0: never)"
@@ -128,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
         from ..serve.http.store import ResponseStore
     except ImportError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'hf-specdec[serve]'") from error
+    if args.store is None and args.store_bytes is not None:
+        raise ValueError("--store-bytes is for --store FOLDER: give both.")
     if args.lookup_corpus:
         args.speculative_config = _with_corpora(args.speculative_config, args.lookup_corpus)
     if args.speculative_config is not None:
@@ -152,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         response_template=None if template is None else json_object(template, f"--response-template {args.response_template}"),
         privacy=Privacy(args.private_requests, args.share_across_api_keys), media_hosts=args.allowed_media_hosts,
         loads_adapters=bool(args.allow_runtime_lora_updating),
-        store=None if args.store is None else ResponseStore(args.store, args.store_bytes),
+        store=None if args.store is None else ResponseStore(args.store, args.store_bytes or _STORE_BYTES),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
     )  # fmt: skip
@@ -208,6 +211,7 @@ def _run_replicas(args: argparse.Namespace) -> int:
     unsupported = (
         "chat_template", "response_template", "tokenizer", "allowed_origins", "max_num_queued_reqs", "kv_transfer_config",
         "allowed_media_hosts", "request_read_timeout", "shutdown_timeout", "allow_runtime_lora_updating", "store",
+        "store_bytes",
     )  # fmt: skip
     given = [f"--{name.replace('_', '-')}" for name in unsupported if getattr(args, name) is not None]
     if given or len(args.served_model_name or []) > 1:

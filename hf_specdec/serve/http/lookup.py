@@ -48,8 +48,8 @@ async def put_corpus(server: Server, request: Request, raw: bytes) -> Response:
         raise ApiError(
             403, "Several replicas answer here, and only one would have the corpus: start them with lookup_corpus."
         )
-    if len(name) > _MOST_CHARACTERS_OF_NAMES:
-        raise bad_request(f"The name has {len(name)} characters; at most {_MOST_CHARACTERS_OF_NAMES} are allowed.")
+    if not 0 < len(name) <= _MOST_CHARACTERS_OF_NAMES:
+        raise bad_request(f"The name must have 1 to {_MOST_CHARACTERS_OF_NAMES} characters, not {len(name)}.")
     ids, unknown = await server.lanes.run(len(raw), _read, raw, dict(request.headers))
     await server.change_corpus(ChangeCorpus(_space(server, request), name, ids))
     return JSONResponse(_corpora(server, request)[name], headers=ignored_header(unknown))
