@@ -14,7 +14,6 @@ from hf_specdec.candidate_generators import corpora as module
 from hf_specdec.candidate_generators.corpora import Corpora, ids_of
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.serve.ipc.messages import ChangeCorpus
 
 PROMPT = "Once upon a time there was a little dog. The"
 GREEDY = SamplingParams(temperature=0, max_tokens=48, seed=0)
@@ -75,13 +74,13 @@ def test_a_corpus_is_drafted_from_and_changes_no_text(make, answer, tiny_tokeniz
     assert llm.engine.corpora.sizes["faq"] > 48
 
     llm, ids = make(config), ids_of([file.read_text()], tiny_tokenizer)
-    llm.engine.corpora.start(ChangeCorpus("a", "faq", ids)).result(30)
+    llm.engine.corpora.start("a", "faq", ids).result(30)
     lengths = {}
     for space in ("a", "b", "a lora"):
         written, lengths[space] = ask(llm, space=space, private=True)  # so that nothing is learnt from the texts before
         assert written == answer
     assert name == "auto" or (lengths["a"] == lengths["a lora"] > fresh + 1 and lengths["b"] == fresh)
-    llm.engine.corpora.start(ChangeCorpus("a", "faq", None)).result(30)
+    llm.engine.corpora.start("a", "faq", None).result(30)
     assert ask(llm, space="a", private=True)[0] == answer
     assert name == "auto" or ask(llm, space="a", private=True)[1] == fresh
     assert not llm.engine.corpora.sizes and all(not each._spaces for each in llm.engine.corpora._corpora)
@@ -205,6 +204,6 @@ def test_methods_without_look_ups(make, tmp_path, tiny_model):
         make({"method": "hybrid", "first": {"method": "ngram", **files}, "second": recycling})
     with pytest.raises(SpeculativeConfigError, match="tokenizer"):
         tiny_model.generate(torch.ones(1, 3, dtype=torch.long), speculative_config={"method": "ngram", **files})
-    refused = make(recycling).engine.corpora.start(ChangeCorpus("", "x", np.ones(3, dtype=np.int32)))
+    refused = make(recycling).engine.corpora.start("", "x", np.ones(3, dtype=np.int32))
     with pytest.raises(ValueError, match="No drafter looks into corpora"):
         refused.result(30)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ...candidate_generators.base import CandidateGenerator
 from ...candidate_generators.combined import corpora_of
 from ...candidate_generators.corpora import CorpusConfig
-
-if TYPE_CHECKING:
-    from ..ipc.messages import ChangeCorpus
 
 _REST = 3.0  # the thread works a quarter of the time: steps need the interpreter, too
 
@@ -29,27 +27,24 @@ class EngineCorpora:
         """Numbers of tokens of the corpora for all texts, by name."""
         return self._corpora[0].sizes(None) if self._corpora else {}
 
-    def start(self, wish: ChangeCorpus) -> Future:
-        """Begin to add a corpus or to remove it, after those that were asked for before. The future's error is ValueError if no drafter
-        looks into corpora, or see `Corpora.add`."""
-        return self._thread.submit(self._change, wish)
+    def start(self, space: str, name: str, ids: np.ndarray | None) -> Future:
+        """Begin to add a corpus, int32 [n], or to remove it (None), after those that were asked for before. The future's error is ValueError
+        if no drafter looks into corpora, or see `Corpora.add`."""
+        return self._thread.submit(self._change, space, name, ids)
 
-    def _change(self, wish: ChangeCorpus) -> None:
+    def _change(self, space: str, name: str, ids: np.ndarray | None) -> None:
         if not self._corpora:
             raise ValueError("No drafter looks into corpora: start the server with method auto, suffix or ngram.")
-        if wish.ids is None:
-            self._remove(wish)
-            return
         try:
             for corpora in self._corpora:
-                corpora.add(wish.space, wish.name, wish.ids, self._most, _REST)
-        except MemoryError:
-            self._remove(wish)
+                if ids is None:
+                    corpora.remove(space, name)
+                else:
+                    corpora.add(space, name, ids, self._most, _REST)
+        except MemoryError:  # some have it, and some have not
+            for corpora in self._corpora:
+                corpora.remove(space, name)
             raise
-
-    def _remove(self, wish: ChangeCorpus) -> None:
-        for corpora in self._corpora:
-            corpora.remove(wish.space, wish.name)
 
     def close(self) -> None:
         """Begin nothing more."""

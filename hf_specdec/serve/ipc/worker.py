@@ -68,7 +68,7 @@ class EngineWorker(threading.Thread):
             what = "corpora" if isinstance(wish, ChangeCorpus) else "adapters"
             future.set_exception(ValueError(f"The model is sharded (tensor_parallel_size): {what} cannot be loaded."))
         elif isinstance(wish, ChangeCorpus):
-            return self.engine.corpora.start(wish)
+            return self.engine.corpora.start(*wish)
         else:
             self._inbox.put((wish, future))
         return future
