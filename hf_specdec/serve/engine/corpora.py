@@ -28,8 +28,8 @@ class EngineCorpora:
         return self._corpora[0].sizes(None) if self._corpora else {}
 
     def start(self, space: str, name: str, ids: np.ndarray | None) -> Future:
-        """Begin to add a corpus, int32 [n], or to remove it (None), after those that were asked for before. The future's error is ValueError
-        if no drafter looks into corpora, or see `Corpora.add`."""
+        """Begin to add a corpus, int32 [n], or to remove it (None), after what was asked for before. The future's error is ValueError if no
+        drafter looks into corpora, or see `Corpora.add`."""
         return self._thread.submit(self._change, space, name, ids)
 
     def _change(self, space: str, name: str, ids: np.ndarray | None) -> None:

@@ -37,7 +37,7 @@ from .protocol import (
 )
 from .responses import Responses, ResponsesRequest
 from .server import Server
-from .store import delete_response, list_input_items, show_response
+from .stored import delete_response, list_input_items, show_response
 
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
 _PAGE_POLICY = (

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...candidate_generators import parse_config
 from ...core.errors import is_failure
@@ -30,9 +30,7 @@ from .errors import ApiError, bad_request, failed, overloaded, shutting_down, st
 from .lanes import Lanes
 from .media import Media
 from .reader import RequestReader
-
-if TYPE_CHECKING:
-    from .store import ResponseStore
+from .store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
