@@ -4,12 +4,15 @@
     python benchmarks/serve.py --vllm-python ~/peers/vllm/bin/python --json benchmarks/results/serve-cpu-bf16-85M.json
     python benchmarks/serve.py --servers plain n-gram transformers --clients 1 8 --rounds 1
     python benchmarks/serve.py --device cuda --size 8b --servers plain n-gram EAGLE-3 transformers --clients 1 16 64 256
+    python benchmarks/serve.py --servers plain n-gram --clients 1 --adapters 0 1 8
+    python benchmarks/serve.py --servers plain n-gram --images
 
 One model for all: the bundled one at the cost of a larger one (loads.py), bfloat16, one thread, greedy, answers of equal length.
 Prompts have a shared beginning: GSM8K-like questions for 1 to 64 clients that ask one request after the other, code edits for 8
 clients, and questions that arrive at random times (Poisson). Servers take turns within each round, and those whose turn it is not are
 stopped; on a GPU, whose memory they would share, one runs after the other. Every request's text is its own but for the beginning, so
-that prefix caches help with that and nothing else.
+that prefix caches help with that and nothing else. `--adapters`: requests of 8 clients name so many LoRA adapters of rank 16 in turn.
+`--images`: 8 clients, of whom none, half or all send an image of 196 tokens to a random model of the same size with a vision tower.
 
 Per server and load: output tokens per second of wall time and per second of the server's CPU time (all its processes), the median time
 to the first token (TTFT), the median time per further token (TPOT), and goodput: requests per second with TTFT and TPOT within limits.
@@ -18,7 +21,9 @@ to the first token (TTFT), the median time per further token (TPOT), and goodput
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
+import io
 import json
 import os
 import random
@@ -52,6 +57,7 @@ OURS = {
     },  # the head in the model's folder
 }
 SERVERS = [*OURS, "transformers", "vLLM", "vLLM n-gram"]
+IMAGE_SIZE = 112  # pixels: 14 x 14 patches
 BEGINNING = (
     "You are a careful assistant. Read the task, think step by step, and then answer in a few short sentences. "
     "Do not repeat the task. If something is missing, say what it is, and go on with what you know.\n\n"
@@ -73,6 +79,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--goodput", type=float, nargs=2, default=[5.0, 0.25], metavar=("TTFT", "TPOT"), help="limits in seconds"
     )
+    parser.add_argument(
+        "--adapters", type=int, nargs="+", default=[], help="numbers of LoRA adapters; our servers only"
+    )
+    parser.add_argument("--images", action="store_true", help="only these loads; our servers only")
     parser.add_argument("--vllm-python", help="the interpreter of vLLM's environment; without it vLLM is left out")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -169,6 +179,8 @@ def make_server(name: str, model: str, options: argparse.Namespace) -> Server:
             "--device",
             options.device,
         ]
+        if most_adapters := max(options.adapters, default=0):
+            command += ["--lora-modules", *(f"adapter{i}={Path(model, f'adapter{i}')}" for i in range(most_adapters))]
         config: dict[str, Any] | None = OURS[name]
         if name == "EAGLE-3":
             config = {**OURS[name], "model": str(Path(model, "eagle3"))}
@@ -220,6 +232,18 @@ def loads(options: argparse.Namespace, round_: int) -> dict[str, dict[str, Any]]
         return [f"{BEGINNING}{kind} {rng.randint(1000, 9999)}: {rng.choice(own)}\nAnswer:" for _ in range(count)]
 
     found: dict[str, dict[str, Any]] = {}
+    if options.images:
+        for share in (0, 1, 2):
+            bodies = [conversation(rng, with_image=i % 2 < share) for i in range(16)]
+            found[f"8 clients, {('no', '8 of 16 with', '16')[share]} images"] = {"clients": 8, "bodies": bodies}
+        return found
+    for count in options.adapters:
+        models = [f"adapter{i % count}" for i in range(16)] if count else [None] * 16
+        found[f"8 clients, {count} adapters"] = {
+            "clients": 8,
+            "texts": texts("Question", 16, questions),
+            "models": models,
+        }
     for clients in options.clients:
         found[f"{clients} clients" if clients > 1 else "1 client"] = {
             "clients": clients, "texts": texts("Question", max(clients, 4), questions)
@@ -233,18 +257,33 @@ def loads(options: argparse.Namespace, round_: int) -> dict[str, dict[str, Any]]
     return found
 
 
+def conversation(rng: random.Random, with_image: bool) -> dict[str, Any]:
+    """The body of a request of 32 letters, with an image or without."""
+    from PIL import Image
+
+    text: dict[str, Any] = {"type": "text", "text": "".join(rng.choices("abcdefgh", k=32))}
+    raw = io.BytesIO()
+    Image.frombytes("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.randbytes(3 * IMAGE_SIZE**2)).save(raw, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(raw.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}] * with_image + [text]
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "skip_special_tokens": False,
+    }  # a random model writes these
+
+
 def measure(server: Server, model: str, load: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
     """One load on one server."""
-    body = {"model": model, "max_tokens": options.new_tokens, "temperature": 0}
+    body = {"max_tokens": options.new_tokens, "temperature": 0}
     # its answers end with usage, and go on after the end-of-sequence token by their config
     if server.name != "transformers":
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-    wanted = {key: value for key, value in load.items() if key != "texts"}
-    wanted |= {
-        "port": server.port,
-        "path": "/v1/completions",
-        "bodies": [{**body, "prompt": text} for text in load["texts"]],
-    }
+    wanted = {key: value for key, value in load.items() if key in ("clients", "arrivals")}
+    bodies = load.get("bodies") or [{"prompt": text} for text in load["texts"]]
+    names = load.get("models") or [None] * len(bodies)
+    bodies = [{**body, **own, "model": name or model} for own, name in zip(bodies, names, strict=True)]
+    path = "/v1/chat/completions" if "bodies" in load else "/v1/completions"
+    wanted |= {"port": server.port, "path": path, "bodies": bodies}
     spent = server.cpu_seconds()
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "streams.py")],
@@ -279,6 +318,8 @@ def save_model(options: argparse.Namespace, folder: str) -> int:
     import hf_specdec
     from hf_specdec.inflation import inflate_eagle3
 
+    if options.images:
+        return save_model_with_tower(options, folder)
     model, tokenizer = larger(options.size, "bfloat16", options.device)
     model.generation_config.eos_token_id = -1
     model.save_pretrained(folder)
@@ -287,10 +328,45 @@ def save_model(options: argparse.Namespace, folder: str) -> int:
         source, head = AutoConfig.from_pretrained(hf_specdec.bundled("tiny")), hf_specdec.bundled("tiny-eagle3")
         inflate_eagle3(head, source, model.config, Path(folder, "eagle3"), torch.bfloat16, model.device)
     count = sum(parameter.numel() for parameter in model.parameters())
+    for i in range(max(options.adapters, default=0)):
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(i)
+        projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        lora = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=projections, init_lora_weights=False)
+        adapted: Any = get_peft_model(model, lora)
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.data *= 0.01  # so that texts differ, and are texts
+        adapted.save_pretrained(Path(folder, f"adapter{i}"))
+        adapted.unload()
     if options.device == "cuda":
         del model
         torch.cuda.empty_cache()
     return count
+
+
+def save_model_with_tower(options: argparse.Namespace, folder: str) -> int:
+    """Write a random LLaVA whose text model has the size that is asked for, with its processor; its number of parameters."""
+    sys.path.append(str(ROOT / "tests" / "builders"))
+    import torch
+    from loads import SIZES
+    from multimodal import VOCAB, build_multimodal, build_processor  # pyright: ignore[reportMissingImports]
+
+    size = SIZES[options.size]
+    assert size is not None
+    tower = {
+        "model_type": "clip_vision_model", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "image_size": IMAGE_SIZE, "patch_size": 8,
+    }  # fmt: skip
+    text = {"model_type": "llama", "max_position_embeddings": 512, "vocab_size": VOCAB, **size}
+    model = build_multimodal("llava", text_config=text, vision_config=tower).to(torch.bfloat16)
+    model.generation_config.eos_token_id = -1
+    processor: Any = build_processor("llava")
+    processor.image_processor.size = processor.image_processor.crop_size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def show(load: str, results: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -324,7 +400,10 @@ def main() -> None:
             servers.append(make_server(name, folder, options))
             servers[-1].wait()
             count = min(32, *options.clients) if options.device == "cuda" else 2  # a GPU's kernels are compiled
-            warm = {"clients": max(count, 2), "texts": [f"{BEGINNING}{i}, two, three." for i in range(max(count, 2))]}
+            warm: dict[str, Any] = {"texts": [f"{BEGINNING}{i}, two, three." for i in range(max(count, 2))]}
+            if options.images:
+                warm = {"bodies": [conversation(random.Random(i), with_image=True) for i in range(2)]}
+            warm["clients"] = max(count, 2)
             measure(servers[-1], folder, warm, options)
             print(f"{name} is up", flush=True)
             return servers[-1]

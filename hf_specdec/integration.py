@@ -17,6 +17,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generators import CandidateGenerator, make_generator, parse_config
 from .candidate_generators.base import DrafterContext, HasHead, held_weakly, save_tables
+from .candidate_generators.combined import corpora_of
+from .candidate_generators.corpora import CorpusConfig
 from .candidate_generators.prediction import predictions_of
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .core.errors import UnsupportedModel
@@ -282,6 +284,8 @@ def generator_for(model: PreTrainedModel, config: SpeculativeConfig, context: Dr
     options = {name: getattr(config, name) for name in names}
     target = prepare(model, ModelOptions(quantization=config.target_quantization, **options))
     generator = make_generator(config, target, context)
+    if isinstance(config, CorpusConfig) and config.lookup_corpus is not None:
+        config.load_corpora(corpora_of(generator), context.tokenizer)
     if target.family is not None and (generator.taps.last_hidden or generator.taps.layers):
         raise config.fail(
             "method",

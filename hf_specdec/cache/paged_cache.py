@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -218,6 +219,11 @@ class PagedStaticCache(Cache):
                 layer.shrink(before)
             raise
         self.pool.grow(num_blocks)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """What makes the indices of the batch's tokens positions, for models that compute distances to gathered keys: int64 [T]."""
+        batch: Any = self.batch
+        return batch.offsets[0] if batch is not None and batch.gather else self.get_seq_length()
 
     # ---- sequences --------------------------------------------------------------------------------------------------
 

@@ -157,9 +157,13 @@ class PagedLayer(WithSegments, CacheLayerMixin):
             return indexer_key_states[:, :0]
         return self.further[INDEX].index_select(0, there.read_slots).transpose(0, 1)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """For the mask helpers of transformers; our masks are made elsewhere."""
-        return (self.owner.batch.num_keys if self.owner.batch is not None else query_length), 0
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """The number of keys, and what makes their indices positions: of gathered keys of several rows a tensor [S_total]. Our masks are
+        made elsewhere."""
+        batch = self.owner.batch
+        if batch is None or not batch.gather:
+            return (batch.num_keys if batch is not None else query_length), 0
+        return batch.num_keys, batch.offsets[1]
 
     def get_seq_length(self) -> int:
         """Any non-zero value tells transformers that the cache is in use; positions are passed explicitly."""

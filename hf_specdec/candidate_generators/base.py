@@ -18,6 +18,7 @@ from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
+from .corpora import Corpora
 from .lookup_cache import LookupCache
 
 
@@ -184,6 +185,16 @@ class KeepsTables:
         """Write the tables to their file. Called when an engine ends, or decoders are dropped."""
         if self.kept is not None:
             self.kept.save()
+
+
+class ReadsCorpora:
+    """Drafts from corpora, too.
+
+    Attributes:
+        corpora: those that it has been given.
+    """
+
+    corpora: Corpora
 
 
 class ScoresDrafts(ABC):

@@ -18,12 +18,14 @@ from .base import (
     CandidateGenerator,
     DrafterContext,
     KeepsTables,
+    ReadsCorpora,
     RunsModel,
     SharesPrefixes,
     Transferable,
     known_prefix,
     moved_caches,
 )  # fmt: skip
+from .corpora import Corpora
 from .lookup_cache import LookupCacheConfig
 from .parsing import parse_config
 from .registry import available_methods, make_generator
@@ -37,7 +39,7 @@ _COMMON = (
 # Keys that act on the target or on whole steps, so that a part has no use for them.
 _OF_THE_WHOLE = (
     *PER_CALL_KEYS, "deterministic", "target_quantization", "recurrent_states", "num_blocks", "max_model_len", "disable_by_batch_size",
-    "num_speculative_tokens_per_batch_size",
+    "num_speculative_tokens_per_batch_size", "lookup_corpus", "lookup_corpus_tokens",
 )  # fmt: skip
 
 
@@ -83,6 +85,12 @@ def configure(generator: CandidateGenerator, config: SpeculativeConfig) -> None:
     for part in generator.parts if isinstance(generator, CombinedGenerator) else ():
         part.config = copy.copy(part.config)
         part.config.rejection_sample_method = _rule_of_parts(config)
+
+
+def corpora_of(generator: CandidateGenerator) -> list[Corpora]:
+    """The corpora of a drafter, or of the parts of a combined one."""
+    parts = generator.parts if isinstance(generator, CombinedGenerator) else [generator]
+    return [part.corpora for part in parts if isinstance(part, ReadsCorpora)]
 
 
 def check_drafter(seq: Sequence, names: Iterable[str]) -> None:

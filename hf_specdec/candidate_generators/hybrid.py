@@ -11,6 +11,7 @@ from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import ContinuesDrafts, DrafterContext, ScoresDrafts
 from .combined import CombinedGenerator, checked_part, with_common_keys
+from .corpora import CorpusConfig
 from .lookup_cache import LookupCacheConfig
 from .parsing import parse_config
 from .registry import register
@@ -19,7 +20,7 @@ STRATEGIES = ("fallback", "extend")
 
 
 @dataclass
-class HybridConfig(LookupCacheConfig):
+class HybridConfig(LookupCacheConfig, CorpusConfig):
     """Two drafters of any methods. Strategy "fallback": the first drafts; the second drafts for rows where the first expects
     fewer than `score_threshold` accepted tokens (Arctic's rule: suffix first, then a model).
     Strategy "extend": the second continues every chain of the first up to `num_speculative_tokens` (a model's few steps

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from ..config import SpeculativeConfig, config_key
-from ..core.folders import cache_folder, folder_of
+from ..core.folders import cache_folder, folder_of, write_private
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 
@@ -200,16 +198,7 @@ class LookupCache:
             for name, values in state[space].items()
         }
         content = save(tensors, {"format": str(FORMAT), "owner": self.owner, "spaces": json.dumps(spaces)})
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # readable by its owner only
-        handle, unfinished = tempfile.mkstemp(".partial", self.path.name + ".", self.path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(unfinished, self.path)
-        except BaseException:
-            Path(unfinished).unlink(missing_ok=True)
-            raise
+        write_private(self.path, content)
 
 
 def ids_within(ids: np.ndarray, bound: int) -> np.ndarray:

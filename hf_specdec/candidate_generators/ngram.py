@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..config import SpeculativeConfig, config_key
+import numpy as np
+
+from ..config import config_key
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, ContinuesDrafts, DrafterContext
+from .base import CandidateGenerator, ContinuesDrafts, DrafterContext, ReadsCorpora
+from .corpora import Corpora, CorpusConfig
 from .registry import register
 
 LONGEST_NGRAM = 64  # the index has an entry per token and length
 
 
 @dataclass
-class NGramConfig(SpeculativeConfig):
+class NGramConfig(CorpusConfig):
     """Prompt lookup: the longest n-gram at the text's end, n in [prompt_lookup_min, prompt_lookup_max], is looked up in the text before
     it, and in an encoder's input. The tokens after its earliest occurrence are drafted. Needs no model."""
 
@@ -58,31 +62,51 @@ class NGramIndex:
                 first_end.setdefault(tuple(tokens[end - size : end]), end)
         self.num_indexed = max(self.num_indexed, len(tokens))
 
-    def continuation(self, tokens: list[int], length: int, draft: list[int] | None = None) -> list[int]:
+    def continuation(
+        self, tokens: list[int], length: int, draft: list[int] | None = None, corpora: Iterable[CorpusIndex] = ()
+    ) -> list[int]:
         """Up to `length` tokens that followed the earliest occurrence of the longest n-gram ending `tokens`.
 
         Args:
             draft: tokens that follow `tokens` but are not indexed: continue `tokens + draft`.
+            corpora: further texts with the same sizes of n-grams. An n-gram that `tokens` repeats is taken from there.
         """
         draft = draft or []
         tail = tokens[-self.sizes[0] :] + draft
-        for size, first_end in zip(self.sizes, self.first_end, strict=True):
-            end = first_end.get(tuple(tail[-size:])) if len(tokens) + len(draft) > size else None
+        for place, size in enumerate(self.sizes):
+            ngram = tuple(tail[-size:])
+            end = self.first_end[place].get(ngram) if len(tokens) + len(draft) > size else None
             if end is not None:
                 copied = tokens[end : end + length]
                 return copied + draft[: length - len(copied)]
+            for corpus in corpora:
+                if (end := corpus.index.first_end[place].get(ngram)) is not None:
+                    return corpus.text[end : end + length]
         return []
 
 
+class CorpusIndex:
+    """A corpus, and where its n-grams first end. `sizes`: the shortest and the longest n-gram."""
+
+    def __init__(self, sizes: tuple[int, int]):
+        self.index, self.text = NGramIndex(*sizes), list[int]()
+
+    def extend(self, ids: np.ndarray) -> None:
+        """Append ids, int32 [n]."""
+        self.text += ids.tolist()
+        self.index.extend(self.text)
+
+
 @register(NGramConfig)
-class NGramGenerator(CandidateGenerator, ContinuesDrafts):
-    """Drafts chains from the sequence's own text, and from what an encoder has read for it."""
+class NGramGenerator(CandidateGenerator, ContinuesDrafts, ReadsCorpora):
+    """Drafts chains from the sequence's own text, from what an encoder has read for it, and from corpora."""
 
     config: NGramConfig
 
     def __init__(self, config: NGramConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.indices: dict[int, NGramIndex] = {}
+        self.corpora = Corpora(lambda: CorpusIndex(config.ngram_range), CorpusIndex.extend)
 
     def start(self, seq: Sequence) -> None:
         self.indices[seq.id] = NGramIndex(*self.config.ngram_range)
@@ -99,7 +123,7 @@ class NGramGenerator(CandidateGenerator, ContinuesDrafts):
                 index = self.indices[seq.id]
                 text = seq.read_ids + seq.tokens
                 index.extend(text)  # only now: rows that do not draft need no index
-                added[i] = index.continuation(text, limit, draft)
+                added[i] = index.continuation(text, limit, draft, self.corpora.of(seq))
         return added
 
     def stop(self, seq: Sequence) -> None:

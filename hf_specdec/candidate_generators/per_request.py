@@ -13,12 +13,13 @@ from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext, HasDrafters
 from .combined import CombinedGenerator, check_drafter, checked_part, with_common_keys
+from .corpora import CorpusConfig
 from .lookup_cache import LookupCacheConfig
 from .registry import register
 
 
 @dataclass
-class PerRequestConfig(LookupCacheConfig):
+class PerRequestConfig(LookupCacheConfig, CorpusConfig):
     """Drafters of any methods, by name. Each request to the server chooses one (`speculative_config: {"method": name}`); the
     first is for those that do not choose, and for `generate()`. By default `num_speculative_tokens` is the longest draft of any of them."""
 

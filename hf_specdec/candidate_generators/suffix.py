@@ -13,15 +13,17 @@ from ..config import config_key
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, ContinuesDrafts, DrafterContext, KeepsTables, ScoresDrafts
+from .base import CandidateGenerator, ContinuesDrafts, DrafterContext, KeepsTables, ReadsCorpora, ScoresDrafts
+from .corpora import Corpora, CorpusConfig
 from .lookup_cache import LookupCache, LookupCacheConfig, Spaces, State, ids_within
 from .registry import register
 
+_CORPUS = "corpus"  # the only request in the trees of a corpus, which is its prompt
 AT_ONCE = 4  # waiting outputs that one proposal adds: each takes about 0.3 ms
 
 
 @dataclass
-class SuffixConfig(LookupCacheConfig):
+class SuffixConfig(LookupCacheConfig, CorpusConfig):
     """Suffix trees over the text itself and over past outputs: drafts what usually followed. A long match and clear counts give a long
     draft. Needs no model; remembers outputs between `generate()` calls."""
 
@@ -86,7 +88,7 @@ def _size(output: np.ndarray) -> int:
 
 
 @register(SuffixConfig)
-class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTables):
+class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTables, ReadsCorpora):
     """Drafts chains or trees from suffix trees; each space's shared tree outlives the calls that filled it."""
 
     config: SuffixConfig
@@ -105,6 +107,7 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
         self.waiting: deque[tuple[_Trees, np.ndarray]] = deque()  # outputs of sequences for which no draft was asked
         depth, most = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
         self.spaces = Spaces(lambda shared: _Trees(SuffixDecodingCache(depth, most if shared else 0)))
+        self.corpora = Corpora(lambda: _tree_of_corpus(SuffixDecodingCache(depth, 0)), _read_corpus)
         self.kept = LookupCache.of(config, target) if most else None
         if self.kept is not None:
             self.kept.follow(self, self._load, functools.partial(_state, self.spaces))
@@ -166,15 +169,17 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
         return DraftTrees.from_lists(tokens, parents if use_tree else None, device=self.target.device)
 
     def _speculate(self, seq: Sequence, text: list[int], limit: int, use_tree: bool):
-        return self.running[seq.id][1].trees.speculate(
-            seq.id,
-            np.asarray(text[-self.config.suffix_decoding_max_tree_depth :], dtype=np.int32),
-            max_spec_tokens=limit,
-            max_spec_factor=self.config.suffix_decoding_max_spec_factor,
-            max_spec_offset=self.config.suffix_decoding_max_spec_offset,
-            min_token_prob=self.config.suffix_decoding_min_token_prob,
-            use_tree_spec=use_tree,
-        )
+        options = {
+            "context": np.asarray(text[-self.config.suffix_decoding_max_tree_depth :], dtype=np.int32),
+            "max_spec_tokens": limit,
+            "max_spec_factor": self.config.suffix_decoding_max_spec_factor,
+            "max_spec_offset": self.config.suffix_decoding_max_spec_offset,
+            "min_token_prob": self.config.suffix_decoding_min_token_prob,
+            "use_tree_spec": use_tree,
+        }
+        draft = self.running[seq.id][1].trees.speculate(seq.id, **options)
+        others = [trees.speculate(_CORPUS, **options) for trees in self.corpora.of(seq)]
+        return max([draft, *others], key=lambda draft: draft.score)
 
     def draft_scores(self, trees: DraftTrees) -> list[float]:
         """The trees' own estimate of how many tokens of the last proposals will be accepted."""
@@ -209,6 +214,15 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
             while sum(space.num_bytes for space in shared) > self.kept.most_bytes:
                 max(shared, key=lambda space: space.num_bytes).forget_oldest()
             self.kept.text_ended()
+
+
+def _tree_of_corpus(trees: Any) -> Any:
+    trees.start_request(_CORPUS, [])
+    return trees
+
+
+def _read_corpus(trees: Any, ids: np.ndarray) -> None:
+    trees.add_active_response(_CORPUS, ids)
 
 
 def _state(spaces: Spaces[_Trees]) -> State:

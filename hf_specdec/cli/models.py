@@ -117,10 +117,11 @@ def sections(methods: dict[str, type[SpeculativeConfig]]) -> list[tuple[str, str
 def key_groups() -> dict[str, type[SpeculativeConfig]]:
     """Keys that several methods take: the name of a group, and the base of their configurations."""
     from ..candidate_generators.checkpoints.config import HeadConfig
+    from ..candidate_generators.corpora import CorpusConfig
     from ..candidate_generators.growing.tree_shapes import TreeDraftingConfig
     from ..candidate_generators.lookup_cache import LookupCacheConfig
 
-    return {"trees": TreeDraftingConfig, "heads": HeadConfig, "look-ups": LookupCacheConfig}
+    return {"trees": TreeDraftingConfig, "heads": HeadConfig, "look-ups": LookupCacheConfig, "corpora": CorpusConfig}
 
 
 def fields_beside(config: type[SpeculativeConfig], bases: list[Any]) -> list[dataclasses.Field]:

@@ -27,6 +27,7 @@ a request's seed gives the same tokens every time. Flags have vLLM's names.
 # Defaults of options that replicas refuse. argparse's default is None, which shows that an option is not given.
 _READ_SECONDS = 30.0
 _SHUTDOWN_SECONDS = 30.0
+_STORE_BYTES = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +54,10 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--lora-modules", nargs="+", metavar="NAME=PATH", default=[],
         help="LoRA adapters of PEFT: folders or Hub ids; requests choose one by its name as their model",
+    )  # fmt: skip
+    group.add_argument(
+        "--lookup-corpus", nargs="+", metavar="FILE", default=[],
+        help="texts (or .jsonl with a \"text\" a row) that suffix and ngram draft from; FILE or NAME=FILE",
     )  # fmt: skip
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's, else ChatML)")
     group.add_argument(
@@ -106,6 +111,8 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
     add("--allowed-origins", nargs="+", metavar="URL", help=origins)
     hosts = "hosts from which images are fetched; *: any public one (default: none, images must be in requests)"
     add("--allowed-media-hosts", "--allowed-media-domains", nargs="+", metavar="HOST", help=hosts)
+    add("--store", metavar="FOLDER", help="keep responses there (store, previous_response_id; default: none is kept)")
+    count("--store-bytes", help=f"most bytes of them, the oldest go first (default: {_STORE_BYTES})")
     count("--max-num-queued-reqs", help="most requests that wait; the next is answered with 429 (default: no limit)")
     count("--max-body-bytes", default=16 << 20, help="largest body of a request (default: %(default)s)")
     silence = "seconds of silence after which a stream sends a comment (default: %(default)s; 0: never)"
@@ -123,8 +130,13 @@ def run(args: argparse.Namespace) -> int:
         from ..serve.hidden_states import KVTransferConfig
         from ..serve.http.run import serve
         from ..serve.http.server import Limits, Privacy
+        from ..serve.http.store import ResponseStore
     except ImportError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'hf-specdec[serve]'") from error
+    if args.store is None and args.store_bytes is not None:
+        raise ValueError("--store-bytes is for --store FOLDER: give both.")
+    if args.lookup_corpus:
+        args.speculative_config = _with_corpora(args.speculative_config, args.lookup_corpus)
     if args.speculative_config is not None:
         hf_specdec.parse_config(args.speculative_config)  # report errors before the model is loaded
     transfer = None
@@ -147,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
         response_template=None if template is None else json_object(template, f"--response-template {args.response_template}"),
         privacy=Privacy(args.private_requests, args.share_across_api_keys), media_hosts=args.allowed_media_hosts,
         loads_adapters=bool(args.allow_runtime_lora_updating), updates_weights=bool(args.enable_weight_updates),
+        store=None if args.store is None else ResponseStore(args.store, args.store_bytes or _STORE_BYTES),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
     )  # fmt: skip
@@ -176,6 +189,16 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {**{name: getattr(args, name) for name in names}, "lora_modules": _lora_modules(args.lora_modules)}
 
 
+def _with_corpora(config: Any, given: list[str]) -> dict[str, Any]:
+    """The speculative configuration with these files. Raises ValueError: two have one name, or the method does not look into any."""
+    named = (each.partition("=") if "=" in each else (Path(each).stem, "=", each) for each in given)
+    files = {name: file for name, _, file in named}
+    if len(files) < len(given):
+        raise ValueError("--lookup-corpus: give files with different names, or NAME=FILE.")
+    parsed = hf_specdec.parse_config(config if config is not None else {"method": "none"})
+    return {**parsed.to_dict(), "lookup_corpus": files}
+
+
 def _lora_modules(given: list[str]) -> dict[str, str]:
     """Paths by name. Raises ValueError: one is not NAME=PATH, or a name is given twice."""
     found: dict[str, str] = {}
@@ -192,6 +215,7 @@ def _run_replicas(args: argparse.Namespace) -> int:
     unsupported = (
         "chat_template", "response_template", "tokenizer", "allowed_origins", "max_num_queued_reqs", "kv_transfer_config",
         "allowed_media_hosts", "request_read_timeout", "shutdown_timeout", "allow_runtime_lora_updating", "enable_weight_updates",
+        "store", "store_bytes",
     )  # fmt: skip
     given = [f"--{name.replace('_', '-')}" for name in unsupported if getattr(args, name) is not None]
     if given or len(args.served_model_name or []) > 1:

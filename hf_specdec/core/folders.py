@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from huggingface_hub import constants, try_to_load_from_cache
@@ -15,6 +16,19 @@ VARIABLE = "HF_SPECDEC_CACHE"
 def cache_folder() -> Path:
     """Where files are kept between processes: $HF_SPECDEC_CACHE, otherwise a folder of the Hub's cache."""
     return Path(os.path.expanduser(os.environ.get(VARIABLE) or os.path.join(constants.HF_HOME, "hf_specdec")))
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner may read, with its folder: whole, or not at all. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(".partial", path.name + ".", path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(unfinished, path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
 
 
 def folder_of(model: PreTrainedModel) -> Path | None:

@@ -213,6 +213,8 @@ def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_ca
         wrong = f"input_ids are only what follows {CACHE}"
     elif num_cached < int(cache.get_seq_length()):
         wrong = f"{CACHE} holds the whole text, so the recurrent state is one token too far"
+    elif recurrent.family.steps:
+        wrong = "their states have a form of their own"
     elif len(stateful_layers(cache)) != len(recurrent.mixers):
         wrong = f"{CACHE} lacks recurrent states"
     elif recurrent.family.two_rules or decoder.generator.taps.whole_text:
@@ -236,6 +238,10 @@ def _speculation(run: BatchRun) -> Speculation:
 
 def _has_all_layers(export: DynamicCache, run: BatchRun) -> bool:
     """False, with a warning, if our cache has layers that transformers' lacks; raises UnsupportedModel if the caller passed that cache."""
+    recurrent = run.decoder.target.recurrent
+    if recurrent is not None and recurrent.family.steps:
+        _leave_out(export, run.decoder, "keeps states beside keys, in a form of our own")
+        return False
     with_keys = [layer for layer, pair in enumerate(run.tensors[0].cache or []) if pair is not None]
     if export.layer_class_to_replicate is not None or max(with_keys, default=-1) < len(export.layers):
         return True

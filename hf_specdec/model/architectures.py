@@ -32,7 +32,7 @@ _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
 _SHARES_ATTENTION = {"zamba", "zamba2"}
 # Model types whose attention adds a bias of its own for each key, which our attention does not.
-_BIASES_KEYS = {"doge"}
+_BIASES_KEYS = {"doge", "inkling_text", "inkling2_text", "inkling2_loop_text"}
 # Model types whose prompts are a prefix with bidirectional attention.
 _PREFIX_MODELS = {"paligemma"}
 # Model types that cache an image's keys before those of the ids, and expect room for an image in every padding mask.
@@ -192,8 +192,16 @@ def layer_windows(config) -> dict[str, int | Chunks | None]:
         return {"full_attention": None, "chunked_attention": Chunks(config.attention_chunk_size)}
     if hasattr(config, "layer_types"):
         stateful = {} if family_of(config) is None else dict.fromkeys({"linear_attention", *config.layer_types})
-        return {**stateful, "full_attention": None, "indexed_attention": None, "sliding_attention": window}
+        sliding = {"sliding_attention": window, "hybrid_sliding": window}
+        return {**stateful, "full_attention": None, "indexed_attention": None, **sliding}
     return {"attention": window}
+
+
+def num_cache_layers(config: Any) -> int:
+    """Number of layers with keys, states or both; layers that run several times have some for each."""
+    again = getattr(config, "loop_num_passes", 1) - 1
+    looped = again * (config.loop_layer_index_end - config.loop_layer_index_start) if again else 0
+    return config.num_hidden_layers + looped
 
 
 def layer_window(module: nn.Module) -> int | None:

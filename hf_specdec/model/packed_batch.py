@@ -216,6 +216,17 @@ class PackedBatch:
             with_native=self.with_native,
         )  # fmt: skip
 
+    @functools.cached_property
+    def offsets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What makes indices of queries and of gathered keys positions: int64 [T] and [S_total]."""
+        queries = [
+            np.arange(row.start, row.start + row.num_tokens) if row.positions is None else row.positions
+            for row in self.inputs
+        ]
+        keys, queries = self.key_positions(), np.concatenate(queries)
+        device = self.write_slots.device
+        return upload(queries - np.arange(len(queries)), device), upload(keys - np.arange(len(keys)), device)
+
     def key_positions(self) -> np.ndarray:
         """Positions of the S_total gathered keys, numpy."""
         positions = []

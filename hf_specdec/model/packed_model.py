@@ -39,6 +39,7 @@ from .positions import at_positions, counting_tables
 from .recurrent.families import attends, family_of, layers_without_keys
 from .recurrent.mixers import RecurrentLayers
 from .recurrent.plan import make_plan
+from .recurrent.stepped import SteppedLayers
 from .segments import segments_of
 from .sharding import checked_ranks
 from .threads import replaced_method
@@ -107,7 +108,8 @@ class PackedModel:
         self.taps = taps or Taps()
         self.num_layers = num_layers
         family = family_of(self.config)
-        recurrent = None if family is None else RecurrentLayers(model, family)
+        layers_of = SteppedLayers if family is not None and family.steps else RecurrentLayers
+        recurrent = None if family is None else layers_of(model, family)
         self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
         self.is_latent = is_latent(model)
@@ -188,7 +190,7 @@ class PackedModel:
         """
         if self.graphs is not None:
             self.graphs.captures.clear()
-        num_layers = self.num_layers or self.config.num_hidden_layers
+        num_layers = self.num_layers or architectures.num_cache_layers(self.config)
         weights = architectures.all_parameters(self.model) if grows else ()
         keyless = layers_without_keys(self.config)
         states = None if self.recurrent is None else StatePool(self.replays_drafts)
@@ -399,9 +401,9 @@ class PackedModel:
                 f"{type(model).__name__} did not call transformers' attention interface, so its outputs cannot be trusted."
             )
         ran = None if batch.states is None else batch.states.num_calls
-        if self.recurrent is not None and ran != len(self.recurrent.mixers):
+        if self.recurrent is not None and ran != self.recurrent.num_calls:
             raise UnsupportedModel(
-                f"{type(model).__name__} ran {ran} of its {len(self.recurrent.mixers)} recurrent layers, so "
+                f"{type(model).__name__} ran {ran} of its {self.recurrent.num_calls} recurrent layers, so "
                 "their states cannot be trusted."
             )
         returned, states = output.logits[0], None

@@ -69,8 +69,12 @@ def prepare(
     packed = PackedModel(model, taps, num_layers, borrowed)
     if packed.recurrent is not None:
         _check_options(packed, options, "whose layers have a recurrent state")
-        packed.chooses_states = options.recurrent_states == "auto"
+        packed.chooses_states = options.recurrent_states == "auto" and not packed.recurrent.family.steps
         packed.replays_drafts = options.recurrent_states == "replayed"
+        if packed.replays_drafts and packed.recurrent.family.steps:
+            raise UnsupportedModel(
+                f"'recurrent_states' of {type(model).__name__} are kept, not replayed: leave it out."
+            )
     elif options.recurrent_states != "auto":
         raise UnsupportedModel(
             f"'recurrent_states' is for models with recurrent layers; {type(model).__name__} has none. Leave it out."

@@ -76,6 +76,11 @@ def read_prompt(
     Raises:
         UnsupportedModel: what follows the prompt is not decided by token ids, positions and these keys and values.
     """
+    if packed.recurrent is not None and packed.recurrent.family.steps:
+        raise UnsupportedModel(
+            f"{type(packed.model).__name__} keeps states in a form of our own, so only prompts of token ids run with speculative_config. "
+            "Call generate() without it."
+        )
     given = inputs.get(CACHE)
     cache: Any = given
     if not isinstance(given, DynamicCache) or not num_cached(given):

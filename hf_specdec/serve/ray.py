@@ -109,6 +109,7 @@ class Replica:
         self.llm = LLM(arguments.model, **arguments.llm)
         names = [arguments.served_model_name or arguments.model]
         self.server = Server(self.llm.tokenizer, names, arguments.limits, privacy=privacy, processor=self.llm.processor)
+        self.server.is_alone = False
         self.server.start(self.llm, asyncio.get_running_loop())
         self.app = make_app(self.server, arguments.api_keys)
 

@@ -73,7 +73,7 @@ class Served:
 @contextlib.contextmanager
 def in_thread(
     speculative_config=None, *, model="tiny", tokenizer=None, response_template=None, api_keys=None, allowed_origins=None,
-    max_model_len=512, media_hosts=None, updates_weights=False, **limits,
+    max_model_len=512, media_hosts=None, updates_weights=False, store=None, **limits,
 ):  # fmt: skip
     """The application with its engine in a thread of this process: what it answers is the same, and it starts in a moment."""
     import uvicorn
@@ -91,7 +91,7 @@ def in_thread(
         speculative_config=speculative_config,
     )
     folder = hf_specdec.resolve_model(tokenizer or str(model))
-    more = {"processor": llm.processor, "media_hosts": media_hosts, "updates_weights": updates_weights}
+    more = {"processor": llm.processor, "media_hosts": media_hosts, "updates_weights": updates_weights, "store": store}
     server = Server(AutoTokenizer.from_pretrained(folder), ["tiny"], Limits(**limits), response_template, **more)
 
     @contextlib.asynccontextmanager

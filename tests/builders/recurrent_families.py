@@ -25,6 +25,13 @@ _DELTA = {
 _QWEN_MOE = {**_MOE, "shared_expert_intermediate_size": 32, "norm_topk_prob": True}
 _MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 
+_INKLING = {
+    **_MOE, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "sliding_window_size": 12, "head_dim": 12, "d_rel": 4,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 12, "rel_extent": 10, "n_routed_experts": 4,
+}  # fmt: skip
+_INKLING2 = {**_INKLING, "unpadded_vocab_size": VOCAB, "n_layers_per_attn_res_block": 1, "log_scaling_n_floor": 8}
+_INKLING2.pop("num_local_experts")
+
 # family name → (model_type, config)
 FAMILIES: dict[str, tuple[str, dict]] = {
     "Qwen3-Next": ("qwen3_next", {**_DELTA, **_QWEN_MOE, "decoder_sparse_step": 2}),
@@ -85,6 +92,18 @@ FAMILIES: dict[str, tuple[str, dict]] = {
          "time_step_min": 1.0, "mamba_d_state": 8, "n_mamba_heads": 6, "mamba_ngroups": 1, "chunk_size": 16,
          "num_mem_blocks": 1, "use_mem_rope": True},
     ),
+    "Inkling": ("inkling_text", {**_INKLING, "mlp_layer_types": ["dense", "sparse", "dense"], "logits_mup_width_multiplier": 1.0}),
+    "Inkling-2": ("inkling2_text", _INKLING2),
+    "Inkling-2-Loop": (
+        "inkling2_loop_text",
+        {**_INKLING2, "num_hidden_layers": 4, "layer_types": [*_INKLING2["layer_types"], "hybrid"], "loop_layer_index_start": 1,
+         "loop_layer_index_end": 3, "loop_num_passes": 2, "loop_gate_rank": 8},
+    ),
+    "Zaya": (
+        "zaya",
+        {**_MOE, "num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 12, "head_dim": 12,
+         "router_hidden_size": 16, "cca_time0": 2, "cca_time1": 3},
+    ),
 }  # fmt: skip
 
 
@@ -105,6 +124,8 @@ def drawn(model: PreTrainedModel) -> PreTrainedModel:
             weight.uniform_(-2.5, 0)
         elif name.endswith(("dt_bias", "dt_proj.bias")):
             weight.normal_(0, 0.5)
+        elif name.endswith("qk_norm.temp"):
+            weight.fill_(4.0)
         elif weight.dim() > 1:  # norms and other biases keep their initial values
             weight.normal_(0, 0.3 if "conv" in name or "embed" in name else 0.2)
     model.generation_config.eos_token_id = None

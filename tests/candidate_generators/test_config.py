@@ -130,6 +130,7 @@ SAMPLES = {
     "list[list[int]]": [[0], [1]],
 }
 SPECIAL = {
+    "lookup_corpus": {"faq": "faq.txt"},
     "rejection_sample_method": "rejection", "draft_sample_method": "greedy", "vocabulary_bridge": "text",
     "draft_length": "auto", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 0]],
     "synthetic_acceptance_rates": [0.9, 0.5], "synthetic_acceptance_length": 1.5, "strategy": "extend",

@@ -41,6 +41,11 @@ pytestmark = pytest.mark.skipif(
 )
 SHORT = ("Qwen3-Next", "Nemotron-H")  # a delta rule; a rule that differs between prompt and text
 ALL = [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in FAMILIES]
+STEPPED = [name for name, (kind, _) in FAMILIES.items() if families.FAMILIES[kind].steps]
+WITH_STATES = [
+    pytest.param(name, states, marks=() if name in SHORT else pytest.mark.slow)
+    for name in FAMILIES for states in ("kept", "replayed") if name not in STEPPED or states == "kept"
+]  # fmt: skip
 CHAIN = {"method": "draft_model", "num_speculative_tokens": 4}
 REPLAYED = {"recurrent_states": "replayed"}
 TREE = {"method": "draft_model", "branching_factors": [3, 2, 1]}
@@ -104,6 +109,8 @@ def test_greedy_text_is_plain_text(name, models):
     expected = plain(model, inputs)
     assert len(set(expected[0, -NEW:].tolist())) > NEW // 2  # the text does not loop
     for method, config in METHODS.items():
+        if name in STEPPED and "replayed" in method:
+            continue
         out = speculative(model, drafter, inputs, config, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected), method
         assert method not in ("chain", "tree") or 1.2 < out.speculation.mean_accepted_length < 4
@@ -113,8 +120,7 @@ def test_greedy_text_is_plain_text(name, models):
     assert_clean(model)
 
 
-@pytest.mark.parametrize("states", ["kept", "replayed"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "states"), WITH_STATES)
 @pytest.mark.parametrize("drafter", [WrongAt, WrongAtInTrees])
 def test_rejections_at_every_position(name, states, drafter, models, monkeypatch):
     model, _ = models(name)
@@ -130,8 +136,7 @@ def test_rejections_at_every_position(name, states, drafter, models, monkeypatch
     assert len(depths) == 3 and 0 < depths[2] < depths[0] < 1  # some rounds accept none, some all
 
 
-@pytest.mark.parametrize("states", ["kept", "replayed"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "states"), WITH_STATES)
 def test_only_written_states_are_read(name, states, models, monkeypatch):
     """Every slot that is not the beginning of a line holds NaN before the forward."""
     model, drafter = models(name)
@@ -162,8 +167,7 @@ def test_only_written_states_are_read(name, states, models, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("states", ["kept", "replayed"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "states"), WITH_STATES)
 def test_prompts_in_parts_and_rows_that_are_read_again(name, states, models, monkeypatch):
     model, drafter = models(name)
     inputs = batch()
@@ -184,8 +188,7 @@ def test_prompts_in_parts_and_rows_that_are_read_again(name, states, models, mon
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("states", ["kept", "replayed"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "states"), WITH_STATES)
 def test_rows_join_and_leave(name, states, models):
     """A scheduler that preempts, cancels and reads prompts in parts beside decoding rows."""
     model, drafter = models(name)
@@ -240,8 +243,7 @@ def test_methods_without_a_model(name, models):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("states", ["kept", "replayed"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "states"), WITH_STATES)
 def test_parallel_drafts(name, states, models):
     """PARD reads mask tokens after the text, of which a drafter's own states must keep nothing; and a drafter without states."""
     model, drafter = models(name)
@@ -270,6 +272,48 @@ def test_gathered_keys_have_windows_beside_states(monkeypatch):
     assert torch.equal(plain(model, inputs, speculative_config=METHODS["token_recycling"]), expected)
     model.config.sliding_window = 60
     assert not torch.equal(plain(model, inputs), expected)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in STEPPED])
+def test_what_modules_that_run_whole_cannot_do(name, models, caplog):
+    """No cache comes back, and none is read; nor embeddings; no drafts are replayed. The engine serves them, with prefixes."""
+    model, _ = models(name)
+    inputs, ngram = {"input_ids": torch.arange(5, 65).view(2, 30)}, METHODS["ngram"]
+    out = plain(model, inputs, 8, speculative_config=ngram, return_dict_in_generate=True)
+    assert out.get(CACHE) is None and "form of our own" in caplog.text
+    expected = plain(model, inputs, 8, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected.sequences)
+    with pytest.raises(UnsupportedModel, match="only prompts of token ids"):
+        plain(
+            model, {"inputs_embeds": 2 * model.get_input_embeddings()(inputs["input_ids"])}, 8, speculative_config=ngram
+        )
+    with pytest.raises(UnsupportedModel, match="kept, not replayed"):
+        plain(model, inputs, 8, speculative_config={**ngram, **REPLAYED})
+    llm = LLM(
+        model, speculative_config={"method": "token_recycling", "block_size": 8}, max_model_len=200, max_num_seqs=3
+    )
+    prompts = [[*range(5, 95)], [*range(5, 90)]]
+    for _ in range(2):
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+        for prompt, each in zip(prompts, outputs, strict=True):
+            text = plain(model, {"input_ids": torch.tensor([prompt])}, 8)[0].tolist()
+            assert list(each.outputs[0].token_ids) == text[len(prompt) :]
+    assert outputs[0].num_cached_tokens > 0
+    llm.close()
+
+
+def test_caches_with_several_states_in_a_layer_are_not_read(monkeypatch):
+    kind, settings = FAMILIES["Zaya"]
+    monkeypatch.setitem(
+        FAMILIES, "Zaya", (kind, {**settings, "layer_types": ["hybrid"] * 3})
+    )  # nothing else would refuse it
+    model, prompt = make("Zaya"), torch.arange(5, 35)[None]
+    before = plain(model, {"input_ids": prompt}, 8, return_dict_in_generate=True)
+    longer = {"input_ids": torch.cat([before.sequences, prompt], dim=1)}
+    with pytest.raises(ValueError, match="their states have a form of their own: pass the whole text"):
+        plain(model, longer, 8, speculative_config=METHODS["ngram"], **{CACHE: before[CACHE]})
+    expected = plain(model, longer, 8)
+    assert torch.equal(plain(model, longer, 8, speculative_config=METHODS["ngram"]), expected)
 
 
 def test_models_without_keys(models, caplog):
@@ -362,7 +406,7 @@ class AtStep(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [each for each in ALL if each.values[0] not in STEPPED])
 @pytest.mark.parametrize("end", ["length", "criterion", "eos"])
 def test_the_returned_cache_continues(name, end, models):
     model, drafter = models(name)

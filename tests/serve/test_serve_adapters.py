@@ -437,7 +437,7 @@ def test_a_name_that_goes_while_a_body_is_read_is_not_the_model(tiny_tokenizer):
     """Bodies are read in a thread of their own; the engine then refuses the name."""
     reader = RequestReader(tiny_tokenizer, ["base"], None, None)
     reader.facts = Facts(max_model_len=64, adapters=("north",))
-    endpoint = Completions(reader, CompletionRequest(model="north", prompt="Once", max_tokens=4))
+    endpoint = Completions(reader, CompletionRequest(model="north", prompt="Once", max_tokens=4), "")
     reader.facts = Facts(max_model_len=64)
     endpoint.prepare()
     assert endpoint.params.lora == "north"

@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 
 from ...config import config_key
 from ..combined import checked_part
+from ..corpora import CorpusConfig
 from ..lookup_cache import LookupCacheConfig
 
 
 @dataclass
-class AutoConfig(LookupCacheConfig):
+class AutoConfig(LookupCacheConfig, CorpusConfig):
     """Drafts with whatever is fastest, row by row and step by step, by measured costs and acceptance. It finds
     drafters by itself."""
 

@@ -27,6 +27,8 @@ class RecurrentFamily:
         mixer: class name of the module with a state inside each layer.
         rule: its recurrence; None: it only convolves.
         by_head: its functions are called once for each head, whose states stand one after another in the layer's.
+        steps: its modules are run whole, on one token of each row at a time, with all that they put into a cache. `mixer` then names one
+            class or several, separated by spaces.
         two_rules: its one-token function and its chunk form give different results, because only the chunk form clamps dt from below.
     """
 
@@ -34,6 +36,7 @@ class RecurrentFamily:
     rule: Rule | None
     two_rules: bool = False
     by_head: bool = False
+    steps: bool = False
 
 
 # By model_type of the text configuration. Each of them gave the text of plain generate() (tests/model/test_recurrent.py).
@@ -58,6 +61,12 @@ FAMILIES = {
     "lfm2": RecurrentFamily("Lfm2ShortConv", None),
     "lfm2_moe": RecurrentFamily("Lfm2MoeShortConv", None),
     "lfm3": RecurrentFamily("Lfm3ShortConv", None),
+    "inkling_text": RecurrentFamily("InklingShortConvolution", None, steps=True),
+    "inkling2_text": RecurrentFamily("Inkling2ShortConvolution Inkling2DynamicShortConvolution", None, steps=True),
+    "inkling2_loop_text": RecurrentFamily(
+        "Inkling2LoopShortConvolution Inkling2LoopDynamicShortConvolution", None, steps=True
+    ),
+    "zaya": RecurrentFamily("ZayaCCAProjection", None, steps=True),
 }
 _KEYLESS = {"linear_attention", "conv", "mamba", "mlp", "moe"}  # layer types without keys and values
 
@@ -70,13 +79,14 @@ def family_of(config: PretrainedConfig) -> RecurrentFamily | None:
 def mixers_of(model: PreTrainedModel, family: RecurrentFamily) -> list[nn.Module]:
     """The modules with a state, one per layer that has one. Raises UnsupportedModel: they are not transformers' own, so what they
     compute is unknown; or transformers is too old."""
-    mixers = [module for module in model.modules() if type(module).__name__ == family.mixer]
+    mixers = [module for module in model.modules() if type(module).__name__ in family.mixer.split()]
     if mixers and not hasattr(Cache, "get_conv_state"):
         raise UnsupportedModel(
             f"{type(model).__name__} has recurrent layers, whose states transformers {transformers.__version__} keeps in another way: "
             "install transformers 5.23 or newer, or call generate() without speculative_config."
         )
-    needed = [CONVOLUTION] + ([] if family.rule is None else [family.rule.chunk, family.rule.one_token])
+    needed = [] if family.steps else [CONVOLUTION]
+    needed += [] if family.rule is None else [family.rule.chunk, family.rule.one_token]
     for module in mixers:
         source = sys.modules[type(module).__module__]
         missing = [name for name in needed if not callable(getattr(source, name, None))]
@@ -85,7 +95,7 @@ def mixers_of(model: PreTrainedModel, family: RecurrentFamily) -> list[nn.Module
                 f"{type(model).__name__} has recurrent layers that are not transformers' own ({type(module).__name__} in "
                 f"{source.__name__}), so their states cannot be kept. Call generate() without speculative_config."
             )
-    if len({module.layer_idx for module in mixers}) != len(mixers):
+    if len({(module.layer_idx, getattr(module, "conv_idx", 0)) for module in mixers}) != len(mixers):
         raise UnsupportedModel(f"{type(model).__name__} uses one recurrent layer twice, which cannot be served.")
     return mixers
 

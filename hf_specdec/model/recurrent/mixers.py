@@ -31,12 +31,14 @@ class RecurrentLayers:
 
     Attributes:
         chunk_size: tokens that the chunk form reads at once.
+        num_calls: how many of their forwards a forward of the model runs.
     """
 
     def __init__(self, model: PreTrainedModel, family: RecurrentFamily):
         self.family = family
         self.mixers = mixers_of(model, family)
-        if self.mixers:
+        self.num_calls = len(self.mixers)
+        if self.mixers and not family.steps:
             source: Any = sys.modules[type(self.mixers[0]).__module__]
             names = {} if family.rule is None else {"chunk": family.rule.chunk}
             self._functions = ModuleFunctions.of(source, convolution=CONVOLUTION, **names)
@@ -59,7 +61,7 @@ class RecurrentLayers:
     @property
     def is_measured(self) -> bool:
         """True once every layer has run, so that the sizes of the states are known."""
-        return len(self._examples) == len(self.mixers)
+        return len(self._examples) == self.num_calls
 
     def bytes_of_row(self, num_drafts: int, replays: bool) -> int:
         """Memory of a sequence with a draft of `num_drafts` nodes: slots in a StatePool for the nodes, for the last token and for the
@@ -80,8 +82,19 @@ class RecurrentLayers:
 
     @contextlib.contextmanager
     def _replaced_forward(self, mixer: Any):
-        before, own, layer = vars(mixer).get("forward"), mixer.forward, int(mixer.layer_idx)
-        signature = inspect.signature(own)
+        before = vars(mixer).get("forward")
+        mixer.forward = self._packed_forward(mixer, mixer.forward)
+        try:
+            yield
+        finally:
+            if before is None:
+                del mixer.forward
+            else:
+                mixer.forward = before
+
+    def _packed_forward(self, mixer: Any, own: Callable) -> Callable:
+        """The forward of a mixer for packed rows. `own`: its own one, which others still get."""
+        layer, signature = int(mixer.layer_idx), inspect.signature(own)
         name = cache_argument(signature.parameters)
 
         @functools.wraps(own)
@@ -100,14 +113,7 @@ class RecurrentLayers:
             batch.states.num_calls += 1
             return self._forward(layer, run, given["hidden_states"], batch)
 
-        mixer.forward = forward
-        try:
-            yield
-        finally:
-            if before is None:
-                del mixer.forward
-            else:
-                mixer.forward = before
+        return forward
 
     def _forward(self, layer: int, run: Callable, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
         """The mixer's outputs [1, T, H] from packed hidden states [1, T, H]. `run`: calls the mixer on lines and a view."""

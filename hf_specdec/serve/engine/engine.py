@@ -22,6 +22,7 @@ from ...sampling.grammar import Reasoning
 from ..transfer import Transfers
 from .adapters import Adapters
 from .control import Control
+from .corpora import EngineCorpora
 from .encoder import EncoderInput, EncoderSide
 from .params import SamplingParams
 from .request import Admission, Request, RequestChoice, logprobs_of
@@ -62,6 +63,7 @@ class Engine:
         self.eos_token_ids = end_ids(ends)
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
         self.adapters = Adapters(decoder.generator)
+        self.corpora = EngineCorpora(decoder.generator)
         self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, self.adapters, seed, encoder)
         self.control = Control(decoder, self.scheduler, self.allocate, self.transfers is not None)
 
@@ -245,6 +247,7 @@ class Engine:
             self.abort(choice.request)
         save_tables(self.decoder.generator)
         self.grammars.close()
+        self.corpora.close()
         self.adapters.close()
         if self.transfers is not None:
             self.transfers.close()

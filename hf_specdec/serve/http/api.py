@@ -24,6 +24,7 @@ from .bodies import checked, read_body
 from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, served
 from .errors import MESSAGES, ApiError, bad_request, failed
 from .guard import Guard
+from .lookup import CorpusRequest, delete_corpus, list_corpora, put_corpus, show_corpus
 from .messages import CountTokensRequest, Messages, MessagesRequest
 from .protocol import (
     ChatRequest,
@@ -36,6 +37,7 @@ from .protocol import (
 )
 from .responses import Responses, ResponsesRequest
 from .server import Server
+from .stored import delete_response, list_input_items, show_response
 from .weights import GETS, POSTS, add_weight_routes
 
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
@@ -66,9 +68,33 @@ _POSTS: dict[str, tuple[type[BaseModel], str, dict[str, Any]]] = {
     "/tokenize": (TokenizeRequest, "Text or messages to token ids", {"tokens": _IDS, "count": _INTEGER}),
     "/detokenize": (DetokenizeRequest, "Token ids to text", {"prompt": _TEXT}),
 }
+_CORPUS = {
+    "id": _TEXT,
+    "object": {"const": "lookup"},
+    "num_tokens": _INTEGER,
+    "owned_by": {"enum": ["client", "server"]},
+}
+_LIST, _DELETED = {"object": {"const": "list"}, "data": {"type": "array"}}, {"id": _TEXT, "deleted": {"const": True}}
+# path, method, what serves it, what it does, required properties of the answer, errors
+_OTHERS: tuple[tuple[str, str, Any, str, dict[str, Any], tuple[int, ...]], ...] = (
+    ("/v1/lookup", "get", list_corpora, "List the corpora that look-ups draft from", _LIST, ()),
+    ("/v1/lookup/{name}", "get", show_corpus, "Describe a corpus", _CORPUS, (404,)),
+    ("/v1/lookup/{name}", "put", put_corpus, "Add a corpus, or replace it", _CORPUS, (400, 403, 408, 413, 500, 503)),
+    ("/v1/lookup/{name}", "delete", delete_corpus, "Remove a corpus", _DELETED, (400, 403, 404, 503)),
+    ("/v1/responses/{id}", "get", show_response, "A stored response", {"id": _TEXT}, (400, 404, 500)),
+    ("/v1/responses/{id}", "delete", delete_response, "Delete a stored response", _DELETED, (404,)),
+    (
+        "/v1/responses/{id}/input_items",
+        "get",
+        list_input_items,
+        "What a stored response answers",
+        _LIST,
+        (400, 404, 500),
+    ),
+)
 _ERRORS = {
     400: "The request is wrong.", 401: "The API key is missing or wrong.", 403: "The server does not allow this.",
-    404: "The model does not exist.",
+    404: "What is named does not exist.",
     408: "The body arrives too slowly.", 413: "The body is too large.", 429: "Too many requests are waiting.",
     500: "The model or the server raised.", 503: "The model is loading, or the engine is not running.",
 }  # fmt: skip
@@ -125,6 +151,8 @@ def make_app(
     for path, work in zip(_POSTS, works, strict=True):
         app.add_route(path, partial(served, work, server), methods=["POST"])
     add_weight_routes(app, server)
+    for path, method, work, *_ in _OTHERS:
+        app.add_route(path.replace("{name}", "{name:path}"), partial(served, work, server), methods=[method.upper()])
     app.openapi = lambda: describe(bool(api_keys))
     return app
 
@@ -235,9 +263,8 @@ def _detokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[b
 
 def describe(needs_key: bool) -> dict[str, Any]:
     """The OpenAPI document. `needs_key`: every path but /health needs an API key."""
-    _, schemas = models_json_schema(
-        [(form, "validation") for form, _, _ in (_POSTS | POSTS).values()], ref_template=_REFERENCE
-    )
+    forms = [*(form for form, _, _ in (_POSTS | POSTS).values()), CorpusRequest]
+    _, schemas = models_json_schema([(form, "validation") for form in forms], ref_template=_REFERENCE)
     more = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "Model": _MODEL}
     components: dict[str, Any] = {"schemas": {**schemas["$defs"], **more}}
     usual = [401] if needs_key else []
@@ -255,6 +282,8 @@ def describe(needs_key: bool) -> dict[str, Any]:
         "/health": _get("Whether the engine is running", None, 503, security=[]),
         "/": _get("The web page", page, *usual),
     }  # fmt: skip
+    for path, method, _, summary, required, errors in _OTHERS:
+        paths.setdefault(path, {})[method] = _other(path, method, summary, required, *usual, *errors)
     if needs_key:
         header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "header": header}
@@ -266,6 +295,18 @@ def describe(needs_key: bool) -> dict[str, Any]:
 def _get(summary: str, content: dict[str, Any] | None, *errors: int, **more: Any) -> dict[str, Any]:
     ok = {"description": "OK"} if content is None else {"description": "OK", "content": content}
     return {"get": {"summary": summary, "responses": {"200": ok, **_errors(*errors)}, **more}}
+
+
+def _other(path: str, method: str, summary: str, required: dict[str, Any], *errors: int) -> dict[str, Any]:
+    """One of `_OTHERS`."""
+    answer = {_JSON: {"schema": {"type": "object", "required": list(required), "properties": required}}}
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    made = _get(summary, answer, *errors)["get"]
+    made["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    if method == "put":
+        schema = {"$ref": _REFERENCE.format(model=CorpusRequest.__name__)}
+        made["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+    return made
 
 
 def _post(path: str, usual: list[int]) -> dict[str, Any]:

@@ -47,8 +47,8 @@ class Endpoint(ABC):
     prefix: str  # of the id
     reads: Literal["prompt", "conversation"] = "conversation"
 
-    def __init__(self, server: Server, body: Any):
-        self.server, self.body = server, body
+    def __init__(self, server: Server, body: Any, space: str):
+        self.server, self.body, self.space = server, body, space
         server.check_model(body.model)
         self.prompts: list[str | list[int]] = []  # as the client gave them, or as the chat template made them
         self.ids: list[list[int]] = []  # of the prompts
@@ -84,9 +84,9 @@ class Endpoint(ABC):
         defaults = self.server.facts.defaults
         self.params = self.body.sampling_params(defaults, max_tokens, structured_outputs=self.grammar, **more)
 
-    def submit(self, space: str = "") -> None:
-        """Send the prompts to the engine, each as a request of its own, and set `answers`. `space`, and errors: see `Server.submit`."""
-        more = (self.params, self.reasoning, self.answers, self.body.max_time, space)
+    def submit(self) -> None:
+        """Send the prompts to the engine, each as a request of its own, and set `answers`. Errors: see `Server.submit`."""
+        more = (self.params, self.reasoning, self.answers, self.body.max_time, self.space)
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             begins, given = ids, self.images
             if self.decoder_prompt is not None:
@@ -112,17 +112,19 @@ class Endpoint(ABC):
     async def respond(cls, server: Server, request: Request, raw: bytes) -> Response:
         """Serve a request, whose body is `raw`: return the whole answer, or a stream. Raises ApiError: it cannot be served."""
         _ = server.running_worker  # before the model is loaded, the length of prompts is not known
-        headers = dict(request.headers)
-        self = await server.lanes.run(len(raw), _prepared, cls, raw, headers)
-        if isinstance(self, list):  # few bytes may be a large image: none is read where short bodies are
+        given = cls, raw, dict(request.headers), request.scope.get(SPACE, "")
+        self = await server.lanes.run(len(raw), _prepared, *given)
+        if isinstance(
+            self, list
+        ):  # few bytes may be a large image, or name a long text: short bodies do not wait for it
             fetched = await server.media.fetch({url for url in self if not url.startswith("data:")})
-            self = await server.lanes.run(max(len(raw), LONG_BYTES + 1), _prepared, cls, raw, headers, fetched)
+            self = await server.lanes.run(max(len(raw), LONG_BYTES + 1), _prepared, *given, fetched)
         self.server = server
         headers = ignored_header(self.ignored_fields)
         await server.compile(self.grammar)
         with contextlib.ExitStack() as at_end:
             at_end.callback(server.release, self.answers)
-            self.submit(request.scope.get(SPACE, ""))
+            self.submit()
             if self.body.stream:
                 return EventStream(self.stream(), at_end.pop_all().close, headers)
             results: list[list[Update]] = [[] for _ in self.answers]
@@ -215,13 +217,19 @@ class Endpoint(ABC):
 
 
 def _prepared(
-    server: Server, kind: type[Endpoint], raw: bytes, headers: dict[str, str], fetched: dict[str, bytes] | None = None
+    server: Server,
+    kind: type[Endpoint],
+    raw: bytes,
+    headers: dict[str, str],
+    space: str,
+    fetched: dict[str, bytes] | None = None,
 ) -> Endpoint | list[str]:
-    """An endpoint of this kind, made of the bytes of a body and prepared; if it has images and `fetched` is None, their addresses.
-    Raises: ApiError, the request cannot be served."""
+    """An endpoint of this kind, made of the bytes of a body and prepared. If `fetched` is None, and it has images or goes on with a
+    stored conversation: the addresses of its images. Raises: ApiError, the request cannot be served."""
     body = read_body(kind.form, raw, headers)
-    endpoint = kind(server, body)
-    if fetched is None and (urls := server.image_urls(endpoint.body)):
+    endpoint = kind(server, body, space)
+    urls = server.image_urls(endpoint.body)
+    if fetched is None and (urls or getattr(body, "previous_response_id", None)):
         return urls
     endpoint.fetched = fetched or {}
     endpoint.ignored_fields = body.unknown_fields
@@ -358,13 +366,13 @@ class Chat(Endpoint):
             if body.skip_special_tokens and "skip_special_tokens" in body.model_fields_set:
                 self.ignored_fields.append("skip_special_tokens")
 
-    def submit(self, space: str = "") -> None:
+    def submit(self) -> None:
         body, make = self.body, None
         if self.template is not None:
             of_text = {"prefix": self.prefix, "tools": body.offered_tools}
             make = partial(self.server.tokenizer.get_response_parser, self.template, **of_text)
         self.parsers = [MessageParser(make, body.forced_tool, body.parallel_tool_calls) for _ in range(body.n)]
-        super().submit(space)
+        super().submit()
 
     def _choose_template(self, ids: list[int]) -> Reasoning | None:
         """Set `template` and `prefix`. Returns the reasoning before a grammar's text. Raises ApiError: 400, no template has tool calls."""

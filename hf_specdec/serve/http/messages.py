@@ -292,9 +292,9 @@ class Messages(Chat):
     effort_field = "output_config.effort"
     prefix = "msg"
 
-    def __init__(self, server: Server, body: MessagesRequest):
+    def __init__(self, server: Server, body: MessagesRequest, space: str):
         can_think = reasoning_marks(server.response_template) is not None
-        super().__init__(server, body.to_chat(can_think))
+        super().__init__(server, body.to_chat(can_think), space)
         self.blocks = Blocks()
         is_unread = not can_think and _THINKS not in str(server.tokenizer.chat_template)
         self.ignores_thinking = is_unread and body.thinking is not None and body.thinking.type == "disabled"

@@ -127,11 +127,15 @@ class RequestReader:
 
     def text_ids(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text that need not be a prompt, but must not keep others waiting. `param` and errors: see `prompt_ids`."""
-        most = max(_MOST_CHARACTERS, _MOST_PER_TOKEN * self.facts.max_model_len)
-        if len(text) > most:
-            message = f"{param}: the text has {len(text)} characters; at most {most} are tokenized at once."
-            raise bad_request(message, param)
+        self.check_length(len(text), param)
         return self.encode(text, add_special_tokens)
+
+    def check_length(self, num_characters: int, param: str) -> None:
+        """Raise ApiError 400 for so many characters that to tokenize them would keep others waiting. `param`: the field they come from."""
+        most = max(_MOST_CHARACTERS, _MOST_PER_TOKEN * self.facts.max_model_len)
+        if num_characters > most:
+            message = f"{param}: the text has {num_characters} characters; at most {most} are tokenized at once."
+            raise bad_request(message, param)
 
     @property
     def template_reads_effort(self) -> bool:

@@ -90,7 +90,7 @@ class ResponsesRequest(TranslatedRequest):
     """POST /v1/responses."""
 
     not_served: ClassVar = (
-        "previous_response_id", "conversation", "background", "store", "prompt", "include", "max_tool_calls",
+        "conversation", "background", "prompt", "include", "max_tool_calls",
         "context_management", "messages", "response_format", "max_tokens", "max_completion_tokens",
     )  # fmt: skip
     input: str | Annotated[Items[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
@@ -104,9 +104,12 @@ class ResponsesRequest(TranslatedRequest):
     user: str | None = None
     truncation: Literal["disabled"] | None = None
     reasoning: ReasoningOptions | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
 
-    def to_chat(self) -> ChatRequest:
-        fields = {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}
+    def to_chat(self, items: list[dict[str, Any]]) -> ChatRequest:
+        """The chat request whose conversation these items are."""
+        fields = {"messages": self._messages(items), "max_completion_tokens": self.max_output_tokens}
         fields |= {"reasoning_effort": None if self.reasoning is None else self.reasoning.effort}
         shown = {"name", "description", "parameters"}
         functions = [tool.model_dump(include=shown, exclude_none=True) for tool in self.tools or []]
@@ -117,12 +120,16 @@ class ResponsesRequest(TranslatedRequest):
             fields["response_format"] = self.text.format.for_chat()
         return self.as_chat(fields)
 
-    def _messages(self) -> list[dict[str, Any]]:
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """`input` as items."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    def _messages(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The items as messages of a conversation. Reasoning joins the assistant's next message; successive calls share a message."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         reasoning = ""
         for item in items:
             kind = str(item.get("type") or "message")
@@ -246,8 +253,18 @@ class Responses(Chat):
     form = ResponsesRequest
     effort_field = "reasoning.effort"
 
-    def __init__(self, server: Server, body: ResponsesRequest):
-        super().__init__(server, body.to_chat())
+    def __init__(self, server: Server, body: ResponsesRequest, space: str):
+        store, previous, earlier = server.store, body.previous_response_id, []
+        for name in ("previous_response_id", "store") if store is None else ():
+            if getattr(body, name):
+                raise bad_request(f"{name} is not served here: answers are not stored (--store).", name)
+        if store is not None and previous is not None:
+            stored = store.load(space, previous)
+            earlier = [*stored["input"], *stored["response"]["output"]]
+        items = [*earlier, *body.items]
+        super().__init__(server, body.to_chat(items), space)
+        self.is_stored = store is not None and body.store is not False
+        self.items = [_shown_item(item) for item in items] if self.is_stored else []
         self.request, self.output = body, ResponseItems()
         self.id, self.created = _id("resp"), time.time()
         self.num_reasoning = self.num_events = 0
@@ -256,7 +273,17 @@ class Responses(Chat):
         (updates,) = results
         for update in updates:
             self._add(update)
-        return self._response(updates[-1])
+        return self._ended(updates[-1])
+
+    def is_long(self, answer: Answer, update: Update) -> bool:
+        return self.is_stored and update.request_finished
+
+    def _ended(self, last: Update) -> dict[str, Any]:
+        """The response object after the last update. It is stored if that is wanted. Raises ApiError: 500, it cannot be."""
+        response = self._response(last)
+        if self.is_stored and self.server.store is not None:
+            self.server.store.save(self.space, response, self.items)
+        return response
 
     def begin(self) -> bytes:
         kinds = ("response.created", "response.in_progress")
@@ -266,7 +293,7 @@ class Responses(Chat):
         """The events of an update; the last one of a response is response.completed, response.incomplete or response.failed."""
         events = self._add(update)
         if update.request_finished:
-            response = self._response(update)
+            response = self._ended(update)
             events.append({"type": f"response.{response['status']}", "response": response})
         return self._encoded(events)
 
@@ -302,7 +329,8 @@ class Responses(Chat):
             "status": "in_progress" if last is None else "incomplete" if cut else "completed", "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "output": copy.deepcopy(self.output.items),
             "instructions": request.instructions, "max_output_tokens": request.max_output_tokens, "metadata": request.metadata or {},
-            "parallel_tool_calls": request.parallel_tool_calls, "previous_response_id": None, "store": False, "background": False,
+            "parallel_tool_calls": request.parallel_tool_calls, "previous_response_id": request.previous_response_id,
+            "store": self.is_stored, "background": False,
             "temperature": answer.params.temperature, "top_p": answer.params.top_p, "truncation": "disabled",
             "tool_choice": request.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "tools": [tool.model_dump() for tool in request.tools or []], "user": request.user,
@@ -318,6 +346,16 @@ class Responses(Chat):
             }  # fmt: skip
             response["metrics"] = answer.timings()
         return response
+
+
+def _shown_item(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of a request as it is listed: with an id, and a message's content in parts."""
+    kind, content = item.get("type") or "message", item.get("content")
+    if kind == "message" and isinstance(content, str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        content = [{"type": part, "text": content, **({"annotations": []} if part == "output_text" else {})}]
+    shown = {"id": _id("msg" if kind == "message" else "item"), "status": "completed", **item, "type": kind}
+    return shown if content is None else {**shown, "content": content}
 
 
 def _id(prefix: str) -> str:

@@ -24,6 +24,7 @@ from .api import make_app
 from .errors import stopped
 from .guard import protocol_with_timeout
 from .server import Limits, Privacy, Server
+from .store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ def serve(
     api_keys: list[str] | None = None, allowed_origins: list[str] | None = None, shutdown_timeout: float = 30,
     chat_template: str | None = None, tokenizer: str | None = None, response_template: dict | None = None,
     privacy: Privacy | None = None, media_hosts: list[str] | None = None, loads_adapters: bool = False,
-    updates_weights: bool = False, on_ready: Callable[[str], None] = lambda url: None, **arguments: Any
+    store: ResponseStore | None = None, updates_weights: bool = False,
+    on_ready: Callable[[str], None] = lambda url: None, **arguments: Any
 ) -> None:  # fmt: skip
     """Serve a model until SIGINT or SIGTERM, with the engine in a process of its own.
 
@@ -112,7 +114,9 @@ def serve(
     if chat_template is not None:
         loaded_tokenizer.chat_template = chat_template
     allowed = loads_adapters, updates_weights
-    server = Server(loaded_tokenizer, names, limits, response_template, privacy, processor, media_hosts, *allowed)
+    server = Server(
+        loaded_tokenizer, names, limits, response_template, privacy, processor, media_hosts, *allowed, store
+    )
     server.lanes.fork()
     sockets = listen(host, port)
     where = address(host, sockets[0].getsockname()[1])

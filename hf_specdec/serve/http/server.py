@@ -7,9 +7,10 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ...candidate_generators import parse_config
@@ -21,7 +22,7 @@ from ..engine.request import Logprob
 from ..engine.structured import StructuredOutputsParams
 from ..engine.text import Detokenizer
 from ..ipc.engine_process import EngineProcess
-from ..ipc.messages import CallControl, Cancel, Facts, Load, LoadAdapter, Submit, UnloadAdapter, Update
+from ..ipc.messages import CallControl, Cancel, ChangeCorpus, Facts, Load, LoadAdapter, Submit, UnloadAdapter, Update
 from ..ipc.worker import EngineWorker
 from ..llm import LLM
 from ..metrics import Metrics
@@ -29,6 +30,7 @@ from .errors import ApiError, bad_request, failed, overloaded, shutting_down, st
 from .lanes import Lanes
 from .media import Media
 from .reader import RequestReader
+from .store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -135,21 +137,28 @@ class Server(RequestReader):
         media_hosts: see `Media`; none: images are sent, not fetched.
         loads_adapters: requests may load and unload LoRA adapters.
         updates_weights: requests may pause the engine, let it sleep and update its weights.
+        store: where responses are kept; None: none is.
+
+    Attributes:
+        is_alone: no other server answers at the same address, so what a client changes here is there when it comes again.
     """
+
+    is_alone = True
 
     def __init__(
         self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None,
         privacy: Privacy | None = None, processor: Any = None, media_hosts: list[str] | None = None, loads_adapters: bool = False,
-        updates_weights: bool = False
+        updates_weights: bool = False, store: ResponseStore | None = None
     ):  # fmt: skip
         super().__init__(tokenizer, names, response_template, processor)
-        self.loads_adapters, self.updates_weights = loads_adapters, updates_weights
+        self.loads_adapters, self.updates_weights, self.store = loads_adapters, updates_weights, store
         self.limits, self.privacy = limits, privacy or Privacy()
         self.media = Media(media_hosts or [], limits.max_body_bytes)
         self.worker: EngineWorker | EngineProcess | None = None  # until the model is loaded
         self.loop: asyncio.AbstractEventLoop  # that of the requests, once the model is loaded
         self.answers: dict[str, Answer] = {}  # those that have not ended, by id
         self.lanes = Lanes(self)
+        self.corpora: dict[str, dict[str, int]] = {}  # that clients have added: space → name → number of tokens
         self._num_submitted = 0  # choices
         self.is_closed = False  # the time for draining is over: every request is refused
         self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
@@ -222,12 +231,21 @@ class Server(RequestReader):
         """Compile a grammar, if there is one, before the request is submitted, so that the engine's thread need not wait for it. Raises
         ApiError: 400, it is malformed or too complex; 503, see `running_worker`.
         """
-        if grammar is None:
-            return
+        if grammar is not None:
+            await self._done(self.running_worker.ask(grammar), "structured_outputs")
+
+    async def _done(self, asked: Future, param: str | None, then: Callable[[], object] = lambda: None) -> None:
+        """Wait for what the engine was asked to do, and do what follows `then`, even if the client leaves. Raises ApiError: 400, the
+        engine refuses it, because of the field `param`; 503, the engine has stopped."""
+
+        async def done() -> None:
+            await asyncio.wrap_future(asked)
+            then()
+
         try:
-            await asyncio.wrap_future(self.running_worker.ask(grammar))
-        except ValueError as error:
-            raise bad_request(str(error), "structured_outputs") from None
+            await asyncio.shield(done())
+        except (ValueError, ImportError) as error:
+            raise bad_request(str(error), param) from None
         except ChildProcessError:
             raise stopped() from None
 
@@ -248,12 +266,7 @@ class Server(RequestReader):
             self.facts = replace(self.facts, adapters=others)  # before it has gone
         elif not wish.name or wish.name in self.names:
             raise bad_request(f"lora_name {wish.name!r} is empty or the name of the model.", "lora_name")
-        try:
-            await asyncio.shield(self._changed(wish, worker.ask(wish)))  # the client may leave
-        except (ValueError, ImportError) as error:
-            raise bad_request(str(error), "lora_path") from None
-        except ChildProcessError:
-            raise stopped() from None
+        await self._done(worker.ask(wish), "lora_path", partial(self._note_adapter, wish))
 
     def check_control(self) -> EngineWorker | EngineProcess:
         """The worker. Raises ApiError: 403, this server's clients may not control the engine; 503, see `running_worker`."""
@@ -263,19 +276,22 @@ class Server(RequestReader):
 
     async def control(self, method: str, arguments: dict[str, Any]) -> None:
         """Call a method of the engine's `Control`. Raises ApiError: see `check_control`; 400, it cannot be done."""
-        asked = self.check_control().ask(CallControl(method, arguments))
-        try:
-            await asyncio.shield(asyncio.wrap_future(asked))  # the client may leave
-        except ValueError as error:
-            raise bad_request(str(error)) from None
-        except ChildProcessError:
-            raise stopped() from None
+        await self._done(self.check_control().ask(CallControl(method, arguments)), None)
 
-    async def _changed(self, wish: LoadAdapter | UnloadAdapter, asked: Future) -> None:
-        await asyncio.wrap_future(asked)
+    def _note_adapter(self, wish: LoadAdapter | UnloadAdapter) -> None:
         if isinstance(wish, LoadAdapter):
             others = tuple(name for name in self.facts.adapters if name != wish.name)  # they may have changed
             self.facts = replace(self.facts, adapters=(*others, wish.name))
+
+    async def change_corpus(self, wish: ChangeCorpus) -> None:
+        """Add a corpus of a space, or remove it. Raises ApiError: 400, it cannot be added; 503, see `running_worker`."""
+        await self._done(self.running_worker.ask(wish), "text", partial(self._note_corpus, wish))
+
+    def _note_corpus(self, wish: ChangeCorpus) -> None:
+        of_space = self.corpora.setdefault(wish.space, {})
+        of_space.pop(wish.name, None)
+        if wish.ids is not None:
+            of_space[wish.name] = len(wish.ids)
 
     def submit(
         self, prompt: str | list[int] | None, ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None,

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderFacts, EncoderInput
 from ..engine.params import SamplingParams
@@ -52,11 +54,19 @@ class CallControl(NamedTuple):
     arguments: dict[str, Any]
 
 
-Wish = StructuredOutputsParams | LoadAdapter | UnloadAdapter | CallControl
+class ChangeCorpus(NamedTuple):
+    """Add a corpus of a space. See `Corpora.add`. `ids`: int32 [n]; None: remove it."""
+
+    space: str
+    name: str
+    ids: np.ndarray | None
+
+
+Wish = StructuredOutputsParams | LoadAdapter | UnloadAdapter | ChangeCorpus | CallControl
 
 
 class Ask(NamedTuple):
-    """Compile a grammar, change the adapters, or control the engine; `Done` with the same number is the answer."""
+    """Compile a grammar, change the adapters or a corpus, or control the engine; `Done` with the same number is the answer."""
 
     number: int
     wish: Wish
@@ -71,6 +81,7 @@ class Facts:
     response_template: dict | None = None  # how the model marks reasoning and tool calls, in transformers' format
     encoder: EncoderFacts | None = None  # of an encoder-decoder model
     adapters: tuple[str, ...] = ()  # names of the LoRA adapters
+    corpora: dict[str, int] = field(default_factory=dict)  # the server's own: numbers of tokens by name
 
     @property
     def length(self) -> dict[str, int]:
@@ -87,6 +98,7 @@ class Facts:
             template,
             llm.encoder,
             tuple(llm.engine.adapters.paths),
+            llm.engine.corpora.sizes,
         )
 
 

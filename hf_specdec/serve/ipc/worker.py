@@ -15,7 +15,7 @@ from ...core.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..engine.structured import StructuredOutputsParams
-from .messages import CallControl, Cancel, Load, LoadAdapter, Submit, UnloadAdapter, Update, Wish
+from .messages import CallControl, Cancel, ChangeCorpus, Load, LoadAdapter, Submit, UnloadAdapter, Update, Wish
 
 logger = logging.getLogger(__name__)
 _Change = tuple[LoadAdapter | UnloadAdapter | CallControl, Future]
@@ -61,13 +61,15 @@ class EngineWorker(threading.Thread):
         self._inbox.put(message)
 
     def ask(self, wish: Wish) -> Future:
-        """Begin to compile a grammar, to change the adapters or to control the engine. Any thread may call it. The future's error is
-        ValueError for a grammar that is malformed or too complex, and for what cannot be done."""
+        """Begin to compile a grammar, to change the adapters or a corpus, or to control the engine. Any thread may call it. The future's
+        error is ValueError for what is malformed, too large or too complex, and for what cannot be done."""
         if isinstance(wish, StructuredOutputsParams):
             return self.engine.grammars.start(wish)
         future: Future = Future()
         if self.ranks is not None:
             future.set_exception(ValueError("The model is sharded: this needs a whole model (tensor_parallel_size 1)."))
+        elif isinstance(wish, ChangeCorpus):
+            return self.engine.corpora.start(*wish)
         elif isinstance(wish, CallControl) and wish.method == "join":  # it waits for the trainer, and steps go on
             threading.Thread(target=self._change, args=(wish, future), name="hf-specdec-join", daemon=True).start()
         else:

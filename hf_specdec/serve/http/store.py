@@ -1,0 +1,85 @@
+"""ResponseStore: responses in files."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from ...core.folders import write_private
+from .errors import ApiError, failed
+
+_ID = re.compile("resp_[0-9a-f]{32}")
+
+
+class ResponseStore:
+    """Responses in files, a folder for each space (API key). Any thread may call its methods; only one server may use a folder.
+
+    Args:
+        most_bytes: maximum size of all files together. The oldest go first.
+
+    Raises:
+        OSError: the folder cannot be made or read.
+    """
+
+    def __init__(self, folder: str | Path, most_bytes: int):
+        self.folder, self.most_bytes = Path(folder).expanduser(), most_bytes
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for unfinished in self.folder.glob("*/*.partial"):
+            unfinished.unlink()
+        known = sorted((file.stat().st_mtime, file) for file in self.folder.glob("*/*.json"))
+        self._sizes = {file: file.stat().st_size for _, file in known}  # the oldest first
+        self._total = sum(self._sizes.values())
+        self._lock = threading.Lock()
+        self._shrink()
+
+    def _file(self, space: str, id: str) -> Path:
+        if not _ID.fullmatch(id):
+            raise _unknown(id)
+        return self.folder / (space or "all") / f"{id}.json"
+
+    def save(self, space: str, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
+        """Store a response and the items that it answers. Raises ApiError: 500, it cannot be written."""
+        file = self._file(space, response["id"])
+        content = json.dumps({"response": response, "input": items}).encode()
+        try:
+            if len(content) > self.most_bytes:
+                raise OSError(f"it has {len(content)} bytes, and --store-bytes is {self.most_bytes}")
+            write_private(file, content)
+        except OSError as error:
+            raise failed(f"The response cannot be stored: {error.strerror or error}. Send store: false.") from None
+        with self._lock:
+            self._sizes[file] = len(content)
+            self._total += len(content)
+            self._shrink()
+
+    def _shrink(self) -> None:
+        while self._total > self.most_bytes:
+            oldest = next(iter(self._sizes))
+            self._total -= self._sizes.pop(oldest)
+            oldest.unlink(missing_ok=True)
+
+    def load(self, space: str, id: str) -> dict[str, Any]:
+        """A stored "response" and the "input" items that it answers. Raises ApiError: 404, this space has none of this id; 500, its file
+        is broken."""
+        try:
+            return json.loads(self._file(space, id).read_bytes())
+        except FileNotFoundError:
+            raise _unknown(id) from None
+        except (OSError, ValueError) as error:
+            raise failed(f"The stored response {id} cannot be read: {error}.") from None
+
+    def delete(self, space: str, id: str) -> None:
+        """Delete a stored response. Raises ApiError: 404, this space has none of this id."""
+        file = self._file(space, id)
+        with self._lock:
+            if file not in self._sizes:
+                raise _unknown(id)
+            self._total -= self._sizes.pop(file)
+            file.unlink(missing_ok=True)
+
+
+def _unknown(id: str) -> ApiError:
+    return ApiError(404, f"There is no stored response {id!r}.", code="response_not_found")
