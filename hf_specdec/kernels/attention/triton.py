@@ -509,9 +509,9 @@ def attend_invariant(
     query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks
 ) -> torch.Tensor:
     """See `reference.attend_invariant`."""
-    own = {"window": window, "softcap": softcap, "sinks": sinks}
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
     return paged_attention(
-        query, key_pool, value_pool, batch.attention_inputs(query.device), scaling, invariant=True, **own
+        query, key_pool, value_pool, batch.attention_inputs(query.device), scaling, invariant=True, **options
     )
 
 
