@@ -147,9 +147,9 @@ def test_an_engine_that_is_stopped_for_a_while_and_then_killed(started):
     assert whole.endswith("".join(frame["text"] for frame in frames)) and frames[-1]["finish_reason"] == "length"
     assert server.post("/v1/completions", LONG)[2]["choices"][0]["text"] == whole
 
-    running = stream(server, n=16)  # long enough to be running when the engine ends
+    running = stream(server, n=128)  # long enough to be running when the engine ends
     found = []
-    thread = threading.Thread(target=lambda: found.append(server.post("/v1/completions", {**LONG, "n": 40})))
+    thread = threading.Thread(target=lambda: found.append(server.post("/v1/completions", {**LONG, "n": 128})))
     thread.start()
     time.sleep(0.3)
     os.kill(engine, signal.SIGKILL)
