@@ -337,15 +337,15 @@ class PagedStaticCache(Cache):
 
     def known_blocks(self, seq_id: int, tokens: list[int]) -> list[tuple[bytes, int]]:
         """(hash, block) of each leading block whose contents are in the pool."""
-        found = []
+        known = []
         if self.share_prefixes:
             count = (len(tokens) - max(self.ahead, 1)) // self.block_size
             for content in self._block_hashes(tokens, count, [], self.tables[seq_id].root):
                 block = self.pool.lookup(content)
                 if block is None:
                     break
-                found.append((content, block))
-        return found
+                known.append((content, block))
+        return known
 
     def register_prefix(self, seq_id: int, tokens: list[int], length: int) -> None:
         """Declare that the KV of `tokens[:length]` are written or being written, so that full blocks can be shared. `tokens` must have

@@ -104,11 +104,11 @@ class StatePool:
 
     def holds(self, seq_id: int, num_tokens: int) -> bool:
         """True if the sequence can continue after that many tokens."""
-        own = self._slots.get(seq_id, {})
+        slots = self._slots.get(seq_id, {})
         if num_tokens == 0 or not self.replays:
-            return num_tokens == 0 or num_tokens in own
+            return num_tokens == 0 or num_tokens in slots
         first = self._states.get(seq_id, (num_tokens + 1, 0))[0]
-        return first <= num_tokens and all(count in own for count in range(first, num_tokens + 1))
+        return first <= num_tokens and all(count in slots for count in range(first, num_tokens + 1))
 
     def base(self, seq_id: int, num_tokens: int) -> Base:
         """What a sequence continues from after its first `num_tokens` tokens.
@@ -118,16 +118,16 @@ class StatePool:
         """
         if num_tokens == 0:
             return Base(ZERO_SLOT, ZERO_SLOT, [])
-        own = self._slots.get(seq_id, {})
+        slots = self._slots.get(seq_id, {})
         if not self.holds(seq_id, num_tokens):
             raise RuntimeError(
                 f"The recurrent state of sequence {seq_id} after {num_tokens} tokens was not kept; there are states after "
-                f"{sorted(own) or 'no'} tokens. preempt() the sequence, so that its text is read again."
+                f"{sorted(slots) or 'no'} tokens. preempt() the sequence, so that its text is read again."
             )
         if not self.replays:
-            return Base(own[num_tokens], own[num_tokens], [])
+            return Base(slots[num_tokens], slots[num_tokens], [])
         first, state = self._states[seq_id]
-        return Base(own[num_tokens], state, [own[count] for count in range(first + 1, num_tokens + 1)])
+        return Base(slots[num_tokens], state, [slots[count] for count in range(first + 1, num_tokens + 1)])
 
     def copy(self, seq_id: int, num_tokens: int) -> KeptStates | None:
         """Copies of a sequence's states after that many tokens; None if no tensors hold them."""
@@ -175,12 +175,12 @@ class StatePool:
         """
         if not offsets:
             return
-        own = self._slots.get(seq_id, {})
-        kept = {count: slot for count, slot in own.items() if count <= start}
+        slots = self._slots.get(seq_id, {})
+        kept = {count: slot for count, slot in slots.items() if count <= start}
         for index, offset in enumerate(offsets):
-            if start + offset + 1 in own:
-                kept[start + index + 1] = own[start + offset + 1]
-        self._free += sorted(set(own.values()) - set(kept.values()))
+            if start + offset + 1 in slots:
+                kept[start + index + 1] = slots[start + offset + 1]
+        self._free += sorted(set(slots.values()) - set(kept.values()))
         self._slots[seq_id] = kept
 
     def drop(self, seq_id: int) -> None:

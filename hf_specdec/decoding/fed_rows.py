@@ -54,8 +54,8 @@ class FedRows:
         inputs, starts, logit_rows, chosen, prompts = [], {}, [], [], {}
         packed = num_logits = drafted = 0
         for (seq, end), start in zip(rows, fed, strict=True):
-            own = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
-            row = RowInput(seq.id, own, start, logits=0, offset=seq.position_offset, adapter=seq.adapter)
+            tokens = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
+            row = RowInput(seq.id, tokens, start, logits=0, offset=seq.position_offset, adapter=seq.adapter)
             row.prompt = seq.num_chunked(start, end)
             if end == len(seq.tokens):
                 _append_tree(row, trees, drafted)

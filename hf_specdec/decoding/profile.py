@@ -61,8 +61,8 @@ def profiled(**options: Any) -> Iterator[profile]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     before, phases = phases, _Ranges()
     try:
-        with profile(**{"activities": activities, **options}) as found:
-            yield found
+        with profile(**{"activities": activities, **options}) as profiler:
+            yield profiler
     finally:
         phases = before
-    print(found.key_averages().table(sort_by="cpu_time_total", row_limit=30))
+    print(profiler.key_averages().table(sort_by="cpu_time_total", row_limit=30))

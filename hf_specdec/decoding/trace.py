@@ -38,10 +38,10 @@ class Trace(list[dict[str, Any]]):
         lines: list[tuple[str, ...]] = [titles]
         for step in self.with_text(tokenizer):
             accepted, rejected = step["accepted"], step["rejected"]
-            own = step["written"][len(accepted) :]
+            added = step["written"][len(accepted) :]
             more = f" and {len(rejected) - most} more" if len(rejected) > most else ""
             times = [f"{step[f'{name}_ms']:.2f}" for name in PHASES]
-            texts = f"{_shown(accepted)} + {_shown(own)}", _shown(rejected[:most]) + more
+            texts = f"{_shown(accepted)} + {_shown(added)}", _shown(rejected[:most]) + more
             lines.append((str(step["step"]), str(step["row"]), *times, *texts))
         widths = [max(len(line[i]) for line in lines) for i in range(len(titles) - 1)]
         aligned = [[cell.rjust(width) for cell, width in zip(line[:-2], widths, strict=False)] for line in lines]

@@ -133,12 +133,12 @@ class Change(nn.Module):
         ]
         order = groups.order if spans else None
         read = states if order is None else states.index_select(-2, order)
-        found = read.new_zeros((*read.shape[:-1], layer.out_features), dtype=dtype)
+        change = read.new_zeros((*read.shape[:-1], layer.out_features), dtype=dtype)
         for name, span in spans:
-            found[..., span, :] += of_adapter(layer, name, read[..., span, :])
+            change[..., span, :] += of_adapter(layer, name, read[..., span, :])
         if order is None:
-            return found
-        return found.new_zeros((*states.shape[:-1], layer.out_features)).index_copy_(-2, order, found)
+            return change
+        return change.new_zeros((*states.shape[:-1], layer.out_features)).index_copy_(-2, order, change)
 
 
 def _of_states(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -151,8 +151,8 @@ def _of_states(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
 def _of_ids(layer: Any, name: str, ids: torch.Tensor) -> torch.Tensor:
     """As PEFT's `lora.Embedding` computes it: [.., n, H] for ids [.., n, 1]."""
     rows, scale = layer._embed(ids[..., 0], layer.lora_embedding_A[name].T), layer._get_embed_scale()
-    found = (rows @ layer.lora_embedding_B[name].T) * layer.scaling[name]
-    return found if scale is None else found * scale.to(found.dtype)
+    change = (rows @ layer.lora_embedding_B[name].T) * layer.scaling[name]
+    return change if scale is None else change * scale.to(change.dtype)
 
 
 def _forward(layer: Any, change: Change, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -195,10 +195,10 @@ class RowAdapters:
         try:
             yield
         finally:
-            for layer, own in zip(self._layers, before, strict=True):
+            for layer, forward in zip(self._layers, before, strict=True):
                 del vars(layer)["forward"]
-                if own is not None:
-                    vars(layer)["forward"] = own
+                if forward is not None:
+                    vars(layer)["forward"] = forward
 
     def groups(self, layer: Any, shape: torch.Size, device: torch.device) -> _Groups:
         """The tokens of each adapter among those [.., n] that a layer reads. Made once per forward, not per layer."""

@@ -82,7 +82,7 @@ def _mpt(original: Callable[..., torch.Tensor], batch: PackedBatch) -> Callable[
     """Biases [heads, 1, S_total]; MPT counts back from the last key, which is here the last of each row."""
     ends = np.cumsum([row.start + row.num_tokens for row in batch.inputs])
     rows = np.split(batch.key_positions(), ends[:-1])
-    positions = torch.from_numpy(np.concatenate([own - own.max() for own in rows]))
+    positions = torch.from_numpy(np.concatenate([places - places.max() for places in rows]))
 
     def biases(num_heads, sequence_length, alibi_bias_max=8, device=None):
         slopes = _slopes(original(num_heads, 2, alibi_bias_max, device))

@@ -224,25 +224,25 @@ def all_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configurations of the model's modules, except those of parts that do not use transformers' attention interface."""
-    found, refused = {}, set()
+    configs, refused = {}, set()
     for module in all_modules(model):
         config = vars(module).get("config")
         if isinstance(config, PreTrainedConfig):
-            found[id(config)] = config
+            configs[id(config)] = config
             if isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
                 refused.add(id(config))
-    return [config for key, config in found.items() if key not in refused]
+    return [config for key, config in configs.items() if key not in refused]
 
 
 def all_parameters(module: nn.Module) -> list[torch.Tensor]:
     """Every parameter once: `module.parameters()`, faster."""
-    found = {
+    parameters = {
         id(parameter): parameter
         for inner in all_modules(module)
         for parameter in inner._parameters.values()
         if parameter is not None
     }
-    return list(found.values())
+    return list(parameters.values())
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

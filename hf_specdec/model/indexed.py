@@ -35,15 +35,15 @@ def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
         # Every key is written before any row is scored, because rows may share blocks.
         forward(indexer, hidden, queries, angles, mask[..., :0], *positions, **given)
         rows, masks = batch.plan(cache.window, hidden[0, :, None], hidden[0, :, None])
-        found = []
+        selected = []
         for row, own_mask in zip(rows, masks, strict=True):
-            own = slice(row.start, row.end)
+            tokens = slice(row.start, row.end)
             seen = hidden.new_zeros(1, row.length) if own_mask is None else own_mask
             keys = _KeysOf(cache.layers[indexer.layer_idx], row)
-            turned = tuple(each[:, own] for each in angles)
-            part = hidden[:, own], queries[:, own], turned, seen[None], *(each[:, own] for each in positions)
-            found.append(forward(indexer, *part, **given | {CACHE: keys})[0].long())
-        return found
+            turned = tuple(each[:, tokens] for each in angles)
+            part = hidden[:, tokens], queries[:, tokens], turned, seen[None], *(each[:, tokens] for each in positions)
+            selected.append(forward(indexer, *part, **given | {CACHE: keys})[0].long())
+        return selected
 
     return select
 

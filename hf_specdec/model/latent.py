@@ -130,14 +130,14 @@ def _absorbed_selected(module, query, layer, row: AttentionRow, mask, selected, 
     slots = selected + row.first_slot if row.slots is None else row.slots[selected]
     seen = query.new_zeros(count, num_keys) if mask is None else mask.gather(1, selected)
     folded, alone = _folded(module, query), AttentionRow(0, 1, num_keys, 0, None)
-    found = []
+    outputs = []
     for token in range(count):
         keys = layer.pools[0].index_select(0, slots[token])
         masks = [seen[token].expand(query.shape[1], -1)]
         values = keys[..., : module.kv_lora_rank]
-        own = folded[token : token + 1]
-        found.append(reference.paged_attention(own, keys, values, [alone], masks, scaling, **options))
-    return _unfolded(module, torch.cat(found))
+        one = folded[token : token + 1]
+        outputs.append(reference.paged_attention(one, keys, values, [alone], masks, scaling, **options))
+    return _unfolded(module, torch.cat(outputs))
 
 
 def _expanded(module, query, layer, row: AttentionRow, mask, scaling, options) -> torch.Tensor:

@@ -161,8 +161,8 @@ class PackedBatch:
         """The additive mask [1, 1, T, S_total] of models that attend to gathered keys."""
         key = (window, dtype, device)
         if key not in self._masks:
-            own = self.cache.window
-            windows = {window} if own is None else {window, window_parts(own)[0] if window else own}
+            of_cache = self.cache.window
+            windows = {window} if of_cache is None else {window, window_parts(of_cache)[0] if window else of_cache}
             masks = (block_diagonal_mask(self.inputs, each, dtype) for each in windows)
             self._masks[key] = functools.reduce(torch.minimum, masks)[None, None].to(device)
         return self._masks[key]
@@ -174,7 +174,7 @@ class PackedBatch:
             tokens = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in rows])
             inputs = [self.inputs[row] for row in rows]
             starts = [0, *itertools.accumulate(row.num_tokens for row in inputs)]
-            own = dataclasses.replace(
+            batch = dataclasses.replace(
                 self,
                 inputs=inputs,
                 starts=starts,
@@ -185,7 +185,7 @@ class PackedBatch:
                 _masks={},
                 _parts={},
             )
-            self._parts[key] = own, upload(tokens, device)
+            self._parts[key] = batch, upload(tokens, device)
         return self._parts[key]
 
     def closed_segments(self, size: SegmentSize, device: torch.device) -> ClosedSegments:
@@ -231,10 +231,10 @@ class PackedBatch:
         """Positions of the S_total gathered keys, numpy."""
         positions = []
         for row in self.inputs:
-            own = np.arange(row.start + row.num_tokens)
+            places = np.arange(row.start + row.num_tokens)
             if row.region_positions is not None:
-                own[len(own) - len(row.region_positions) :] = row.region_positions
-            positions.append(own)
+                places[len(places) - len(row.region_positions) :] = row.region_positions
+            positions.append(places)
         return np.concatenate(positions)
 
 

@@ -110,14 +110,14 @@ class PackedHead:
         """
         if not uses_graphs(wanted, self):
             return self
-        own = copy.copy(self)
-        own.graphs = GraphRunner(own)
-        own.linears = few_row_linears(own.module)
-        if rewritten and not own.is_latent:
-            own._layers = layers_of(own.module, paged_attention_forward, RewrittenLayers)
-        if own.fuse is not None:
-            own.reading_graphs = GraphRunner(own, own.read_batch, name="{} (reading texts)")
-        return own
+        captured = copy.copy(self)
+        captured.graphs = GraphRunner(captured)
+        captured.linears = few_row_linears(captured.module)
+        if rewritten and not captured.is_latent:
+            captured._layers = layers_of(captured.module, paged_attention_forward, RewrittenLayers)
+        if captured.fuse is not None:
+            captured.reading_graphs = GraphRunner(captured, captured.read_batch, name="{} (reading texts)")
+        return captured
 
     def modules(self) -> list[nn.Module]:
         """The head's module, and those that it calls and does not own."""

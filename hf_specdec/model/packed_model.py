@@ -453,9 +453,9 @@ class PackedModel:
 
 def _parameters(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
     """The arguments of a model's forward by name. One that wraps the class's forward and passes everything on has that one's, too."""
-    own = dict(inspect.signature(model.forward).parameters)
-    passes_on = "forward" in vars(model) and any(each.kind == each.VAR_KEYWORD for each in own.values())
-    return {**inspect.signature(type(model).forward).parameters, **own} if passes_on else own
+    arguments = dict(inspect.signature(model.forward).parameters)
+    passes_on = "forward" in vars(model) and any(each.kind == each.VAR_KEYWORD for each in arguments.values())
+    return {**inspect.signature(type(model).forward).parameters, **arguments} if passes_on else arguments
 
 
 def _passes_positions_on(model: PreTrainedModel) -> bool:

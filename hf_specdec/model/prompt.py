@@ -135,7 +135,7 @@ def _prefill(
     packed: PackedModel, input_ids: torch.Tensor, inputs: dict[str, Any], generation_config: Any
 ) -> tuple[Any, dict[Any, list[torch.Tensor]], torch.Tensor | None]:
     """The model's own forward over the prompts, in chunks: last output, tapped states [B, S, H] per chunk, last `position_ids`."""
-    found: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    tapped: dict[Any, list[torch.Tensor]] = defaultdict(list)
     positions: list[torch.Tensor | None] = []
 
     def note_positions(module, args, kwargs):
@@ -144,12 +144,12 @@ def _prefill(
     model: Any = packed.model
     hook = model.register_forward_pre_hook(note_positions, with_kwargs=True)
     try:
-        tapping = architectures.tapping(model, packed.taps, lambda key, states: found[key].append(states))
+        tapping = architectures.tapping(model, packed.taps, lambda key, states: tapped[key].append(states))
         with packed.reading(), tapping:
             output = model._prefill(input_ids, generation_config, dict(inputs))
     finally:
         hook.remove()
-    return output, found, positions[-1]
+    return output, tapped, positions[-1]
 
 
 def _wanted(packed: PackedModel, inputs: dict[str, Any], all_hidden_states: bool) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def _by_part(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             return forward(scorer, queries, entries, hidden)
 
         def score_part(part: Part) -> torch.Tensor:
-            own, pool = slice(part.start, part.end), layer.further[entries_of(_INDEXER)]
-            return forward(scorer, queries[:, own], pool[None, part.entries, 0], hidden[:, own])[0]
+            tokens, pool = slice(part.start, part.end), layer.further[entries_of(_INDEXER)]
+            return forward(scorer, queries[:, tokens], pool[None, part.entries, 0], hidden[:, tokens])[0]
 
         layer.score = score_part
         return hidden.new_zeros(*hidden.shape[:2], 0)
@@ -98,8 +98,8 @@ def attend_segments(
         keys = torch.cat([layer.keys[part.keys], entries[part.entries]])
         alone = AttentionRow(0, part.end - part.start, len(keys), 0, None)
         mask = torch.cat([part.sees_keys, mask], dim=1).repeat(query.shape[1], 1)
-        own = slice(part.start, part.end)
-        out[own] = reference.paged_attention(query[own], keys, keys, [alone], [mask], scaling, sinks=sinks)
+        tokens = slice(part.start, part.end)
+        out[tokens] = reference.paged_attention(query[tokens], keys, keys, [alone], [mask], scaling, sinks=sinks)
     return out
 
 

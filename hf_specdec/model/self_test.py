@@ -157,8 +157,8 @@ def check(packed: PackedModel) -> None:
 
 def is_intervened(packed: PackedModel) -> bool:
     """True if others intervene in the model's forward, on any of its ranks."""
-    found = bool(interventions(packed.model))
-    return found if packed.ranks is None else not packed.ranks.least(int(not found))
+    intervenes = bool(interventions(packed.model))
+    return intervenes if packed.ranks is None else not packed.ranks.least(int(not intervenes))
 
 
 def signature(packed: PackedModel, whole: bool = False) -> tuple:

@@ -160,22 +160,22 @@ def _setting(value: Any) -> Any:
 
 def interventions(model: nn.Module) -> list[str]:
     """What was put into a model's forward from outside, in words: hooks, replaced forwards, wrappers that no library defines."""
-    found = ["a hook of all modules or a torch mode"] if interposed() else []
+    reasons = ["a hook of all modules or a torch mode"] if interposed() else []
     for module in architectures.all_modules(model):
         name = type(module).__name__
         if hooks_of(module):
-            found.append(f"a hook on {name}")
+            reasons.append(f"a hook on {name}")
         if "forward" in vars(module) and not _is_of_libraries(module):
-            found.append(f"a forward of its own on {name}")
+            reasons.append(f"a forward of its own on {name}")
         if module._modules and not f"{type(module).__module__}.".startswith(_LIBRARIES):
-            found.append(name)  # leaves of others are quantized layers, which treat every token alike
-    return list(dict.fromkeys(found))
+            reasons.append(name)  # leaves of others are quantized layers, which treat every token alike
+    return list(dict.fromkeys(reasons))
 
 
 def _is_of_libraries(module: nn.Module) -> bool:
     """True if a library replaced the module's forward: compiled ones, and accelerate's, unless it calls a hook of the user's."""
-    own = vars(module)["forward"]
-    function = getattr(getattr(own, "func", own), "__func__", getattr(own, "func", own))
+    forward = vars(module)["forward"]
+    function = getattr(getattr(forward, "func", forward), "__func__", getattr(forward, "func", forward))
     origins = [getattr(function, "__globals__", {}).get("__name__")]  # wrappers copy the name of what they wrap
     hook = vars(module).get("_hf_hook")
     if hook is not None:

@@ -64,8 +64,8 @@ class FirstLayers(nn.ModuleList):
         vars(self).update(_owner=_here(), _all=layers, _first=layers[:count])
 
     def _seen(self) -> nn.ModuleList:
-        own = vars(self)
-        return own["_first"] if _is_ours(own["_owner"]) else own["_all"]
+        attributes = vars(self)
+        return attributes["_first"] if _is_ours(attributes["_owner"]) else attributes["_all"]
 
     def __getitem__(self, index: Any) -> Any:
         return self._seen()[index]

@@ -29,8 +29,8 @@ def process_logits(
     for i, seq in enumerate(sequences):
         if seq.processors is not None:
             # Requests of a server have processors of their own, but often the same parameters: they share a call.
-            own = seq.processors
-            groups.setdefault(own.sampling if own.only_sampling else id(own), []).append(i)
+            processors = seq.processors
+            groups.setdefault(processors.sampling if processors.only_sampling else id(processors), []).append(i)
     if not groups:
         return logits
     if len(groups) == 1 and len(next(iter(groups.values()))) == len(sequences):

@@ -128,8 +128,8 @@ class NodeProcessors:
                 )
         self.processors, self.prompt_ids, self.pad_token_id = list(processors), prompt_ids, pad_token_id or 0
         self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
-        own = [code for code in map(_code_of_user, self.processors) if code is not None]
-        self._watched = [KeptState(code) for code in own if getattr(code, "keeps_state", None) is not False]
+        codes = [code for code in map(_code_of_user, self.processors) if code is not None]
+        self._watched = [KeptState(code) for code in codes if getattr(code, "keeps_state", None) is not False]
         self.in_step = bool(self._watched) or any(type(each) in _AT_BEGINNING for each in self.processors)
         self._keeps_state = False
         self.calls_in_order = bool(self._watched)

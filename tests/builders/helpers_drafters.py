@@ -158,6 +158,7 @@ def assert_four_heads_bound_the_length(model, base: dict[str, Any], too_deep: Se
 
 def assert_refused(model, config: dict[str, Any], message: str) -> None:
     """A call fails with this message before any decoder is kept."""
+    hf_specdec.release(model)  # decoders of other tests
     with pytest.raises(SpeculativeConfigError, match=message):
         model.generate(**RAGGED, max_new_tokens=3, speculative_config=config)
     assert not integration.kept_decoders(model)

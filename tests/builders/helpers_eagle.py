@@ -121,18 +121,13 @@ class PlainLayers:
         keys, values = state[i]
         keys.append(self.rotate(k, position))
         values.append(v)
-        out = []
         oldest = len(keys) - self.window - self.besides if self.window else 0
         seen = [i for i in range(len(keys)) if i >= oldest or i < self.sinks]
-        for head in range(self.heads):
-            group = head // (self.heads // self.kv_heads)
-            scores = (
-                torch.stack([keys[i][group] for i in seen])
-                @ self.rotate(q, position)[head]
-                / (1 if self.is_gemma else math.sqrt(self.width))
-            )
-            out.append(torch.softmax(scores, 0) @ torch.stack([values[i][group] for i in seen]))
-        out = self.linear(torch.cat(out), prefix + "o_proj")
+        grouped = self.rotate(q, position).view(self.kv_heads, -1, self.width)  # the queries of each key head
+        seen_keys, seen_values = (torch.stack([states[i] for i in seen], dim=1) for states in (keys, values))
+        scores = grouped @ seen_keys.mT / (1 if self.is_gemma else math.sqrt(self.width))
+        out = torch.softmax(scores, -1) @ seen_values
+        out = self.linear(out.flatten(), prefix + "o_proj")
         return rms(out, self.w[f"layers.{i}.post_attention_layernorm.weight"]) if self.is_gemma else out
 
     def mlp(self, i, x):

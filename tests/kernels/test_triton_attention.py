@@ -268,7 +268,7 @@ def test_keys_of_something_else():
     """Cross-attention: every token sees all keys of its row, which may be fewer than the tokens."""
     shapes = [(5, 3), (1, 40), (17, 1), (4, 90), (2, 17)]
     rows = [RowDescription([], tokens, keys, np.ones((tokens, 1), dtype=bool)) for tokens, keys in shapes]
-    batch = Batch(rows, 4, 2, 16, 16, torch.float32, 16)
+    batch = Batch(rows, 2, 1, 16, 16, torch.float32, 16)
     for launch in LAUNCHES:
         check(batch.run(launch=launch), batch.plain())
 
@@ -297,7 +297,7 @@ def test_the_first_keys_stay_visible_beside_a_window(launch):
         random_row(rng, "tree", 140, 6),
         RowDescription([], 3, 5),
     ]
-    batch = Batch(rows, 4, 2, 16, 16, torch.float32, 16)
+    batch = Batch(rows, 2, 1, 16, 16, torch.float32, 16)
     for window in (Window(1, 1), Window(20, 17), Window(60, 70)):
         check(batch.run(launch=launch, window=window), batch.plain(window=window))
 

@@ -8,15 +8,17 @@ from paths import TESTS
 from triton_interpreter import run_interpreted
 
 GROUPS = {
-    "verification": (
+    "attention": ("test_triton_attention", "test_triton_sampling", "test_gpu_checks"),
+    "others": (
         "test_triton_verification",
         "test_triton_cache_ops",
         "test_triton_draft_ops",
         "test_triton_layers",
         "test_triton_recurrent",
+        "test_triton_generate",
+        "test_triton_invariant",
+        "test_graphs",
     ),
-    "attention": ("test_triton_attention", "test_triton_sampling", "test_gpu_checks"),
-    "generate": ("test_triton_generate", "test_triton_invariant", "test_graphs"),
 }
 
 

@@ -65,7 +65,6 @@ def bundled(tiny_tokenizer):
         {"method": "none"},
         {"method": "none", "native": False},
         {"method": "none", "deterministic": True},
-        {**NGRAM, "block_size": 4},
         {**NGRAM, "block_size": 4, "num_blocks": 60},
         {"method": "suffix"},
         {"method": "draft_model", "model": "tiny-draft", "branching_factors": [2, 2, 1]},
@@ -84,10 +83,8 @@ def test_every_row_has_the_text_of_its_adapter(bundled, config):
     output = adapted.generate(**inputs, **call, adapter_names=NAMES, return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected)
     assert config["method"] == "none" or output.speculation["num_accepted_tokens"]
-    for row in (0, 2):
-        single = {name: each[row : row + 1, inputs["attention_mask"][row].argmax() :] for name, each in inputs.items()}
-        found = adapted.generate(**single, **call, adapter_names=[NAMES[row]])
-        assert torch.equal(found[0, -24:], expected[row, -24:])
+    single = {name: each[2:3, inputs["attention_mask"][2].argmax() :] for name, each in inputs.items()}
+    assert torch.equal(adapted.generate(**single, **call, adapter_names=NAMES[2:3])[0, -24:], expected[2, -24:])
     assert_clean(adapted.get_base_model())
 
 

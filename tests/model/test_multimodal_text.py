@@ -38,18 +38,24 @@ def prompts(lengths=(13, 7, 10, 1, 2)):
     return inputs
 
 
+@pytest.fixture(scope="module")
+def references(model):
+    """Five rows and one, and what the model writes after them."""
+    batches = (prompts(), prompts([9]))
+    return [(inputs, model.generate(**inputs, max_new_tokens=16, do_sample=False)) for inputs in batches]
+
+
 @pytest.mark.parametrize("method", CONFIGS)
-def test_text_prompts(model, method):
+def test_text_prompts(model, references, method):
     """Five rows and one; drafts of a model of the same class that is a little different. Also with the token types that say "text" of
     every token, where the model takes such."""
     if method == "early exit" and model.config.model_type == HYBRID:
         pytest.skip("refused for models with recurrent layers (test_recurrent.py)")
     drafter = {"assistant_model": perturbed(model, 0.05)} if method in ("chain", "tree") else {}
-    for inputs in (prompts(), prompts([9])):
-        plain = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    for inputs, plain in references:
         assert len(set(plain[:, -16:].flatten().tolist())) > len(plain), "a reference that says something"
         if token_types(model) is not None and method == "ngram" and model.config.model_type != "paligemma":
-            inputs[token_types(model)] = torch.zeros_like(inputs["input_ids"])
+            inputs = {**inputs, token_types(model): torch.zeros_like(inputs["input_ids"])}
         call = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, **drafter}
         output = model.generate(**inputs, **call, speculative_config=CONFIGS[method])
         assert torch.equal(output.sequences, plain)

@@ -14,7 +14,7 @@ import torch
 from cache_checks import check_blocks
 from encoders import DRAFT, END, MARKS, NEW, NGRAM, NO_TIMES, START, TREE, VOCAB, build, inputs_for, whisper
 from families import perturbed
-from helpers_server import Process
+from helpers_server import Process, in_thread
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor, WhisperTokenizer
 
@@ -162,9 +162,9 @@ def test_completions_of_an_encoder_decoder_model(tmp_path):
         ids = model.generate(torch.tensor([tokenizer(text)["input_ids"]]), do_sample=False, **more)[0]
         return tokenizer.decode(ids[3 if "decoder_input_ids" in more else 2 :], skip_special_tokens=True)
 
-    with Process.running("--speculative-config", json.dumps(NGRAM), "--max-num-seqs", "3", model=tmp_path) as server:
+    with in_thread(NGRAM, model=tmp_path, max_model_len=None) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-        asked = {"model": str(tmp_path), "max_tokens": NEW, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        asked = {"model": "tiny", "max_tokens": NEW, "temperature": 0, "extra_body": {"ignore_eos": True}}
         answer = client.completions.create(prompt=texts, **asked)
         assert [choice.text for choice in answer.choices] == [plain(text, max_new_tokens=NEW + 1) for text in texts]
         assert (

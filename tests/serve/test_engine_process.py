@@ -112,31 +112,17 @@ def started():
             server.process.wait()
 
 
-def test_an_engine_that_is_killed_ends_answers_and_the_server(started):
-    server = started().wait()
-    engine, running = server.engine(), stream(server, n=16)  # long enough to be running when the engine ends
-    found = []
-    thread = threading.Thread(target=lambda: found.append(server.post("/v1/completions", {**LONG, "n": 40})))
-    thread.start()
-    time.sleep(0.3)
-    os.kill(engine, signal.SIGKILL)
-    began = time.monotonic()
-    *_, last, done = events(running)
-    assert "engine has stopped" in json.loads(last)["error"]["message"] and done == "[DONE]"
-    thread.join()
-    assert found[0][0] == 503 and time.monotonic() - began < 10  # at once, not at the next keep-alive comment
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(server.url + "/health", timeout=5)
-    assert error.value.code == 503
-    assert server.post("/v1/completions", LONG)[0] == 503
-    assert server.post("/v1/completions", {**LONG, "structured_outputs": {"regex": "a+"}})[0] == 503
-    assert server.process.wait(timeout=30) == 2 and is_gone(engine)
-    (line,) = [line for line in server.said().splitlines() if line.startswith("hf-specdec serve: error: ")]
-    assert "SIGKILL" in line
+def asked(server, path):
+    """The status of a GET."""
+    try:
+        with urllib.request.urlopen(server.url + path, timeout=5) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
-def test_an_engine_that_is_stopped_for_a_while(started):
-    """/health and new requests get 503 meanwhile; an answer that had begun waits, and goes on."""
+def test_an_engine_that_is_stopped_for_a_while_and_then_killed(started):
+    """Stopped: /health and new requests get 503 meanwhile; an answer that had begun waits, and goes on. Killed: answers and server end."""
     server = started(before=IMPATIENT).wait()
     server.post("/v1/completions", LONG)
     whole = server.post("/v1/completions", LONG)[2]["choices"][0]["text"]
@@ -161,14 +147,25 @@ def test_an_engine_that_is_stopped_for_a_while(started):
     assert whole.endswith("".join(frame["text"] for frame in frames)) and frames[-1]["finish_reason"] == "length"
     assert server.post("/v1/completions", LONG)[2]["choices"][0]["text"] == whole
 
-
-def asked(server, path):
-    """The status of a GET."""
-    try:
-        with urllib.request.urlopen(server.url + path, timeout=5) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
+    running = stream(server, n=128)  # long enough to be running when the engine ends
+    found = []
+    thread = threading.Thread(target=lambda: found.append(server.post("/v1/completions", {**LONG, "n": 128})))
+    thread.start()
+    time.sleep(0.3)
+    os.kill(engine, signal.SIGKILL)
+    began = time.monotonic()
+    *_, last, done = events(running)
+    assert "engine has stopped" in json.loads(last)["error"]["message"] and done == "[DONE]"
+    thread.join()
+    assert found[0][0] == 503 and time.monotonic() - began < 10  # at once, not at the next keep-alive comment
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(server.url + "/health", timeout=5)
+    assert error.value.code == 503
+    assert server.post("/v1/completions", LONG)[0] == 503
+    assert server.post("/v1/completions", {**LONG, "structured_outputs": {"regex": "a+"}})[0] == 503
+    assert server.process.wait(timeout=30) == 2 and is_gone(engine)
+    (line,) = [line for line in server.said().splitlines() if line.startswith("hf-specdec serve: error: ")]
+    assert "SIGKILL" in line
 
 
 def test_no_engine_outlives_the_server_and_only_it_holds_the_model(started, tmp_path):

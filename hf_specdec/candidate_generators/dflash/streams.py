@@ -138,12 +138,14 @@ class StreamHead(BlockHead):
 def read_streams(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
     """The settings of a checkpoint, whose config.json is otherwise the target's. Raises CheckpointError: a key is missing, is not known
     or does not fit the target."""
-    own = {key: value for key, value in checkpoint.config.items() if key.startswith("dspark_")}
-    for key in [*_KEYS, *own]:
+    aliases = {key: value for key, value in checkpoint.config.items() if key.startswith("dspark_")}
+    for key in [*_KEYS, *aliases]:
         if key not in _KEYS:
-            raise checkpoint.error(f"config.json has {key} = {own[key]!r}, which DeepSeek-V4's DSpark does not have.")
-        if not _KEYS[key].fits(own.get(key)):
-            raise checkpoint.error(f"needs {_KEYS[key].name} as {key} in its config.json, not {own.get(key)!r}.")
+            raise checkpoint.error(
+                f"config.json has {key} = {aliases[key]!r}, which DeepSeek-V4's DSpark does not have."
+            )
+        if not _KEYS[key].fits(aliases.get(key)):
+            raise checkpoint.error(f"needs {_KEYS[key].name} as {key} in its config.json, not {aliases.get(key)!r}.")
     if target.config.model_type != "deepseek_v4":
         raise checkpoint.error(f"drafts for DeepSeek-V4; the target is of model_type {target.config.model_type!r}.")
     config: Any = copy.deepcopy(target.config)
@@ -151,14 +153,14 @@ def read_streams(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
     config.num_hidden_layers = counted(checkpoint, stages, "stage")
     config.layer_types = ["sliding_attention"] * config.num_hidden_layers
     config.mlp_layer_types = ["moe"] * config.num_hidden_layers
-    tapped = tuple(index + 1 for index in own["dspark_target_layer_ids"])
+    tapped = tuple(index + 1 for index in aliases["dspark_target_layer_ids"])
     if not tapped or min(tapped) < 1 or max(tapped) > target.config.num_hidden_layers:
         raise checkpoint.error(
-            f"reads layers {own['dspark_target_layer_ids']} of its target, which has {target.config.num_hidden_layers}."
+            f"reads layers {aliases['dspark_target_layer_ids']} of its target, which has {target.config.num_hidden_layers}."
         )
     return DFlashLayout(
-        layers=config, block_size=own["dspark_block_size"], mask_token_id=own["dspark_noise_token_id"], tapped=tapped,
-        from_anchor=True, causal=(False, False), like_speculators=True, heads={"markov_rank": own["dspark_markov_rank"]},
+        layers=config, block_size=aliases["dspark_block_size"], mask_token_id=aliases["dspark_noise_token_id"], tapped=tapped,
+        from_anchor=True, causal=(False, False), like_speculators=True, heads={"markov_rank": aliases["dspark_markov_rank"]},
     )  # fmt: skip
 
 

@@ -128,11 +128,11 @@ class InputSizes:
 
     def views(self, flat: Any) -> dict[str, Any]:
         """Views of the parts of a flat tensor or array [`starts["end"]`]."""
-        found = {}
+        views = {}
         for name, shape in self.shapes.items():
             start = self.starts[name]
-            found[name] = flat[start : start + math.prod(shape)].reshape(shape)
-        return found
+            views[name] = flat[start : start + math.prod(shape)].reshape(shape)
+        return views
 
     def inputs(self, flat: torch.Tensor, block_size: int) -> AttentionInputs:
         """AttentionInputs whose tensors are views of `flat`."""
@@ -183,10 +183,10 @@ def fill_inputs(
     # Packed token t of a row that ends at `end` and has `length` keys is key t + length - end.
     parts["positions"][:num_tokens] = np.arange(num_tokens) + np.repeat(key_lengths - ends, counts)
     for i, row in enumerate(rows):
-        own = slice(ends[i] - row.query_length, ends[i])
+        tokens = slice(ends[i] - row.query_length, ends[i])
         parts["block_tables"][i, : len(row.blocks)] = row.blocks
         if row.positions is not None:
-            parts["positions"][own] = row.positions
+            parts["positions"][tokens] = row.positions
         if row.visibility is not None:
             region = row.visibility.shape[1]
             places = (
@@ -195,7 +195,7 @@ def fill_inputs(
                 else row.region_positions
             )
             parts["region_lengths"][i] = region
-            parts["visibility"][own] = pack_visibility(row.visibility, sizes.num_words)
+            parts["visibility"][tokens] = pack_visibility(row.visibility, sizes.num_words)
             parts["region_positions"][i, :region] = places
 
 
@@ -251,9 +251,9 @@ class NativeRows:
                 (7, row.positions, np.int64),
             ):
                 if array is not None:
-                    own = np.ascontiguousarray(array, dtype=dtype)
-                    kept.append(own)
-                    line[place] = own.__array_interface__["data"][0]  # `.ctypes` takes several times as long
+                    contiguous = np.ascontiguousarray(array, dtype=dtype)
+                    kept.append(contiguous)
+                    line[place] = contiguous.__array_interface__["data"][0]  # `.ctypes` takes several times as long
             lines.append(line)
             start, most = start + row.query_length, max(most, row.query_length)
         return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)

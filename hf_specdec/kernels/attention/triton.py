@@ -4,8 +4,6 @@ One program computes a tile of queries of one row for one key head. The heads of
 (GQA packing, Ainslie et al. 2023), so keys and values are read once for all of them. Softmax is computed online over tiles of
 keys (Dao et al., "FlashAttention", 2022). With few rows and long contexts, several programs share the keys of a row, and a
 second small launch merges their results ("Flash-Decoding", Dao et al. 2023).
-
-`attention_kernel` is long on purpose: passing the tile's state between functions would cost registers.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -46,16 +44,48 @@ def _locate_tile(tile, query_starts, num_rows, tiles_per_row, GROUP: tl.constexp
 
 
 @triton.jit
-def _load_tile(pool, slots, seen, columns, stride, WIDTH: tl.constexpr, FULL: tl.constexpr, MASKED: tl.constexpr):
+def _load_tile(
+    pool, slots, seen, columns, stride, WIDTH: tl.constexpr, FULL: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr
+):  # fmt: skip
     """[slots, columns] of a pool; zeros after WIDTH columns and, if MASKED, where `seen` is false."""
     pointers = pool + slots[:, None] * stride + columns[None, :]
     if MASKED:
         if FULL:
-            return tl.load(pointers, mask=seen[:, None], other=0.0)
-        return tl.load(pointers, mask=seen[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    if FULL:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+            tile = tl.load(pointers, mask=seen[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=seen[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    elif FULL:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+    return tile.to(tl.float32) if UPCAST else tile
+
+
+@triton.jit
+def _key_range(
+    first, num_tokens, length, region_start, query_positions, window, kept, HAS_REGION: tl.constexpr,
+    GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_KEPT: tl.constexpr, FIXED_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The keys begin .. end that a tile of queries attends to; `open_end`, before which every query sees all keys (apart from
+    windows); and (first_end, gap): `gap` keys from `first_end` on are left out, and keys after them counted without them."""
+    open_end = length - num_tokens + first // GROUP + 1
+    end = length - num_tokens + tl.minimum(first + BLOCK_M - 1, num_tokens * GROUP - 1) // GROUP + 1
+    if HAS_REGION:
+        open_end = tl.where(region_start < length, region_start, open_end)
+        end = tl.where(region_start < length, length, end)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(tl.min(query_positions, axis=0) - window + 1, 0)
+        begin = tl.minimum(begin, tl.minimum(region_start, end)) // BLOCK_N * BLOCK_N
+    first_end = 0
+    gap = 0
+    if HAS_KEPT:
+        first_end = tl.cdiv(kept, BLOCK_N) * BLOCK_N
+        if not FIXED_SPLITS:  # whose keys are the same in every batch
+            gap = tl.maximum(begin - first_end, 0)
+        begin = 0
+    return begin, end - gap, open_end - gap, (first_end, gap)
 
 
 @triton.jit
@@ -76,15 +106,16 @@ def _of_split(split, begin, end, num_splits, keys_per_split, FIXED_SPLITS: tl.co
 
 
 @triton.jit
-def _with_gap(counted, first_end, gap):
-    """Indices of keys that were counted without the gap."""
+def _with_gap(counted, gaps):
+    """Indices of keys that were counted without the gap: `gap` keys from `first_end` on."""
+    first_end, gap = gaps
     return counted + tl.where(counted >= first_end, gap, 0)
 
 
 @triton.jit
-def _load_blocks(table, counted, end, first_end, gap, BLOCK_SIZE: tl.constexpr, HAS_KEPT: tl.constexpr):
+def _load_blocks(table, counted, end, gaps, BLOCK_SIZE: tl.constexpr, HAS_KEPT: tl.constexpr):
     """The blocks of these keys, before `end`."""
-    index = _with_gap(counted, first_end, gap) if HAS_KEPT else counted
+    index = _with_gap(counted, gaps) if HAS_KEPT else counted
     return tl.load(table + index // BLOCK_SIZE, mask=counted < end, other=0)
 
 
@@ -113,16 +144,144 @@ def _seen_keys(
 
 
 @triton.jit
-def _store_partial(
-    partial, partial_lse, lines, weighted, largest, total, valid, value_columns, VALUE_WIDTH: tl.constexpr
-):
+def _visible_scores(
+    scores, index, exists, queries, region, window, kept, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_KEPT: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Scores [queries, keys], -inf where a query does not see a key: if MASKED, after it or in a region; outside a window."""
+    _, _, last_seen, query_positions, packed, valid = queries
+    visibility, only_word, region_positions, row, region_start, has_region = region
+    key_positions = index
+    if MASKED and region_positions is not None:
+        of_region = exists & (index >= region_start)
+        there = tl.load(region_positions + row * (32 * WORDS) + index - region_start, mask=of_region, other=0)
+        key_positions = tl.where(of_region, there, index)
+    if MASKED:
+        seen = _seen_keys(
+            index, exists, last_seen, visibility, only_word, packed, valid, region_start, has_region, WORDS
+        )
+        scores = tl.where(seen, scores, float("-inf"))
+    if HAS_WINDOW:
+        near = query_positions[:, None] - key_positions[None, :] < window
+        if HAS_KEPT:
+            near = near | (key_positions < kept)[None, :]
+        scores = tl.where(near, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _softmax_step(scores, factor, state):
+    """The online softmax reads a tile of keys: their weights, and the state scaled to the new maximum.
+
+    `factor` turns scores into base-2 logits. It is kept separate so that all tiles use the same fma, bit for bit.
+    """
+    largest, total, weighted = state
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -new_largest[:, None]))
+    shrink = tl.exp2(largest - new_largest)
+    return weights, (new_largest, total * shrink + tl.sum(weights, axis=1), weighted * shrink[:, None])
+
+
+@triton.jit
+def _attend_keys(
+    state, low, high, end, blocks, queries, region, pools, gaps, window, kept, score_factor, softcap_factor,
+    MASKED: tl.constexpr, WIDTH: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The state of the online softmax (largest [M], total [M], weighted values [M, VALUE_BLOCK]) after keys low .. high.
+
+    `blocks`: those of the first tile of keys. `gaps`: see `_with_gap`.
+    """
+    keys, values, table, key_slot, value_slot = pools
+    q1, q2, _, _, _, _ = queries
+    columns1 = tl.arange(0, WIDTH1)
+    for key_start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        counted = key_start + tl.arange(0, BLOCK_N)
+        exists = counted < end
+        index = _with_gap(counted, gaps) if HAS_KEPT else counted
+        slots = blocks.to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE
+        # Fetch the next tile's blocks now: loads of keys that depend on a load lose one pipeline stage.
+        blocks = _load_blocks(table, counted + BLOCK_N, high, gaps, BLOCK_SIZE, HAS_KEPT)
+
+        k1 = _load_tile(keys, slots, exists, columns1, key_slot, WIDTH, WIDTH1 <= WIDTH, MASKED, UPCAST)
+        scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+        if WIDTH2 > 0:
+            columns2 = WIDTH1 + tl.arange(0, WIDTH2)
+            k2 = _load_tile(keys, slots, exists, columns2, key_slot, WIDTH, WIDTH1 + WIDTH2 == WIDTH, MASKED, UPCAST)
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+        factor = score_factor
+        if HAS_SOFTCAP:
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * score_factor))  # tanh
+            factor = softcap_factor
+        scores = _visible_scores(
+            scores, index, exists, queries, region, window, kept, MASKED, HAS_WINDOW, HAS_KEPT, WORDS
+        )
+
+        weights, state = _softmax_step(scores, factor, state)
+        largest, total, weighted = state
+        weights = weights.to(values.dtype.element_ty)
+        if UPCAST:
+            weights = weights.to(tl.float32)
+        if SHARED:  # the values are the keys' first columns (latent attention)
+            weighted = tl.dot(weights, k1, weighted, input_precision="ieee")
+        else:
+            columns = tl.arange(0, VALUE_BLOCK)
+            v = _load_tile(
+                values, slots, exists, columns, value_slot, VALUE_WIDTH, VALUE_BLOCK == VALUE_WIDTH, MASKED, UPCAST
+            )
+            weighted = tl.dot(weights, v, weighted, input_precision="ieee")
+        state = largest, total, weighted
+    return state
+
+
+@triton.jit
+def _load_queries(rows, valid, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, UPCAST: tl.constexpr):
+    """COUNT columns of queries from FIRST on; zeros after WIDTH columns and in rows that are not valid. 0 without columns."""
+    if COUNT > 0:
+        columns = FIRST + tl.arange(0, COUNT)
+        tile = tl.load(rows[:, None] + columns[None, :], mask=valid[:, None] & (columns < WIDTH)[None, :], other=0.0)
+        return tile.to(tl.float32) if UPCAST else tile
+    else:
+        return 0
+
+
+@triton.jit
+def _store_output(out, lines, state, sinks, head, valid, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr):
+    """Store normalised outputs at these offsets; a head's sink takes part in the softmax without a value."""
+    largest, total, weighted = state
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        with_sink = tl.maximum(largest, sink)
+        total = total * tl.exp2(largest - with_sink) + tl.exp2(sink - with_sink)
+        weighted = weighted * tl.exp2(largest - with_sink)[:, None]
+    weighted = weighted / tl.where(total > 0, total, 1.0)[:, None]
+    columns = tl.arange(0, VALUE_BLOCK)
+    tl.store(
+        out + lines[:, None] + columns[None, :],
+        weighted.to(out.dtype.element_ty),
+        mask=valid[:, None] & (columns < VALUE_WIDTH)[None, :],
+    )
+
+
+@triton.jit
+def _partial_lines(packed, head, num_splits, GROUP: tl.constexpr):
+    """Where this program's split stores the partial results of its queries."""
+    return (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
+
+
+@triton.jit
+def _store_partial(partial, partial_lse, lines, state, valid, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr):
     """Store a split's normalised outputs and the base-2 logarithms of its sums, -inf for queries that saw no key."""
+    largest, total, weighted = state
+    columns = tl.arange(0, VALUE_BLOCK)
     lse = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
     tl.store(partial_lse + lines, lse, mask=valid)
     tl.store(
-        partial + lines[:, None] * VALUE_WIDTH + value_columns[None, :],
+        partial + lines[:, None] * VALUE_WIDTH + columns[None, :],
         weighted / tl.where(total > 0, total, 1.0)[:, None],
-        mask=(valid & (total > 0))[:, None] & (value_columns < VALUE_WIDTH)[None, :],
+        mask=(valid & (total > 0))[:, None] & (columns < VALUE_WIDTH)[None, :],
     )
 
 
@@ -154,162 +313,59 @@ def attention_kernel(
     region_start = length
     if visibility is not None:
         region_start = length - tl.load(region_lengths + row)
-    num_queries = num_tokens * GROUP
-    if first >= num_queries:
+    if first >= num_tokens * GROUP:
         return
 
     lines = first + tl.arange(0, BLOCK_M)
-    valid = lines < num_queries
-    token = lines // GROUP
+    valid = lines < num_tokens * GROUP
     head = kv_head * GROUP + lines % GROUP
-    packed = (start + token).to(tl.int64)
-
-    # Every query of the tile sees keys before `open_end` (apart from windows); none sees keys from `end` on.
-    last_seen = length - num_tokens + token
-    open_end = length - num_tokens + first // GROUP + 1
-    end = length - num_tokens + tl.minimum(first + BLOCK_M - 1, num_queries - 1) // GROUP + 1
-    if visibility is not None:
-        open_end = tl.where(region_start < length, region_start, open_end)
-        end = tl.where(region_start < length, length, end)
-    begin = 0
+    packed = (start + lines // GROUP).to(tl.int64)
+    query_positions = 0
     if HAS_WINDOW:
         query_positions = tl.load(positions + packed, mask=valid, other=2147483647)
-    if HAS_WINDOW:
-        begin = tl.maximum(tl.min(query_positions, axis=0) - window + 1, 0)
-        begin = tl.minimum(begin, tl.minimum(region_start, end)) // BLOCK_N * BLOCK_N
-    gap = 0  # keys that are left out, from `first_end` on: below, keys after it are counted without it until they are looked up
-    first_end = 0
-    if HAS_KEPT:
-        first_end = tl.cdiv(kept, BLOCK_N) * BLOCK_N
-        if not FIXED_SPLITS:  # whose keys are the same in every batch
-            gap = tl.maximum(begin - first_end, 0)
-        begin = 0
-        end -= gap
-        open_end -= gap
+    begin, end, open_end, gaps = _key_range(
+        first, num_tokens, length, region_start, query_positions, window, kept, visibility is not None, GROUP,
+        HAS_WINDOW, HAS_KEPT, FIXED_SPLITS, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
     if SPLIT:
         begin, end = _of_split(tl.program_id(2), begin, end, num_splits, keys_per_split, FIXED_SPLITS, BLOCK_N)
         if begin >= end:  # this row is too short for all splits: its bucket allows longer rows
-            lines_out = (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
-            tl.store(partial_lse + lines_out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
+            tl.store(partial_lse + _partial_lines(packed, head, num_splits, GROUP), float("-inf"), mask=valid)
             return
     open_end = tl.minimum(open_end // BLOCK_N * BLOCK_N, end)
     table = block_tables + row.to(tl.int64) * table_row
-    if not PEEL:
-        blocks = _load_blocks(table, begin + tl.arange(0, BLOCK_N), end, first_end, gap, BLOCK_SIZE, HAS_KEPT)
+    blocks = _load_blocks(table, begin + tl.arange(0, BLOCK_N), end, gaps, BLOCK_SIZE, HAS_KEPT)
 
-    columns1 = tl.arange(0, WIDTH1)
-    value_columns = tl.arange(0, VALUE_BLOCK)
-    query_rows = query + packed * query_token + head * query_head
-    q1 = tl.load(query_rows[:, None] + columns1[None, :], mask=valid[:, None] & (columns1 < WIDTH)[None, :], other=0.0)
-    if UPCAST:
-        q1 = q1.to(tl.float32)
-    if WIDTH2 > 0:
-        columns2 = WIDTH1 + tl.arange(0, WIDTH2)
-        q2 = tl.load(
-            query_rows[:, None] + columns2[None, :], mask=valid[:, None] & (columns2 < WIDTH)[None, :], other=0.0
-        )
-        if UPCAST:
-            q2 = q2.to(tl.float32)
-    only_word = None
+    only_word = 0
     if visibility is not None and WORDS == 1:
         only_word = tl.load(visibility + packed, mask=valid, other=0)
-    head_keys = keys + kv_head * key_head
-    head_values = values + kv_head * value_head
-
-    largest = tl.full([BLOCK_M], _NOTHING, dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    weighted = tl.zeros([BLOCK_M, VALUE_BLOCK], dtype=tl.float32)
+    query_rows = query + packed * query_token + head * query_head
+    q1 = _load_queries(query_rows, valid, WIDTH, 0, WIDTH1, UPCAST)
+    q2 = _load_queries(query_rows, valid, WIDTH, WIDTH1, WIDTH2, UPCAST)
+    queries = q1, q2, length - num_tokens + lines // GROUP, query_positions, packed, valid
+    region = visibility, only_word, region_positions, row, region_start, region_start < length
+    pools = keys + kv_head * key_head, values + kv_head * value_head, table, key_slot, value_slot
+    state = (
+        tl.full([BLOCK_M], _NOTHING, dtype=tl.float32),
+        tl.zeros([BLOCK_M], dtype=tl.float32),
+        tl.zeros([BLOCK_M, VALUE_BLOCK], dtype=tl.float32),
+    )
     for masked in tl.static_range(0 if PEEL else 1, 2):  # peeled: first the keys that all queries see, then the others
-        low = begin
-        high = end
+        low = tl.maximum(begin, open_end) if PEEL and masked else begin
+        high = open_end if PEEL and not masked else end
         if PEEL:
-            if masked:
-                low = tl.maximum(begin, open_end)
-            else:
-                high = open_end
-            blocks = _load_blocks(table, low + tl.arange(0, BLOCK_N), high, first_end, gap, BLOCK_SIZE, HAS_KEPT)
+            blocks = _load_blocks(table, low + tl.arange(0, BLOCK_N), high, gaps, BLOCK_SIZE, HAS_KEPT)
         # Peeled masked tiles are few, and deeper pipelining would also buffer the words of their masks.
-        for key_start in tl.range(low, high, BLOCK_N, num_stages=(2 if masked else STAGES) if PEEL else STAGES):
-            counted = key_start + tl.arange(0, BLOCK_N)
-            exists = counted < end
-            index = _with_gap(counted, first_end, gap) if HAS_KEPT else counted
-            slots = blocks.to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE
-            # Fetch the next tile's blocks now: loads of keys that depend on a load lose one pipeline stage.
-            blocks = _load_blocks(table, counted + BLOCK_N, high, first_end, gap, BLOCK_SIZE, HAS_KEPT)
-
-            k1 = _load_tile(head_keys, slots, exists, columns1, key_slot, WIDTH, WIDTH1 <= WIDTH, masked)
-            if UPCAST:
-                k1 = k1.to(tl.float32)
-            scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-            if WIDTH2 > 0:
-                k2 = _load_tile(head_keys, slots, exists, columns2, key_slot, WIDTH, WIDTH1 + WIDTH2 == WIDTH, masked)
-                if UPCAST:
-                    k2 = k2.to(tl.float32)
-                scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
-
-            # `factor` turns scores into base-2 logits. It is kept separate so that both phases use the same fma, bit for bit.
-            factor = score_factor
-            if HAS_SOFTCAP:
-                scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * score_factor))  # tanh
-                factor = softcap_factor
-            key_positions = index
-            if masked and region_positions is not None:
-                of_region = exists & (index >= region_start)
-                there = tl.load(region_positions + row * (32 * WORDS) + index - region_start, mask=of_region, other=0)
-                key_positions = tl.where(of_region, there, index)
-            if masked:
-                seen = _seen_keys(
-                    index, exists, last_seen, visibility, only_word, packed, valid, region_start,
-                    region_start < length, WORDS,
-                )  # fmt: skip
-                scores = tl.where(seen, scores, float("-inf"))
-            if HAS_WINDOW:
-                near = query_positions[:, None] - key_positions[None, :] < window
-                if HAS_KEPT:
-                    near = near | (key_positions < kept)[None, :]
-                scores = tl.where(near, scores, float("-inf"))
-
-            new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
-            weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -new_largest[:, None]))
-            shrink = tl.exp2(largest - new_largest)
-            total = total * shrink + tl.sum(weights, axis=1)
-            weighted = weighted * shrink[:, None]
-            weights = weights.to(values.dtype.element_ty)
-            if UPCAST:
-                weights = weights.to(tl.float32)
-            if SHARED:  # the values are the keys' first columns (latent attention)
-                weighted = tl.dot(weights, k1, weighted, input_precision="ieee")
-            else:
-                v = _load_tile(
-                    head_values,
-                    slots,
-                    exists,
-                    value_columns,
-                    value_slot,
-                    VALUE_WIDTH,
-                    VALUE_BLOCK == VALUE_WIDTH,
-                    masked,
-                )
-                if UPCAST:
-                    v = v.to(tl.float32)
-                weighted = tl.dot(weights, v, weighted, input_precision="ieee")
-            largest = new_largest
-
+        state = _attend_keys(
+            state, low, high, end, blocks, queries, region, pools, gaps, window, kept, score_factor, softcap_factor,
+            masked, WIDTH, WIDTH1, WIDTH2, VALUE_WIDTH, VALUE_BLOCK, SHARED, BLOCK_SIZE, WORDS, HAS_WINDOW, HAS_KEPT,
+            HAS_SOFTCAP, BLOCK_N, 2 if PEEL and masked else STAGES, UPCAST,
+        )  # fmt: skip
     if SPLIT:
-        lines_out = (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
-        _store_partial(partial, partial_lse, lines_out, weighted, largest, total, valid, value_columns, VALUE_WIDTH)
+        lines = _partial_lines(packed, head, num_splits, GROUP)
+        _store_partial(partial, partial_lse, lines, state, valid, VALUE_WIDTH, VALUE_BLOCK)
     else:
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            with_sink = tl.maximum(largest, sink)
-            total = total * tl.exp2(largest - with_sink) + tl.exp2(sink - with_sink)
-            weighted = weighted * tl.exp2(largest - with_sink)[:, None]
-        weighted = weighted / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(
-            out + (packed * out_token + head * out_head)[:, None] + value_columns[None, :],
-            weighted.to(out.dtype.element_ty),
-            mask=valid[:, None] & (value_columns < VALUE_WIDTH)[None, :],
-        )
+        _store_output(out, packed * out_token + head * out_head, state, sinks, head, valid, VALUE_WIDTH, VALUE_BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -453,9 +509,9 @@ def attend_invariant(
     query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks
 ) -> torch.Tensor:
     """See `reference.attend_invariant`."""
-    own = {"window": window, "softcap": softcap, "sinks": sinks}
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
     return paged_attention(
-        query, key_pool, value_pool, batch.attention_inputs(query.device), scaling, invariant=True, **own
+        query, key_pool, value_pool, batch.attention_inputs(query.device), scaling, invariant=True, **options
     )
 
 

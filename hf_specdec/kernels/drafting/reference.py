@@ -66,14 +66,14 @@ def keep_nodes(
     places = keep.cumsum(1) - 1
     above = parents.gather(1, nodes)
     moved = torch.where(above < 0, -1, places.gather(1, above.clamp(min=0)))
-    found = [tokens.gather(1, nodes), moved, expanded.gather(1, nodes), nodes]
+    sorted_parts = [tokens.gather(1, nodes), moved, expanded.gather(1, nodes), nodes]
     if missing > 0:
-        found = [torch.nn.functional.pad(each, (0, missing)) for each in found]
+        sorted_parts = [torch.nn.functional.pad(each, (0, missing)) for each in sorted_parts]
     index = torch.arange(count, device=keep.device)
     lengths = keep.sum(1, dtype=torch.int32)
     valid = index < lengths[:, None]
     padding = (0, index - 1, -1, -1)
-    kept = [torch.where(valid, each, other) for each, other in zip(found, padding, strict=True)]
+    kept = [torch.where(valid, each, other) for each, other in zip(sorted_parts, padding, strict=True)]
     return kept[0], kept[1], kept[2], kept[3], lengths
 
 

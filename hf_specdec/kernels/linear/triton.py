@@ -24,12 +24,12 @@ from .reference import MOST_ROWS, MOST_WEIGHTS
 @triton.jit
 def one_of(tile, first, second, third, start_of_second, start_of_third):
     """Select the value for the matrix that a tile belongs to: the tiles of three matrices follow each other."""
-    found = first
+    value = first
     if tile >= start_of_second:
-        found = second
+        value = second
         if tile >= start_of_third:
-            found = third
-    return found
+            value = third
+    return value
 
 
 @triton.jit

@@ -11,8 +11,6 @@ per sequence.
 The sums exclude children because the residual after a rejected child is rest + later siblings, a sum of positive numbers: 1 - p
 would lose all digits when p is near 1. If siblings were drawn from distributions (`probs`), the walking program reads the
 vocabulary once per rejection that is followed by another sibling. Chains never need this.
-
-`rejection_walk_kernel` and `draw_kernel` are long on purpose: passing the state of the walk between functions would cost registers.
 """
 
 # pyright: reportCallIssue=false, reportAssignmentType=false
@@ -122,16 +120,23 @@ def chain_kernel(
 
 
 @triton.jit
+def _nodes_of(row, num_nodes, tokens, parents, valid, masses, kept):
+    """Pointers to a row's tokens, parents, valid, masses and kept; the last two are the normalisers of each rejection."""
+    first = row * num_nodes
+    return tokens + first, parents + first, valid + first, masses + first, kept + first
+
+
+@triton.jit
 def _left_over(
-    scores, ids, shift, total, draft, in_vocab, tokens, masses, kept, parents, valid, slot, before, num_nodes,
-    TREE: tl.constexpr,
+    scores, ids, shift, total, draft, vocab, row_nodes, slot, before, TREE: tl.constexpr
 ):  # fmt: skip
     """Residual target and draft distributions of one block after the children of `slot` before node `before` were rejected.
 
-    `draft` is the distribution they were drawn from. masses, kept: the normalisers of each rejection, per node of the row.
+    `draft` is the distribution they were drawn from. row_nodes: see `_nodes_of`.
     """
+    tokens, parents, valid, masses, kept = row_nodes
     residual = tl.exp(scores - shift) / total
-    proposal = tl.load(draft + ids, mask=in_vocab, other=0.0).to(tl.float32)
+    proposal = tl.load(draft + ids, mask=ids < vocab, other=0.0).to(tl.float32)
     for node in range(before):
         above = node - 1
         if TREE:
@@ -146,14 +151,79 @@ def _left_over(
 
 
 @triton.jit
+def _masses_left(
+    logits, vocab, sampling, shift, total, draft, row_nodes, slot, node, token, KIND: tl.constexpr, TREE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The normalisers (mass, kept) of the two distributions of `_left_over` after `node` was rejected, too; reads the vocabulary."""
+    left = tl.zeros([BLOCK], tl.float32)
+    without = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, vocab, BLOCK):
+        ids = begin + tl.arange(0, BLOCK)
+        scores = load_scores(logits, ids, vocab, sampling, KIND)
+        residual, proposal = _left_over(scores, ids, shift, total, draft, vocab, row_nodes, slot, node, TREE)
+        left += tl.maximum(residual - proposal, 0.0)
+        without += tl.where(ids == token, 0.0, proposal)
+    return tl.sum(left, 0), tl.sum(without, 0)
+
+
+@triton.jit
+def _accepts(
+    logits, vocab, sampling, u, shift, total, draft, row_nodes, slot, node, children, KIND: tl.constexpr, TREE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """int32: whether `node`, drawn from `draft`, is accepted (u * q < p); if not, the masses for its later siblings are stored."""
+    tokens, _, _, masses, kept = row_nodes
+    token = tl.load(tokens + node).to(tl.int32)
+    only = token + tl.arange(0, 1)
+    score = load_scores(logits, only, vocab, sampling, KIND)
+    p, q = _left_over(score, only, shift, total, draft, vocab, row_nodes, slot, node, TREE)
+    accept = tl.max(((q > 0) & (u * q < p)).to(tl.int32), 0)
+    later = children & (tl.arange(0, children.shape[0]) > node)
+    if TREE and (accept == 0) & (tl.max(later.to(tl.int32), 0) > 0):
+        mass, left = _masses_left(
+            logits, vocab, sampling, shift, total, draft, row_nodes, slot, node, token, KIND, TREE, BLOCK
+        )
+        tl.store(masses + node, mass)
+        tl.store(kept + node, left)
+        tl.debug_barrier()  # later siblings read what other threads wrote
+    return accept
+
+
+@triton.jit
+def _drawn_token(
+    logits, vocab, best_scores, best_ids, splits, seed, position, step, row, source, temperatures, thresholds,
+    threshold_ids, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best draw of a slot's splits; if the rejected child had all the mass, a draw from the full distribution."""
+    KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
+    at = tl.arange(0, BLOCK_S)
+    drawn = tl.load(best_scores + at, mask=at < splits, other=float("-inf"))
+    drawn_ids = tl.load(best_ids + at, mask=at < splits, other=NO_ID)
+    best = tl.max(drawn, 0)
+    best_id = tl.min(tl.where(drawn == best, drawn_ids, NO_ID), 0)
+    if best == float("-inf"):
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
+        for begin in range(0, vocab, BLOCK):
+            ids = begin + tl.arange(0, BLOCK)
+            scores = load_scores(logits, ids, vocab, sampling, KIND)
+            best, best_id = noisy_better(
+                scores, ids, begin, best, best_id, seed, position, step, RESIDUAL_STREAM, BLOCK
+            )
+    return best_id
+
+
+@triton.jit
 def _arrive(
-    maxima, sums, scores, drafted, children, tokens, node, num_nodes, num_blocks, TREE: tl.constexpr, BLOCK_S: tl.constexpr
+    logits, vocab, sampling, maxima, sums, drafted, children, tokens, node, num_nodes, num_blocks, KIND: tl.constexpr,
+    TREE: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Prepare the tests at a node that the walk has reached, from its block sums and its children's scores.
 
     Returns the largest score, the sum of exp(score - largest) without the children, and the children's terms. Siblings that repeat a
     token count once, as the first of them; `node` is the first child.
     """
+    scores = load_scores(logits, tl.where(children, drafted, vocab), vocab, sampling, KIND)
     blocks = tl.arange(0, BLOCK_S)
     tops = tl.load(maxima + blocks, mask=blocks < num_blocks, other=float("-inf"))
     parts = tl.load(sums + blocks, mask=blocks < num_blocks, other=0.0)
@@ -187,15 +257,10 @@ def rejection_walk_kernel(
     KIND: tl.constexpr = (temperatures is not None, thresholds is not None)
     row = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, BLOCK_N)
-    tokens += row * num_nodes
-    valid += row * num_nodes
-    parents += row * num_nodes
-    masses += row * num_nodes
-    kept += row * num_nodes
+    row_nodes = _nodes_of(row, num_nodes, tokens, parents, valid, masses, kept)
+    tokens, parents, valid, _, _ = row_nodes
     drafted = tl.load(tokens + nodes, mask=nodes < num_nodes, other=-1).to(tl.int32)
-    seed = tl.load(seeds + row)
-    start = tl.load(starts + row)
-    step = tl.load(steps + row)
+    seed, start, step = tl.load(seeds + row), tl.load(starts + row), tl.load(steps + row)
     slot = tl.full([], 0, tl.int32)
     length = tl.full([], 0, tl.int32)
     first_child = tl.full([], 0, tl.int32)
@@ -216,45 +281,23 @@ def rejection_walk_kernel(
             if arrived > 0:
                 arrived = tl.full([], 0, tl.int32)
                 first_child = tl.full([], 0, tl.int32) + node
-                scores = load_scores(
-                    logits + source * row_stride, tl.where(children, drafted, vocab), vocab, sampling, KIND
-                )
                 at = (row * (num_nodes + 1) + slot) * num_blocks
                 shift, rest, chances = _arrive(
-                    maxima + at, sums + at, scores, drafted, children, tokens, node, num_nodes, num_blocks, TREE,
-                    BLOCK_S,
+                    logits + source * row_stride, vocab, sampling, maxima + at, sums + at, drafted, children, tokens,
+                    node, num_nodes, num_blocks, KIND, TREE, BLOCK_S,
                 )  # fmt: skip
                 total = rest + tl.sum(chances, 0)
-            token = tl.load(tokens + node).to(tl.int32)
-            chance = tl.sum(tl.where(nodes == node, chances, 0.0), 0)
             u = uniform_at(seed, start, step, ACCEPT_STREAM, node)
             if POINTS:
+                chance = tl.sum(tl.where(nodes == node, chances, 0.0), 0)
                 accept = (u < chance / (rest + tl.sum(chances, 0))).to(tl.int32)
-                chances = tl.where(drafted == token, 0.0, chances)
+                chances = tl.where(drafted == tl.load(tokens + node).to(tl.int32), 0.0, chances)
             else:
                 draft = probs + (row * num_probs + tl.load(prob_index + row * num_nodes + first_child)) * vocab
-                own = token + tl.arange(0, 1)
-                score = load_scores(logits + source * row_stride, own, vocab, sampling, KIND)
-                p, q = _left_over(
-                    score, own, shift, total, draft, own < vocab, tokens, masses, kept, parents, valid, slot,
-                    node, num_nodes, TREE,
+                accept = _accepts(
+                    logits + source * row_stride, vocab, sampling, u, shift, total, draft, row_nodes, slot, node,
+                    children, KIND, TREE, BLOCK,
                 )  # fmt: skip
-                accept = tl.max(((q > 0) & (u * q < p)).to(tl.int32), 0)
-                if TREE and (accept == 0) & (tl.max((children & (nodes > node)).to(tl.int32), 0) > 0):
-                    left = tl.zeros([BLOCK], tl.float32)
-                    without = tl.zeros([BLOCK], tl.float32)
-                    for begin in range(0, vocab, BLOCK):
-                        ids = begin + tl.arange(0, BLOCK)
-                        block_scores = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
-                        residual, proposal = _left_over(
-                            block_scores, ids, shift, total, draft, ids < vocab, tokens, masses, kept, parents,
-                            valid, slot, node, num_nodes, TREE,
-                        )  # fmt: skip
-                        left += tl.maximum(residual - proposal, 0.0)
-                        without += tl.where(ids == token, 0.0, proposal)
-                    tl.store(masses + node, tl.sum(left, 0))
-                    tl.store(kept + node, tl.sum(without, 0))
-                    tl.debug_barrier()  # later siblings read what other threads wrote
             if accept > 0:
                 slot = tl.full([], 0, tl.int32) + node + 1
                 length += 1
@@ -263,20 +306,11 @@ def rejection_walk_kernel(
         tl.store(path + row * num_nodes + node, accept.to(tl.int8))
     tl.store(lengths + row, length)
     if DRAWN:
-        splits = tl.arange(0, BLOCK_S)
         at = (row * (num_nodes + 1) + slot) * num_blocks
-        drawn = tl.load(best_scores + at + splits, mask=splits < num_blocks, other=float("-inf"))
-        drawn_ids = tl.load(best_ids + at + splits, mask=splits < num_blocks, other=NO_ID)
-        best = tl.max(drawn, 0)
-        best_id = tl.min(tl.where(drawn == best, drawn_ids, NO_ID), 0)
-        if best == float("-inf"):  # the rejected child had all the mass: draw from the full distribution
-            sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids)
-            for begin in range(0, vocab, BLOCK):
-                ids = begin + tl.arange(0, BLOCK)
-                before = load_scores(logits + source * row_stride, ids, vocab, sampling, KIND)
-                best, best_id = noisy_better(
-                    before, ids, begin, best, best_id, seed, start + length, step, RESIDUAL_STREAM, BLOCK
-                )
+        best_id = _drawn_token(
+            logits + source * row_stride, vocab, best_scores + at, best_ids + at, num_blocks, seed, start + length, step,
+            row, source, temperatures, thresholds, threshold_ids, BLOCK_S, BLOCK,
+        )  # fmt: skip
         tl.store(next_tokens + row, best_id.to(tl.int64))
     else:
         tl.store(ends + row * 2, slot)
@@ -309,9 +343,8 @@ def draw_kernel(
         wanted = best == float("-inf")
         end_id = vocab
     if wanted:
-        tokens += row * num_nodes
-        valid += row * num_nodes
-        parents += row * num_nodes
+        row_nodes = _nodes_of(row, num_nodes, tokens, parents, valid, masses, kept)
+        tokens, parents, valid, _, _ = row_nodes
         slot = tl.load(ends + row * 2)
         children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
         last = tl.max(tl.where(children, tl.arange(0, BLOCK_N), -1), 0)  # the last rejected node, or -1
@@ -330,8 +363,7 @@ def draw_kernel(
                 at = tl.load(prob_index + row * num_nodes + tl.load(ends + row * 2 + 1))
                 p, q = _left_over(
                     scores, ids, tl.load(scales + row * 2), tl.load(scales + row * 2 + 1),
-                    probs + (row * num_probs + at) * vocab, ids < vocab, tokens, masses + row * num_nodes,
-                    kept + row * num_nodes, parents, valid, slot, last, num_nodes, TREE,
+                    probs + (row * num_probs + at) * vocab, vocab, row_nodes, slot, last, TREE,
                 )  # fmt: skip
                 if not MERGE:
                     p = tl.maximum(p - q, 0.0)

@@ -152,10 +152,10 @@ def _for_lanes(values, LANES: tl.constexpr):
 def _greatest_below(bounds, ceilings, SLOTS: tl.constexpr, LANES: tl.constexpr):
     """The greatest bound of every 8 lanes below their ceiling [LANES / 8], or -inf; `bounds`: SLOTS tensors [LANES]."""
     of_lanes = _for_lanes(ceilings, LANES)
-    found = tl.full([LANES], float("-inf"), tl.float32)
+    below = tl.full([LANES], float("-inf"), tl.float32)
     for slot in tl.static_range(SLOTS):
-        found = tl.maximum(found, tl.where(bounds[slot] < of_lanes, bounds[slot], float("-inf")))
-    return tl.max(tl.reshape(found, [LANES // 8, 8]), 1)
+        below = tl.maximum(below, tl.where(bounds[slot] < of_lanes, bounds[slot], float("-inf")))
+    return tl.max(tl.reshape(below, [LANES // 8, 8]), 1)
 
 
 @triton.jit

@@ -112,10 +112,10 @@ class _Bound:
             return None
         with self._lock:
             self.reasons.pop(key, None)
-            found = current_program(subject(), made)
-            self._current[key] = found if isinstance(found, Program) else None
-            if isinstance(found, str):
-                self.reasons[key] = found
+            program = current_program(subject(), made)
+            self._current[key] = program if isinstance(program, Program) else None
+            if isinstance(program, str):
+                self.reasons[key] = program
                 if key not in ("rows", "by row"):
                     self._current = dict.fromkeys(self._current)
                     self._stack = contextlib.ExitStack()
@@ -200,9 +200,9 @@ def natively(head: Head, wanted: bool | None = None) -> Head:
     serves = uses_native(head.device) and head.dtype in TYPES
     if wanted is False or not serves or head.is_latent or head.graphs is not None:
         return head
-    own = copy.copy(head)
-    own.native = NativeHead(otherwise=head.linears)
-    return own
+    bound = copy.copy(head)
+    bound.native = NativeHead(otherwise=head.linears)
+    return bound
 
 
 class NativeHead(_Bound):

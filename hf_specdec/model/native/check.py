@@ -263,14 +263,14 @@ class CalledCode:
 
     def assumptions(self, modules: Iterable[nn.Module]) -> list[Assumption]:
         """What the code looked up: globals, attributes of modules of Python, and attributes of the classes of `modules`."""
-        found: dict[tuple[int, str], Assumption] = {}
+        assumed: dict[tuple[int, str], Assumption] = {}
 
         def assume(namespace: Mapping[str, Any], names: Iterable[str], path: tuple[Any, ...] = ()) -> None:
             for name in names:
                 value = namespace.get(name, _MISSING)
                 if value is _MISSING:
                     continue
-                found[id(namespace), name] = namespace, name, value
+                assumed[id(namespace), name] = namespace, name, value
                 of_libraries = isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _NAMED
                 if of_libraries and value not in path:
                     assume(vars(value), names, (*path, value))
@@ -282,7 +282,7 @@ class CalledCode:
                 assume(namespace, code.co_names)
         kinds = {torch.Tensor, *(type(module) for module in modules)}
         of_classes = [(kind, name, _looked_up(kind, name)) for kind in kinds for name in used]
-        return [*found.values(), *(of_class for of_class in of_classes if of_class[2] is not _MISSING)]
+        return [*assumed.values(), *(of_class for of_class in of_classes if of_class[2] is not _MISSING)]
 
 
 def _is_logged(frame: FrameType | None) -> bool:

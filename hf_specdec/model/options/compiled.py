@@ -365,10 +365,10 @@ def layers_of(model: nn.Module, attention: Callable, kind: type[_Layers]) -> _La
     """The traced layers of a model or head, of class `kind`, shared by all callers until something that the forward calls is replaced,
     which the tracer may not notice. Args and errors: see `kind`."""
     known, key = _shared.setdefault(model, weakref.WeakValueDictionary()), (kind, forwards_of(model))
-    found: Any = known.get(key)
-    if found is None:
-        found = known[key] = kind(model, attention)
-    return found
+    layers: Any = known.get(key)
+    if layers is None:
+        layers = known[key] = kind(model, attention)
+    return layers
 
 
 def is_of_tracing(error: Exception) -> bool:
@@ -379,14 +379,14 @@ def is_of_tracing(error: Exception) -> bool:
 
 def _own_copy(function: types.FunctionType) -> types.FunctionType:
     """A copy of a function with its own code object, because Dynamo limits compilations per code object."""
-    own = (
+    parts = (
         function.__code__.replace(),
         function.__globals__,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    copy = types.FunctionType(*own)
+    copy = types.FunctionType(*parts)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -43,12 +43,12 @@ def _on_cpu(tensors: Sequence[torch.Tensor]) -> list[bytes]:
             digests = list(pool.map(xxhash.xxh3_128_digest, pieces))
     else:
         digests = [xxhash.xxh3_128_digest(piece) for piece in pieces]
-    found, first = [], 0
+    hashes, first = [], 0
     for chunk in chunks:
         count = -(-max(len(chunk), 1) // _CHUNK_BYTES)
-        found.append(xxhash.xxh3_128_digest(b"".join(digests[first : first + count])))
+        hashes.append(xxhash.xxh3_128_digest(b"".join(digests[first : first + count])))
         first += count
-    return found
+    return hashes
 
 
 def _on_device(tensor: torch.Tensor) -> bytes:

@@ -125,8 +125,8 @@ class QuantizedLinears:
     def _stored(self, linear: nn.Linear, weight: nn.Parameter) -> nn.Parameter:
         """torchao's weight, or in its place the same weight in the native library's order."""
         serves = self._native and uses_native(weight.device) and not is_sharded(linear)
-        own = native_weight(weight) if serves else None
-        return weight if own is None else own
+        packed = native_weight(weight) if serves else None
+        return weight if packed is None else packed
 
     def _linears(self, module: Any) -> Iterator[nn.Linear]:
         """The layers to quantize: plain `nn.Linear` (no subclass) with ordinary floating-point weights, or a shard of them."""
@@ -143,10 +143,10 @@ class QuantizedLinears:
 def quantized_linears(module: nn.Module, kind: str, native: bool = True) -> QuantizedLinears:
     """A module's quantized copies, shared by all callers. Args and errors: see `QuantizedLinears`."""
     by_kind = _shared.setdefault(module, weakref.WeakValueDictionary())
-    found = by_kind.get((kind, native))
-    if found is None:
-        found = by_kind[kind, native] = QuantizedLinears(module, kind, native=native)
-    return found
+    linears = by_kind.get((kind, native))
+    if linears is None:
+        linears = by_kind[kind, native] = QuantizedLinears(module, kind, native=native)
+    return linears
 
 
 def quantize_for_good(module: nn.Module, kind: str, kept: Iterable[nn.Module] = (), native: bool = True) -> None:

@@ -93,10 +93,10 @@ class ReplacedLinears:
     def refresh(self) -> None:
         """Compare the contents of the copied parameters with the layers' own, by hash, and copy those that differ."""
         layers = [linear for linear, _ in self._replaced]
-        found = iter(fingerprints([tensor for linear in layers for tensor in _tensors(linear)]))
+        hashes = iter(fingerprints([tensor for linear in layers for tensor in _tensors(linear)]))
         for linear in layers:
             product: Any = self._products[linear]
-            contents = [next(found) for _ in _tensors(linear)]
+            contents = [next(hashes) for _ in _tensors(linear)]
             if product.copied_from != contents:
                 product.copy(*parameters_of(linear))
                 product.copied_from = contents

@@ -125,11 +125,11 @@ def fuse_norms(graph: fx.GraphModule) -> fx.GraphModule:
     """Fuse the norms of a graph that dynamo traced, in place; returns it."""
     for node in calls_of_two(graph.graph, operator.mul, torch.mul):
         for weight, normed in (node.args, node.args[::-1]):
-            found = _normed(normed)
+            norm = _normed(normed)
             value = value_of(weight)
-            if found is None or weight.op not in ("placeholder", "get_attr") or value is None or value.ndim != 1:
+            if norm is None or weight.op not in ("placeholder", "get_attr") or value is None or value.ndim != 1:
                 continue
-            x, eps = found
+            x, eps = norm
             traced = value_of(x)
             if traced is not None and traced.dtype == value.dtype and traced.ndim >= 2:
                 replace(graph.graph, node, rms_norm._opoverload, (x, weight, eps))

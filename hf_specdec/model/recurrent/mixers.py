@@ -298,8 +298,8 @@ def _over_windows(windows: torch.Tensor):
     count, length, _ = windows.shape
 
     def replacement(convolution: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        own = torch.arange(count, device=x.device)[:, None, None]
-        each = x.transpose(1, 2)[own, windows]  # [n, T, k, channels]
+        places = torch.arange(count, device=x.device)[:, None, None]
+        each = x.transpose(1, 2)[places, windows]  # [n, T, k, channels]
         out = convolution(each.flatten(0, 1).transpose(1, 2).contiguous(), *args, **kwargs)[..., -1]
         return out.view(count, length, -1).transpose(1, 2)
 
