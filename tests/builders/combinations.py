@@ -5,6 +5,12 @@ from itertools import combinations, product
 import pytest
 
 
+def every_second(cases) -> list:
+    """Cases for `pytest.mark.parametrize`, every second one marked slow: cases of one kind, of which some will do by default."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=pytest.mark.slow if i % 2 else ()) for i, row in enumerate(rows)]
+
+
 def covering(*axes, strength: int = 1) -> list:
     """The product of `axes` for `pytest.mark.parametrize`, all but a covering part of it marked slow.
 

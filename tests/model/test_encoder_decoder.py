@@ -39,9 +39,17 @@ def assert_exact(model, inputs, configs, **options):
 
 def _known(family: str):
     broken = family == "umt5" and transformers.__version__.startswith("5.17.")
-    return pytest.param(
-        family, marks=pytest.mark.skipif(broken, reason="in transformers 5.17 its tokens see later ones")
-    )
+    marks = [pytest.mark.skipif(broken, reason="in transformers 5.17 its tokens see later ones")]
+    if family in (
+        "mbart",
+        "plbart",
+        "pegasus",
+        "blenderbot",
+        "mt5",
+        "speech_to_text",
+    ):  # others have their kinds of layers
+        marks.append(pytest.mark.slow)
+    return pytest.param(family, marks=marks)
 
 
 @pytest.mark.parametrize("family", map(_known, SIZES))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import every_second
 from families import FAMILIES, make, make_for_pages, perturbed
 from replayed_graphs import as_if_captured, defined_attention, graphs_in_python  # noqa: F401
 
@@ -22,7 +23,7 @@ GATHERED = {
 }  # `cuda_graphs` refuses them, and says so
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in GATHERED])
+@pytest.mark.parametrize("family", every_second(name for name in FAMILIES if name not in GATHERED))
 def test_family(family, graphs_in_python, defined_attention, caplog):  # noqa: F811
     """A target and a drafter of the family, and the drafter's loop: captured, and the text of plain generate()."""
     model = make_for_pages(family)

@@ -46,6 +46,10 @@ WITH_STATES = [
     pytest.param(name, states, marks=() if name in SHORT else pytest.mark.slow)
     for name in FAMILIES for states in ("kept", "replayed") if name not in STEPPED or states == "kept"
 ]  # fmt: skip
+FEW = [  # for long tests
+    pytest.param(*case.values, marks=() if case.values in (("Qwen3-Next", "replayed"), ("Nemotron-H", "kept")) else pytest.mark.slow)
+    for case in WITH_STATES
+]  # fmt: skip
 CHAIN = {"method": "draft_model", "num_speculative_tokens": 4}
 REPLAYED = {"recurrent_states": "replayed"}
 TREE = {"method": "draft_model", "branching_factors": [3, 2, 1]}
@@ -167,7 +171,7 @@ def test_only_written_states_are_read(name, states, models, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "states"), WITH_STATES)
+@pytest.mark.parametrize(("name", "states"), FEW)
 def test_prompts_in_parts_and_rows_that_are_read_again(name, states, models, monkeypatch):
     model, drafter = models(name)
     inputs = batch()
@@ -188,7 +192,7 @@ def test_prompts_in_parts_and_rows_that_are_read_again(name, states, models, mon
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "states"), WITH_STATES)
+@pytest.mark.parametrize(("name", "states"), FEW)
 def test_rows_join_and_leave(name, states, models):
     """A scheduler that preempts, cancels and reads prompts in parts beside decoding rows."""
     model, drafter = models(name)
@@ -243,7 +247,7 @@ def test_methods_without_a_model(name, models):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "states"), WITH_STATES)
+@pytest.mark.parametrize(("name", "states"), FEW)
 def test_parallel_drafts(name, states, models):
     """PARD reads mask tokens after the text, of which a drafter's own states must keep nothing; and a drafter without states."""
     model, drafter = models(name)

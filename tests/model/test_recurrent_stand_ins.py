@@ -147,6 +147,7 @@ for name, chunk, one_token in (
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_other_packages_are_called_as_plain_decoding_calls_them(tmp_path):
     for name, text in PACKAGES.items():
         path = tmp_path / name
