@@ -5,6 +5,7 @@ The cases are in ranked_cases.py. Two processes start once and run all of them; 
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_an_error_inside_a_forward_ends_the_other_process(tmp_path):
     """No message can reach a rank that waits in a collective, so its process ends, within seconds."""
     done, _ = start(tmp_path / "found", "error_in_a_forward", timeout=120)
     assert done.returncode != 0
-    assert (
-        "the process of rank 0 ends, because rank 1 raised ZeroDivisionError: division by zero"
-        in done.stderr + done.stdout
+    said = done.stderr + done.stdout
+    assert re.search(
+        r"the process of rank 0 ends, because rank 1 raised .*ZeroDivisionError \(division by zero\)", said
     )
