@@ -108,10 +108,9 @@ def decode(
     decoder.begin_batch()
     with decoder.memory_for(sequences, all_hidden_states=returns.hidden, rows_have_places=True):
         if prompt_inputs is not None:
-            inputs = {**prompt_inputs, "attention_mask": attention_mask, CACHE: cache}
-            run.begin_with(
-                read_prompt(decoder.target, input_ids, inputs, generation_config, whole, columns, returns.hidden)
-            )
+            given = {**prompt_inputs, "attention_mask": attention_mask, CACHE: cache}
+            how = generation_config, whole, columns, returns.hidden
+            run.begin_with(read_prompt(decoder.target, input_ids, given, *how))
         with decoder.active():
             for seq in sequences:
                 decoder.add(seq)

@@ -67,18 +67,7 @@ def prepare(
         UnsupportedModel: the model or one of its options cannot run correctly here; the message says why.
     """
     packed = PackedModel(model, taps, num_layers, borrowed)
-    if packed.recurrent is not None:
-        _check_options(packed, options, "whose layers have a recurrent state")
-        packed.chooses_states = options.recurrent_states == "auto" and not packed.recurrent.family.steps
-        packed.replays_drafts = options.recurrent_states == "replayed"
-        if packed.replays_drafts and packed.recurrent.family.steps:
-            raise UnsupportedModel(
-                f"'recurrent_states' of {type(model).__name__} are kept, not replayed: leave it out."
-            )
-    elif options.recurrent_states != "auto":
-        raise UnsupportedModel(
-            f"'recurrent_states' is for models with recurrent layers; {type(model).__name__} has none. Leave it out."
-        )
+    _set_states(packed, options)
     if packed.family is not None:
         _check_options(packed, options, "an encoder-decoder model")
     if packed.segments:
@@ -138,6 +127,22 @@ def prepare(
             "there) and a whole model on the CPU that attends to pages. Leave the key out."
         )
     return packed
+
+
+def _set_states(packed: PackedModel, options: ModelOptions) -> None:
+    """Decide what is kept of each draft by layers with a recurrent state. Raises UnsupportedModel: what is asked for is impossible."""
+    name, wanted = type(packed.model).__name__, options.recurrent_states
+    if packed.recurrent is None:
+        if wanted != "auto":
+            raise UnsupportedModel(
+                f"'recurrent_states' is for models with recurrent layers; {name} has none. Leave it out."
+            )
+        return
+    _check_options(packed, options, "whose layers have a recurrent state")
+    steps = packed.recurrent.family.steps
+    if wanted == "replayed" and steps:
+        raise UnsupportedModel(f"'recurrent_states' of {name} are kept, not replayed: leave it out.")
+    packed.chooses_states, packed.replays_drafts = wanted == "auto" and not steps, wanted == "replayed"
 
 
 def _check_options(packed: PackedModel, options: ModelOptions, what: str) -> None:
