@@ -427,9 +427,9 @@ class PagedStaticCache(Cache):
         for seq_id, start, offsets in kept:
             table = self.tables[seq_id]
             if offsets and offsets[-1] >= len(offsets):  # offsets ascend, so some were left out
-                own, index = np.asarray(offsets, dtype=np.int64), np.arange(len(offsets))
-                moved = own != index
-                moves.append((table.slots[start + own[moved]], table.slots[start + index[moved]]))
+                starts, index = np.asarray(offsets, dtype=np.int64), np.arange(len(offsets))
+                moved = starts != index
+                moves.append((table.slots[start + starts[moved]], table.slots[start + index[moved]]))
             table.length = start + len(offsets)
             if self.states is not None:
                 self.states.commit(seq_id, start, offsets)

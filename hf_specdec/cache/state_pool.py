@@ -38,7 +38,7 @@ class KeptStates:
     @property
     def num_bytes(self) -> int:
         """Memory of all layers' states."""
-        return sum(each.nbytes for each in (*self.conv.values(), *self.recurrent.values()))
+        return sum(tensor.nbytes for tensor in (*self.conv.values(), *self.recurrent.values()))
 
 
 class StatePool:
@@ -80,7 +80,7 @@ class StatePool:
         return sum(pool.nbytes for pool in self._pools())
 
     def _pools(self) -> list[torch.Tensor]:
-        inputs = [each for layer in self.inputs.values() for each in layer]
+        inputs = [tensor for layer in self.inputs.values() for tensor in layer]
         return [*self.conv.values(), *self.recurrent.values(), *inputs]
 
     def reserve(self, num_rows: int, num_drafts: int) -> None:
@@ -135,7 +135,7 @@ class StatePool:
         if base is None or base.replayed:
             return None
         pools = ((self.conv, base.slot), (self.recurrent, base.state))
-        return KeptStates(*({layer: pool[slot].clone() for layer, pool in each.items()} for each, slot in pools))
+        return KeptStates(*({layer: pool[slot].clone() for layer, pool in layers.items()} for layers, slot in pools))
 
     def take(
         self, seq_id: int, start: int, first_kept: int, counts: list[int], num_own: int
@@ -149,17 +149,17 @@ class StatePool:
 
         Returns: the slots, and where the recurrent state after each token goes (-1: nowhere).
         """
-        own = self._slots.setdefault(seq_id, {})
+        held = self._slots.setdefault(seq_id, {})
         if self.replays and seq_id in self._states:
             first_kept = min(first_kept, self._states[seq_id][0])  # this forward may still replay these tokens
-        for count in [count for count in own if count > start or count < first_kept]:
-            self._free.append(own.pop(count))
+        for count in [count for count in held if count > start or count < first_kept]:
+            self._free.append(held.pop(count))
         missing = len(counts) - len(self._free)
         if missing > 0:
             self._add_slots(max(missing, self.num_slots // 4))
         for count in counts:
-            own[count] = self._free.pop()
-        slots = [own[count] for count in counts]
+            held[count] = self._free.pop()
+        slots = [held[count] for count in counts]
         if not self.replays:
             return slots, slots
         if seq_id not in self._states and not self._free_states:
@@ -204,7 +204,9 @@ class StatePool:
             self.recurrent[layer] = _grown(self.recurrent.get(layer), recurrent, self.num_states)
         if self.replays:
             before = self.inputs.get(layer) or (None,) * len(inputs)
-            self.inputs[layer] = tuple(_grown(b, each, self.num_slots) for b, each in zip(before, inputs, strict=True))
+            self.inputs[layer] = tuple(
+                _grown(b, given, self.num_slots) for b, given in zip(before, inputs, strict=True)
+            )
 
     def load(self, seq_id: int, kept: KeptStates, num_tokens: int) -> None:
         """Let a sequence continue after its first `num_tokens` tokens from states that were computed elsewhere."""
@@ -212,7 +214,7 @@ class StatePool:
         for layer, conv in kept.conv.items():
             recurrent = kept.recurrent.get(layer)
             if not self.is_allocated(layer):
-                inputs = tuple(each[:1] for each in self.inputs.get(layer, ()))
+                inputs = tuple(tensor[:1] for tensor in self.inputs.get(layer, ()))
                 self.allocate(layer, conv[None], None if recurrent is None else recurrent[None], inputs)
             self.conv[layer][slot] = conv
             if recurrent is not None:

@@ -13,7 +13,7 @@ NEWEST_TRANSFORMERS = (5, 24)  # the newest release with which the test suite ha
 # The KV cache among the arguments of generate() and of transformers' own modules, and in their outputs. transformers 5.24 renamed it.
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 CACHE = next(
-    name for name in _CACHE_NAMES if name in {each.name for each in dataclasses.fields(BaseModelOutputWithPast)}
+    name for name in _CACHE_NAMES if name in {known.name for known in dataclasses.fields(BaseModelOutputWithPast)}
 )
 
 

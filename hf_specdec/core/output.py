@@ -65,10 +65,10 @@ class PackedOutput:
         Args:
             wanted: numpy [R], tokens whose logits to keep; None: all `count`.
         """
-        found = self._each(lambda states: states[:count])
+        first = self._each(lambda states: states[:count])
         if wanted is not None:
-            found.logits = self.logits.index_select(0, upload(wanted, self.logits.device))
-        return found
+            first.logits = self.logits.index_select(0, upload(wanted, self.logits.device))
+        return first
 
     def copied(self) -> PackedOutput:
         """A copy that stays valid after the model's next forward, which overwrites the outputs of a graph."""
@@ -78,5 +78,5 @@ class PackedOutput:
         """The function's results for all tensors but `hidden_states`."""
         layers = {layer: function(states) for layer, states in self.layers.items()}
         others = (self.last_hidden, self.input_ids, self.all_logits)
-        last_hidden, input_ids, all_logits = (None if each is None else function(each) for each in others)
+        last_hidden, input_ids, all_logits = (None if tensor is None else function(tensor) for tensor in others)
         return PackedOutput(function(self.logits), last_hidden, layers, input_ids=input_ids, all_logits=all_logits)

@@ -248,7 +248,7 @@ class BatchRun:
                 return self.decoder.read_again(seq, len(seq.tokens) - 1)
             except OutOfBlocks:
                 tables = self.decoder.cache.tables
-                holders = [each for each in self.running if each is not seq and tables[each.id].blocks]
+                holders = [row for row in self.running if row is not seq and tables[row.id].blocks]
                 if not holders:
                     raise
                 self.decoder.preempt(holders[-1])

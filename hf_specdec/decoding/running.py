@@ -149,7 +149,7 @@ class RunningSequences:
             layers = self.read_cache(seq)
             self.cache.evict(seq.id, keep_states=True)
             self.keep_outside(
-                seq, [None if states is None else tuple(each.cpu() for each in states) for states in layers]
+                seq, [None if states is None else tuple(tensor.cpu() for tensor in states) for states in layers]
             )
         if can_be_read or not self.generator.taps.whole_text:  # else the target would not compute its features again
             self.generator.evict(seq)

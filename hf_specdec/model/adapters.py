@@ -43,7 +43,9 @@ def lora_layers(model: nn.Module) -> list[Any]:
     """PEFT's LoRA layers of a model."""
     lora = sys.modules.get(_LORA)  # a model without it has no such layer
     return (
-        [] if lora is None else [each for each in architectures.all_modules(model) if isinstance(each, lora.LoraLayer)]
+        []
+        if lora is None
+        else [module for module in architectures.all_modules(model) if isinstance(module, lora.LoraLayer)]
     )
 
 
@@ -88,13 +90,13 @@ def _problem(name: str, layer: Any, adapters: Collection[str]) -> str | None:
         return f"{name} is a layer of {type(layer).__module__}" if isinstance(layer, BaseTunerLayer) else None
     lora: Any = layer
     variants = [
-        type(lora.lora_variant[each]).__name__ for each in {*adapters, *lora.active_adapters} & lora.lora_variant.keys()
+        type(lora.lora_variant[name]).__name__ for name in {*adapters, *lora.active_adapters} & lora.lora_variant.keys()
     ]
     if lora.merged:
         return f"{name} has merged adapters: call unmerge_adapter() first"
     if variants:
         return f"{name} has a {variants[0]}, which is no ordinary LoRA"
-    plain = all(isinstance(each, nn.Linear) for each in lora.lora_A.values())
+    plain = all(isinstance(layer, nn.Linear) for layer in lora.lora_A.values())
     if not plain or type(lora).__name__ in ("ParamWrapper", "MultiheadAttention"):
         return f"{name} is a LoRA of a {type(lora).__name__}"
     return None

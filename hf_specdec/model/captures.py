@@ -131,9 +131,9 @@ def _borrowed(outputs: Any, owner: Any) -> Any:
         whole = torch.as_tensor(_Memory(outputs, owner), device=outputs.device).view(outputs.dtype)
         return whole.as_strided(outputs.shape, outputs.stride(), outputs.storage_offset())
     if isinstance(outputs, dict):
-        return {name: _borrowed(each, owner) for name, each in outputs.items()}
+        return {name: _borrowed(output, owner) for name, output in outputs.items()}
     if isinstance(outputs, tuple):
-        return tuple(_borrowed(each, owner) for each in outputs)
+        return tuple(_borrowed(output, owner) for output in outputs)
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
         return dataclasses.replace(
             outputs,
@@ -197,7 +197,7 @@ def experts_wait(module: nn.Module, device: torch.device) -> bool:
             return torch.cuda.get_device_capability(device)[0] not in (9, 10)
         return implementation != "batched_mm"
 
-    return any(waits(each) for name, each in module.named_modules() if name.rpartition(".")[2] == "experts")
+    return any(waits(part) for name, part in module.named_modules() if name.rpartition(".")[2] == "experts")
 
 
 def capture_obstacle(model: Capturable) -> str | None:

@@ -178,7 +178,7 @@ class GraphRunner:
             return None
         describes, block_size = (describe_lines, 1) if self.by_lines else (describe, cache.block_size)
         described = [describes(view, cache) for view in views]
-        sizes = tuple(bucket_of(sizes_of(each)) for each in described)
+        sizes = tuple(bucket_of(sizes_of(batch)) for batch in described)
         if sizes[0].num_tokens > MOST_TOKENS:
             return None
 
@@ -193,14 +193,14 @@ class GraphRunner:
             return buffers, functools.partial(self.function, *arguments, **given)
 
         def fill(buffers: list[StepBuffers]) -> None:
-            for i, (each, view) in enumerate(zip(buffers, views, strict=True)):
-                each.fill(view, counts, described[i], None if i else features)
+            for i, (buffer, view) in enumerate(zip(buffers, views, strict=True)):
+                buffer.fill(view, counts, described[i], None if i else features)
 
         with current(self.model.device):
-            found = self.captures.get(sizes, cache.identity, make)
-            if found is None:
+            capture = self.captures.get(sizes, cache.identity, make)
+            if capture is None:
                 return None
-            buffers, output, replay = found
+            buffers, output, replay = capture
             fill(buffers)
             replay()
         return output[:count] if torch.is_tensor(output) else output.first(count, _wanted(rows, counts))

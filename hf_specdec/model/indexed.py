@@ -40,8 +40,14 @@ def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
             tokens = slice(row.start, row.end)
             seen = hidden.new_zeros(1, row.length) if own_mask is None else own_mask
             keys = _KeysOf(cache.layers[indexer.layer_idx], row)
-            turned = tuple(each[:, tokens] for each in angles)
-            part = hidden[:, tokens], queries[:, tokens], turned, seen[None], *(each[:, tokens] for each in positions)
+            turned = tuple(angle[:, tokens] for angle in angles)
+            part = (
+                hidden[:, tokens],
+                queries[:, tokens],
+                turned,
+                seen[None],
+                *(position[:, tokens] for position in positions),
+            )
             selected.append(forward(indexer, *part, **given | {CACHE: keys})[0].long())
         return selected
 

@@ -163,7 +163,7 @@ class PackedBatch:
         if key not in self._masks:
             of_cache = self.cache.window
             windows = {window} if of_cache is None else {window, window_parts(of_cache)[0] if window else of_cache}
-            masks = (block_diagonal_mask(self.inputs, each, dtype) for each in windows)
+            masks = (block_diagonal_mask(self.inputs, window, dtype) for window in windows)
             self._masks[key] = functools.reduce(torch.minimum, masks)[None, None].to(device)
         return self._masks[key]
 
@@ -262,10 +262,10 @@ def copy_ids(pieces: list[tuple[int, torch.Tensor]], ids: torch.Tensor) -> None:
     """Copy the pieces that `write_ids` returned into `ids` [T] on the device."""
     if not pieces:
         return
-    tokens = (pieces[0][1] if len(pieces) == 1 else torch.cat([each for _, each in pieces])).to(ids.device)
+    tokens = (pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])).to(ids.device)
     first, count = pieces[0][0], tokens.shape[0]
     if pieces[-1][0] + pieces[-1][1].shape[0] - first == count:  # no gaps between the pieces
         ids[first : first + count].copy_(tokens)
         return
-    places = np.concatenate([np.arange(start, start + each.shape[0]) for start, each in pieces])
+    places = np.concatenate([np.arange(start, start + piece.shape[0]) for start, piece in pieces])
     ids.index_copy_(0, upload(places, ids.device), tokens)

@@ -129,9 +129,9 @@ class PackedHead:
         if self.native is not None:
             return self.native.active()
         with contextlib.ExitStack() as stack:
-            for each in (self.linears, self._layers):
-                if each is not None:
-                    stack.enter_context(each.active())
+            for option in (self.linears, self._layers):
+                if option is not None:
+                    stack.enter_context(option.active())
             return stack.pop_all()
 
     @torch.no_grad()

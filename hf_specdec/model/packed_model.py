@@ -454,13 +454,15 @@ class PackedModel:
 def _parameters(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
     """The arguments of a model's forward by name. One that wraps the class's forward and passes everything on has that one's, too."""
     arguments = dict(inspect.signature(model.forward).parameters)
-    passes_on = "forward" in vars(model) and any(each.kind == each.VAR_KEYWORD for each in arguments.values())
+    passes_on = "forward" in vars(model) and any(
+        argument.kind == argument.VAR_KEYWORD for argument in arguments.values()
+    )
     return {**inspect.signature(type(model).forward).parameters, **arguments} if passes_on else arguments
 
 
 def _passes_positions_on(model: PreTrainedModel) -> bool:
     """True if a model's forward gives what it does not name to a decoder that takes positions."""
-    passes_on = any(each.kind == each.VAR_KEYWORD for each in _parameters(model).values())
+    passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in _parameters(model).values())
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     return passes_on and decoder is not None and "position_ids" in inspect.signature(type(decoder).forward).parameters
 

@@ -80,7 +80,7 @@ def prepare(
     # A program of the native library can do nothing of these.
     others = options.deterministic, options.compile, options.prepack_weights
     tries_native = options.native is not False and not any(others) and can_try(packed)
-    packed.active_options = [each for each in (linears,) if each is not None and not tries_native]
+    packed.active_options = [option for option in (linears,) if option is not None and not tries_native]
     self_test.check(packed)
 
     quantized: QuantizedLinears | None = None
@@ -91,7 +91,7 @@ def prepare(
             quantized = quantized_linears(model, options.quantization, quantizes_natively(options))
         with quantized.active() if quantized is not None else contextlib.nullcontext():
             linears = prepack(model, wants_prepacked)
-    packed.active_options = [each for each in (quantized, linears) if each is not None]
+    packed.active_options = [option for option in (quantized, linears) if option is not None]
     if options.deterministic:
         if packed.ranks is not None and packed.ranks.size > 2:
             raise UnsupportedModel(
@@ -117,7 +117,7 @@ def prepare(
         if traces and not options.deterministic and options.quantization is None:
             layers = layers_of(model, paged_attention_forward, RewrittenLayers)
     # Quantized weights come first, so that the options entered after them compute with these weights.
-    packed.active_options = [each for each in (quantized, linears, layers) if each is not None]
+    packed.active_options = [option for option in (quantized, linears, layers) if option is not None]
     if tries_native and can_try(packed):
         packed.native = NativeRunner(packed, otherwise=linears, required=bool(options.native))
         packed.active_options = [] if quantized is None else [quantized]

@@ -91,13 +91,13 @@ def read_prompt(
     inputs = {**inputs, CACHE: cache, "use_cache": True, **_wanted(packed, inputs, all_hidden_states)}
     if all_hidden_states or "mm_encoder_outputs" not in inputs:  # transformers can chunk only ids and features
         generation_config.prefill_chunk_size = None
-    output, found, positions = _prefill(packed, input_ids, inputs, generation_config)
+    output, hidden, positions = _prefill(packed, input_ids, inputs, generation_config)
     offsets = _offsets(packed, positions, columns)
     _check_keys(packed, cache, end)
-    keys_values = [row_of(cache, i, own) for i, own in enumerate(columns)]
+    keys_values = [row_of(cache, i, places) for i, places in enumerate(columns)]
     states = None if packed.recurrent is None else [states_of(cache, i) for i in range(len(columns))]
-    read = [own[own >= cached] for own in columns]
-    rows = np.repeat(np.arange(len(read)), [len(own) for own in read])
+    read = [places[places >= cached] for places in columns]
+    rows = np.repeat(np.arange(len(read)), [len(places) for places in read])
     at = torch.from_numpy(rows), torch.from_numpy(np.concatenate(read) - cached)
 
     def of_tokens(states: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def read_prompt(
         places = tuple(index.to(states.device) for index in at)
         return states[places] if states.dim() == 3 else states[:, places[0], places[1]].transpose(0, 1)
 
-    features = {key: of_tokens(torch.cat(pieces, dim=-2)) for key, pieces in found.items()}
+    features = {key: of_tokens(torch.cat(pieces, dim=-2)) for key, pieces in hidden.items()}
     prompt = ReadPrompt(
         PackedOutput(
             logits=output.logits[:, -1].to(torch.float32, copy=True),
@@ -115,7 +115,7 @@ def read_prompt(
             input_ids=text[at[0].to(text.device), at[1].to(text.device) + cached],
             all_logits=of_tokens(output.logits) if packed.taps.logits else None,
         ),
-        [len(own) for own in read],
+        [len(places) for places in read],
         offsets,
         keys_values,
         states,
@@ -124,7 +124,7 @@ def read_prompt(
     if not all(isinstance(offset, int) for offset in offsets):
         kind |= {"axes"}
     if kind not in packed.checked_prompts:
-        _check_next_step(packed, prompt, input_ids, inputs, output, [len(own) for own in columns])
+        _check_next_step(packed, prompt, input_ids, inputs, output, [len(places) for places in columns])
         if states is None:
             cache.crop(-1)
         packed.checked_prompts.add(kind)
@@ -178,8 +178,8 @@ def _offsets(
         return [0] * len(columns)
     axes = positions[None] if positions.dim() == 2 else positions[1:] if positions.shape[0] == 4 else positions
     last = axes[..., -1].expand(-1, len(columns)).T.tolist()  # [B, A]
-    found = [tuple(axis - len(own) + 1 for axis in row) for row, own in zip(last, columns, strict=True)]
-    return [row[0] if len(set(row)) == 1 else row for row in found]
+    offsets = [tuple(axis - len(places) + 1 for axis in row) for row, places in zip(last, columns, strict=True)]
+    return [row[0] if len(set(row)) == 1 else row for row in offsets]
 
 
 def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:

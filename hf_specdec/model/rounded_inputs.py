@@ -58,5 +58,5 @@ def _is_of_own_class(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and type(weight) not in (torch.Tensor, nn.Parameter)
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))
+def _difference(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))

@@ -45,7 +45,7 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
         region = 0 if row.visibility is None else row.start + count - row.visibility.shape[1]
         # For each new token, the logical indices of the slots that it sees; a causal row needs none.
         seen = () if row.visibility is None else row.visibility
-        paths = [np.concatenate([np.arange(region), region + np.flatnonzero(own)]) for own in seen]
+        paths = [np.concatenate([np.arange(region), region + np.flatnonzero(visible)]) for visible in seen]
         num_causal = 0 if paths else count
         while num_causal < len(paths) and np.array_equal(paths[num_causal], np.arange(row.start + num_causal + 1)):
             num_causal += 1

@@ -122,11 +122,11 @@ def closed_segments(
             slots.append(own[index])
             firsts.append(positions[index] - size.rate + 1)
     count = len(slots)
-    found = np.array(inputs, dtype=np.int64).reshape(count, width)
+    grid = np.array(inputs, dtype=np.int64).reshape(count, width)
     shifts = np.repeat(np.array(firsts, dtype=np.int64), size.span) - np.arange(count * size.span) * size.rate
-    missing = found < 0
+    missing = grid < 0
     return ClosedSegments(
-        upload(np.array(slots, dtype=np.int64), device), upload(found.clip(0), device),
+        upload(np.array(slots, dtype=np.int64), device), upload(grid.clip(0), device),
         upload(missing, device) if missing.any() else None, upload(shifts, device),
     )  # fmt: skip
 
@@ -140,11 +140,11 @@ def parts_of(
         slots = cache.tables[row.seq_id].slots
         for part in _split(row):
             length, first = part.start + part.num_tokens, start + part.start - row.start
-            near, far = (_seen(part, each) for each in (window, cache.window))
+            near, far = (_seen(part, reach) for reach in (window, cache.window))
             keys = np.flatnonzero(near.any(0))
             entries = np.flatnonzero(_closes(_positions(part), rate))
             masks = (_additive(near[:, keys], like), _additive(far[:, entries], like))
-            key_slots, entry_slots = (upload(slots[:length][each], like.device) for each in (keys, entries))
+            key_slots, entry_slots = (upload(slots[:length][index], like.device) for index in (keys, entries))
             found.append(Part(first, first + part.num_tokens, key_slots, entry_slots, *masks))
     return found
 

@@ -107,11 +107,11 @@ def _shared(kind: type[nn.Module], attention: str | None) -> tuple:
 
 
 def _forward(module: nn.Module, shared: Callable[[type[nn.Module], str | None], tuple]) -> tuple:
-    own = vars(module)
-    forward = number_of(own["forward"]) if "forward" in own else None
-    adapters = tuple(repr(own.get(name)) for name in _ADAPTERS) if "merged_adapters" in own else ()
-    attention = getattr(own.get("config"), "_attn_implementation_internal", None)
-    weights = tuple(_kind_of(each) for each in own["_parameters"].values() if type(each) not in _PLAIN)
+    fields = vars(module)
+    forward = number_of(fields["forward"]) if "forward" in fields else None
+    adapters = tuple(repr(fields.get(name)) for name in _ADAPTERS) if "merged_adapters" in fields else ()
+    attention = getattr(fields.get("config"), "_attn_implementation_internal", None)
+    weights = tuple(_kind_of(weight) for weight in fields["_parameters"].values() if type(weight) not in _PLAIN)
     return shared(type(module), attention), forward, hooks_of(module), (*adapters, *weights)
 
 
@@ -124,19 +124,19 @@ def _kind_of(weight: torch.Tensor) -> tuple[int, str]:
 def state_of(modules: Iterable[nn.Module]) -> tuple:
     """Everything about modules that a recorded forward keeps, except the values of weights: their settings and configurations, and where
     their tensors are."""
-    found: list[Any] = []
+    facts: list[Any] = []
     configs: dict[int, Any] = {}
     for module in modules:
-        kind, own = type(module), vars(module)
-        if own.get("config") is not None:
-            configs[id(own["config"])] = own["config"]
-        settings = [_setting(value) for name, value in own.items() if name not in _NO_SETTINGS]
+        kind, attributes = type(module), vars(module)
+        if attributes.get("config") is not None:
+            configs[id(attributes["config"])] = attributes["config"]
+        settings = [_setting(value) for name, value in attributes.items() if name not in _NO_SETTINGS]
         known = tuple(setting for setting in settings if setting is not _NONE)
-        found.append((kind, kind.forward, kind.__call__, known, hooks_of(module), "forward" in own))
+        facts.append((kind, kind.forward, kind.__call__, known, hooks_of(module), "forward" in attributes))
         for tensors in (module._parameters, module._buffers):
-            found += [None if tensor is None else place_of(tensor) for tensor in tensors.values()]
+            facts += [None if tensor is None else place_of(tensor) for tensor in tensors.values()]
     fields = [getattr(config, "__dict__", {"": config}).items() for config in configs.values()]
-    return tuple(found), repr([sorted((name, repr(value)) for name, value in own) for own in fields])
+    return tuple(facts), repr([sorted((name, repr(value)) for name, value in own) for own in fields])
 
 
 def place_of(tensor: torch.Tensor) -> tuple:
@@ -151,10 +151,10 @@ def _setting(value: Any) -> Any:
     """What an attribute of a module that is no tensor adds to its state; _NONE: nothing."""
     if type(value) in _SCALARS:
         return value
-    if type(value) in (tuple, list) and all(type(each) in _SCALARS for each in value):
+    if type(value) in (tuple, list) and all(type(item) in _SCALARS for item in value):
         return tuple(value)
     if type(value) is dict:  # PEFT's settings by adapter
-        return tuple((key, _setting(each)) for key, each in value.items() if type(key) in _SCALARS)
+        return tuple((key, _setting(item)) for key, item in value.items() if type(key) in _SCALARS)
     return number_of(value) if type(value) in _FUNCTIONS else _NONE
 
 
@@ -179,5 +179,5 @@ def _is_of_libraries(module: nn.Module) -> bool:
     origins = [getattr(function, "__globals__", {}).get("__name__")]  # wrappers copy the name of what they wrap
     hook = vars(module).get("_hf_hook")
     if hook is not None:
-        origins += [type(each).__module__ for each in (hook, *getattr(hook, "hooks", ()))]
+        origins += [type(part).__module__ for part in (hook, *getattr(hook, "hooks", ()))]
     return all(f"{origin}.".startswith(_WRAPPERS) for origin in origins)

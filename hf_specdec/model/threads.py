@@ -34,12 +34,12 @@ def for_this_thread(ours: Callable, theirs: Callable) -> Callable:
 @contextlib.contextmanager
 def replaced_method(module: nn.Module, name: str, ours: Callable) -> Iterator[None]:
     """Inside the context, calls of a method in this thread call `ours(method, ..)`."""
-    own, original = vars(module).get(name), getattr(module, name)
+    replaced, original = vars(module).get(name), getattr(module, name)
     setattr(module, name, for_this_thread(functools.partial(ours, original), original))
     try:
         yield
     finally:
-        delattr(module, name) if own is None else setattr(module, name, own)
+        delattr(module, name) if replaced is None else setattr(module, name, replaced)
 
 
 class FalseInThisThread:

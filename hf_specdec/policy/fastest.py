@@ -805,8 +805,8 @@ class Fastest(DraftLengthPolicy):
         limits = [np.where(drafter == index, depth, 0) for index in models]
         # Models that drafted in one step share its time as they would by what is known of them.
         usual = [
-            max(float(self._of_drafting(index, num_rows, each.max(), each.sum())), 1e-9)
-            for index, each in zip(models, limits, strict=True)
+            max(float(self._of_drafting(index, num_rows, asked.max(), asked.sum())), 1e-9)
+            for index, asked in zip(models, limits, strict=True)
         ]
         seconds = max(step.drafting_seconds - sum(asked.seconds) - self._spent, 0.0)
         for index, each, share in zip(models, limits, usual, strict=True):

@@ -78,17 +78,17 @@ def split_sampling(processors: list[Any]) -> tuple[list[Any], SamplingParameters
         last = processors[-1]
         return processors[:-1], SamplingParameters(last.temperature, last.top_k, last.top_p, last.min_p)
     names = list(_SAMPLING.values())
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     first = len(processors)
     while first and (name := _SAMPLING.get(type(processors[first - 1]))):
         processor = processors[first - 1]
-        least = min(map(names.index, found), default=len(names))
+        least = min(map(names.index, arguments), default=len(names))
         is_plain = getattr(processor, "filter_value", -math.inf) == -math.inf
         if names.index(name) >= least or not is_plain or getattr(processor, "min_tokens_to_keep", 1) != 1:
             break
-        found[name] = getattr(processor, name)
+        arguments[name] = getattr(processor, name)
         first -= 1
-    return processors[:first], SamplingParameters(**found) if found else None
+    return processors[:first], SamplingParameters(**arguments) if arguments else None
 
 
 class NodeProcessors:
@@ -130,7 +130,7 @@ class NodeProcessors:
         self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
         codes = [code for code in map(_code_of_user, self.processors) if code is not None]
         self._watched = [KeptState(code) for code in codes if getattr(code, "keeps_state", None) is not False]
-        self.in_step = bool(self._watched) or any(type(each) in _AT_BEGINNING for each in self.processors)
+        self.in_step = bool(self._watched) or any(type(processor) in _AT_BEGINNING for processor in self.processors)
         self._keeps_state = False
         self.calls_in_order = bool(self._watched)
         for state in self._watched:
@@ -138,7 +138,9 @@ class NodeProcessors:
                 self._note_state(state.owner)
         self._first, self.sampling = split_sampling(self.processors)
         self.only_sampling = not self._first
-        self.grammar = next((each for each in self.processors if isinstance(each, GrammarLogitsProcessor)), None)
+        self.grammar = next(
+            (processor for processor in self.processors if isinstance(processor, GrammarLogitsProcessor)), None
+        )
 
     @staticmethod
     def _is_stateless(processor) -> bool:
@@ -204,7 +206,10 @@ class NodeProcessors:
             parent = places.get((seq.id, path[:-1])) if path else None
             if path and path[-1] in seq.eos_token_ids:
                 return False
-            return parent is None or (parent in scored and bool(scores[parent, path[-1]] > -math.inf))
+            if parent is None or parent not in scored:
+                return parent is None
+            # where every token is forbidden, plain decoding goes on with the first one
+            return bool(scores[parent, path[-1]] > -math.inf) or int(scores[parent].argmax()) == path[-1]
 
         for depth in sorted(set(map(len, on_host))):
             nodes = [i for i, path in enumerate(on_host) if len(path) == depth and is_possible(i)]
@@ -238,7 +243,7 @@ class NodeProcessors:
                 continue
             if prefixes is None:
                 prefixes = self._prefixes(sequences, paths, logits.device)
-            if type(processor) in _AT_BEGINNING and all(len(each) != processor.begin_index for each in prefixes):
+            if type(processor) in _AT_BEGINNING and all(len(prefix) != processor.begin_index for prefix in prefixes):
                 continue
             if type(processor) in _ROW_WISE and getattr(processor, "prompt_ignore_length", None) is None:
                 scores = self._by_length(processor, prefixes, scores)
@@ -249,12 +254,12 @@ class NodeProcessors:
         return scores
 
     def _prefixes(self, sequences, paths, device) -> list[torch.Tensor]:
-        own = {seq.id: seq for seq in sequences}
-        own = {key: torch.tensor(seq.shown_tokens, device=device) for key, seq in own.items()}
+        rows = {seq.id: seq for seq in sequences}
+        rows = {key: torch.tensor(seq.shown_tokens, device=device) for key, seq in rows.items()}
         if paths is None:
-            return [own[seq.id] for seq in sequences]
+            return [rows[seq.id] for seq in sequences]
         pairs = zip(sequences, paths, strict=True)
-        return [torch.cat([own[seq.id], path.to(device)]) if len(path) else own[seq.id] for seq, path in pairs]
+        return [torch.cat([rows[seq.id], path.to(device)]) if len(path) else rows[seq.id] for seq, path in pairs]
 
     @staticmethod
     def _while_short(processor, sequences, paths, scores: torch.Tensor) -> torch.Tensor:

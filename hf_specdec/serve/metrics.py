@@ -99,8 +99,8 @@ class Metrics:
         self.whole = seconds("request_latency", "From the request to its end.")
         self.per_token = seconds("time_per_output_token", "Between tokens, per request.")
         self._speculation = {key: counter(f"vllm:spec_decode_{key}", text) for key, text in _SPECULATION.items()}
-        for each in self._speculation.values():
-            each.labels(model)  # shown before the first request ends
+        for metric in self._speculation.values():
+            metric.labels(model)  # shown before the first request ends
         self._by_drafter = {
             key: counter(f"hf_specdec_drafter_{key.removeprefix('num_')}", text, "drafter")
             for key, text in _BY_DRAFTER.items()

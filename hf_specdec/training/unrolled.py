@@ -61,7 +61,9 @@ def attend_merged(
     """
     count, width = query.shape[2:]
     group = query.shape[1] // steps.keys.shape[1]
-    stacked = (torch.stack([part[:, :, :count] for part in own], dim=3) for own in (steps.own_keys, steps.own_values))
+    stacked = (
+        torch.stack([part[:, :, :count] for part in parts], dim=3) for parts in (steps.own_keys, steps.own_values)
+    )
     own_keys, own_values = stacked  # [B, Hkv, S, s, D]
     grouped = query.unflatten(1, (-1, group))
     scores = torch.einsum("bkgtd,bktsd->bkgts", grouped, own_keys) * scaling

@@ -86,8 +86,8 @@ def accept_typical(trees, scores, score_rows, sequences, config, sampling=None) 
         "not follow the target's distribution. 'coupled', 'rejection' and 'block' are exact."
     )
     device = scores.device
-    scores, own = own_scores(trees, scores, score_rows)
-    tokens, rows = trees.tokens.to(device), torch.from_numpy(own).to(device)
+    scores, chosen = own_scores(trees, scores, score_rows)
+    tokens, rows = trees.tokens.to(device), torch.from_numpy(chosen).to(device)
     valid = torch.from_numpy(trees.valid).to(device)
     parents = torch.from_numpy(np.ascontiguousarray(trees.parent_index)).to(device)
     after_parent = rows.gather(1, parents + 1)  # [B, N]
@@ -118,7 +118,7 @@ def accept_at_rates(trees, scores, score_rows, sequences, config, sampling=None)
     )
     device, streams = scores.device, streams_of(sequences)
     choices = verification.target_choices(trees, scores, score_rows, streams)
-    seeds, starts, steps = (torch.tensor(each, device=device) for each in streams[:3])
+    seeds, starts, steps = (torch.tensor(stream, device=device) for stream in streams[:3])
     luck = random_bits.uniform(seeds, starts, steps, random_bits.ACCEPT_STREAM)  # [B, 1]
     length = (luck < torch.tensor(config.acceptance_rates, device=device)).sum(1, keepdim=True)
     path = torch.from_numpy(_longest_line(trees)).to(device)

@@ -523,3 +523,14 @@ def test_the_cache_of_a_row_that_is_preempted_when_the_batch_ends(config, stop):
                     ours.values[row, :, first:], theirs.values[row, :, first:], atol=1e-4, rtol=1e-4
                 )
     assert_clean(model)
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "chain", "tree"])
+def test_where_every_token_is_forbidden_plain_decoding_goes_on_with_token_0(model, configs, method):
+    inputs, options = ragged([3, 5, 1]), {"suppress_tokens": [6], "max_new_tokens": 24}
+    options["prefix_allowed_tokens_fn"] = lambda row, ids: (
+        [4 + (int(ids[-1]) + k) % 50 for k in (1, 5)] if len(ids) % 4 else [6]
+    )
+    plain = model.generate(**inputs, **options, speculative_config=None)
+    assert (plain[:, 5:] == 0).any(1).all()
+    assert torch.equal(model.generate(**inputs, **options, speculative_config=configs[method]), plain)

@@ -55,7 +55,7 @@ class Found:
         self.notes.append(f"{candidate.why}: {why.strip().splitlines()[0] if why.strip() else 'failed'}")
 
     def __str__(self) -> str:
-        taken = ", ".join(f"{each.config.method} ({each.why})" for each in self.taken) or "nothing"
+        taken = ", ".join(f"{candidate.config.method} ({candidate.why})" for candidate in self.taken) or "nothing"
         parts = [f"auto: drafting with {taken}"]
         if self.notes:
             parts.append(f"not taken: {'; '.join(self.notes)}")

@@ -189,12 +189,12 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             chosen = (choice.drafter == index) & (choice.depth > 0)
             depths = np.where(chosen, np.minimum(choice.depth, self.longest[index]), 0)
             self.asked[index] = True
-            own = self._drafts_of(index, sequences, depths, offers[index] if index < self.num_lookups else None)
-            self.note(index, sequences, own)
+            drafts = self._drafts_of(index, sequences, depths, offers[index] if index < self.num_lookups else None)
+            self.note(index, sequences, drafts)
             self.chosen.update(
                 (seq.id, self.drafters[index]) for seq, mine in zip(sequences, chosen, strict=True) if mine
             )
-            trees = own if chosen.all() else DraftTrees.choose(trees, own, chosen.tolist())
+            trees = drafts if chosen.all() else DraftTrees.choose(trees, drafts, chosen.tolist())
         return trees
 
     def _drafts_of(
@@ -206,8 +206,8 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         rows = [row for row in np.flatnonzero(depths).tolist() if self.follows(index, sequences[row])]
         if not rows:
             return DraftTrees.empty(len(sequences), self.target.device)
-        own = self.parts[index].propose([sequences[i] for i in rows], depths[rows].tolist())
-        return own if len(rows) == len(sequences) else own.spread(rows, len(sequences))
+        drafts = self.parts[index].propose([sequences[i] for i in rows], depths[rows].tolist())
+        return drafts if len(rows) == len(sequences) else drafts.spread(rows, len(sequences))
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 

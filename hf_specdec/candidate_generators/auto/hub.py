@@ -122,7 +122,7 @@ def _sized(api: HfApi, head: PublishedHead, notes: list[str]) -> PublishedHead |
     if info.gated:
         notes.append(f"{head.repo}: gated; accept its terms on the Hub, then name it as 'model'")
         return None
-    sizes = [each.size or 0 for each in info.siblings or [] if each.rfilename.endswith(".safetensors")]
+    sizes = [file.size or 0 for file in info.siblings or [] if file.rfilename.endswith(".safetensors")]
     if not sizes:
         notes.append(f"{head.repo}: no safetensors; name it as 'model' to read other files")
         return None

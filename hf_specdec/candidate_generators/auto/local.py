@@ -29,12 +29,12 @@ def cached_models() -> list[tuple[str, Path]]:
         cache = scan_cache_dir()
     except CacheNotFound:
         return []
-    found = []
+    models = []
     for repo in cache.repos:
         if repo.repo_type == "model" and repo.revisions:
             newest = max(repo.revisions, key=lambda revision: revision.last_modified)
-            found.append((repo.repo_id, Path(newest.snapshot_path)))
-    return sorted(found)
+            models.append((repo.repo_id, Path(newest.snapshot_path)))
+    return sorted(models)
 
 
 def base_models(folder: Path) -> list[str]:
@@ -46,7 +46,7 @@ def base_models(folder: Path) -> list[str]:
         logger.debug("%s has no metadata that can be read: %s", card, error)
         metadata = None
     stated = (metadata or {}).get("base_model") or []
-    return [stated] if isinstance(stated, str) else [each for each in stated if isinstance(each, str)]
+    return [stated] if isinstance(stated, str) else [name for name in stated if isinstance(name, str)]
 
 
 def weight_bytes(folder: Path) -> int:
@@ -61,7 +61,7 @@ def is_language_model(folder: Path) -> bool:
 
 def same_vocabulary(folder: Path, other: Path) -> bool:
     """True if both folders' tokenizers map the same texts to the same ids."""
-    ours, theirs = (_vocabulary(_json(each / "tokenizer.json")) for each in (folder, other))
+    ours, theirs = (_vocabulary(_json(path / "tokenizer.json")) for path in (folder, other))
     return ours is not None and ours == theirs
 
 
@@ -70,7 +70,7 @@ def _vocabulary(tokenizer: dict) -> tuple | None:
     model = tokenizer.get("model")
     if not isinstance(model, dict) or not model.get("vocab"):
         return None
-    added = [(each.get("id"), each.get("content")) for each in tokenizer.get("added_tokens") or []]
+    added = [(token.get("id"), token.get("content")) for token in tokenizer.get("added_tokens") or []]
     return model.get("type"), model["vocab"], model.get("merges"), added, tokenizer.get("pre_tokenizer")
 
 

@@ -33,7 +33,9 @@ class SlotMover:
     def move(self, moves: list[tuple[np.ndarray, np.ndarray]]) -> None:
         """Copy slots; one pair (sources, targets) of ascending int64 arrays per sequence."""
         if self._table is None:
-            source, target = upload(np.stack([np.concatenate(each) for each in zip(*moves, strict=True)]), self.device)
+            source, target = upload(
+                np.stack([np.concatenate(slots) for slots in zip(*moves, strict=True)]), self.device
+            )
             for pool in self.pools:
                 reference.move_slots(pool, source, target)
             return

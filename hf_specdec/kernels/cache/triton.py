@@ -125,7 +125,7 @@ def write_keys_values(
     query_heads = 0 if query is None else query.shape[1]
     parts = sum(triton.cdiv(heads, block_h) for heads in (query_heads, key_heads, value_heads))
     tensors = (query_out, query, keys, values, key_pool, value_pool)
-    strides = [stride for each in tensors for stride in ((0, 0) if each is None else each.stride()[:2])]
+    strides = [stride for tensor in tensors for stride in ((0, 0) if tensor is None else tensor.stride()[:2])]
     with torch.cuda.device_of(keys):
         write_kernel[num_tokens, parts](
             *tensors, slots, cos, sin, *strides, QUERY_HEADS=query_heads, KEY_HEADS=key_heads, VALUE_HEADS=value_heads,

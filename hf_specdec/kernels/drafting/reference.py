@@ -68,12 +68,12 @@ def keep_nodes(
     moved = torch.where(above < 0, -1, places.gather(1, above.clamp(min=0)))
     sorted_parts = [tokens.gather(1, nodes), moved, expanded.gather(1, nodes), nodes]
     if missing > 0:
-        sorted_parts = [torch.nn.functional.pad(each, (0, missing)) for each in sorted_parts]
+        sorted_parts = [torch.nn.functional.pad(part, (0, missing)) for part in sorted_parts]
     index = torch.arange(count, device=keep.device)
     lengths = keep.sum(1, dtype=torch.int32)
     valid = index < lengths[:, None]
     padding = (0, index - 1, -1, -1)
-    kept = [torch.where(valid, each, other) for each, other in zip(sorted_parts, padding, strict=True)]
+    kept = [torch.where(valid, part, other) for part, other in zip(sorted_parts, padding, strict=True)]
     return kept[0], kept[1], kept[2], kept[3], lengths
 
 

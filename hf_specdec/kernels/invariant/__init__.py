@@ -23,7 +23,7 @@ def is_served(device: torch.device) -> bool:
 
 def _serves(*tensors: Any, **_: Any) -> bool:
     """True for tensors of one dtype that the kernels compute with."""
-    dtypes = {each.dtype for each in tensors if isinstance(each, torch.Tensor)}
+    dtypes = {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)}
     return len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16, torch.float32}
 
 

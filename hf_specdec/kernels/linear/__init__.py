@@ -19,7 +19,7 @@ def _serves(
 ) -> bool:
     """True for few rows, up to MOST_WEIGHTS weights, and contiguous parameters of x's dtype, one of DTYPES."""
     few = x.numel() <= MOST_ROWS * x.shape[-1] and len(weights) <= MOST_WEIGHTS and x.dtype in DTYPES
-    return few and all(each.dtype == x.dtype and each.is_contiguous() for each in (*weights, *(biases or ())))
+    return few and all(tensor.dtype == x.dtype and tensor.is_contiguous() for tensor in (*weights, *(biases or ())))
 
 
 linears = operation(reference.linears, _serves)

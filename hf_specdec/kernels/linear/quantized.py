@@ -65,15 +65,15 @@ def pack(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None,
     """
     panels = -(-layout.outputs // OUTPUTS)
     missing = panels * OUTPUTS - layout.outputs
-    own = torch.nn.functional.pad(values.to(torch.int8), (0, layout.padded - layout.inputs, 0, missing))
-    own = own.view(torch.uint8).view(panels, OUTPUTS, -1, 32 // layout.bits)
-    words = own[..., _BYTES[layout.bits]]
+    stored = torch.nn.functional.pad(values.to(torch.int8), (0, layout.padded - layout.inputs, 0, missing))
+    stored = stored.view(torch.uint8).view(panels, OUTPUTS, -1, 32 // layout.bits)
+    words = stored[..., _BYTES[layout.bits]]
     if layout.bits == 4:
-        words = words | own[..., _SECOND] << 4
+        words = words | stored[..., _SECOND] << 4
     words = words.transpose(1, 2).reshape(panels, -1)
     heads = [
-        torch.nn.functional.pad(each.to(layout.scales), (0, 0, 0, missing)).view(panels, OUTPUTS, -1).transpose(1, 2)
-        for each in (scales, *([] if zeros is None else [zeros]))
+        torch.nn.functional.pad(numbers.to(layout.scales), (0, 0, 0, missing)).view(panels, OUTPUTS, -1).transpose(1, 2)
+        for numbers in (scales, *([] if zeros is None else [zeros]))
     ]
     return torch.cat([*(head.reshape(panels, -1).view(torch.uint8) for head in heads), words], dim=1)
 

@@ -16,10 +16,10 @@ def rms_norm_kernel(out, x, weight, eps, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    own = tl.load(x + row + columns, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + row + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(own * own, axis=0) / width
-    normed = (own * tl.rsqrt(mean + eps)).to(out.dtype.element_ty).to(tl.float32)
+    mean = tl.sum(values * values, axis=0) / width
+    normed = (values * tl.rsqrt(mean + eps)).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row + columns, (scale * normed).to(out.dtype.element_ty), mask=inside)
 
 

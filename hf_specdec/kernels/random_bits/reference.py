@@ -63,7 +63,7 @@ def _words_of(counters, seeds, positions, steps, stream: int) -> torch.Tensor:
     inputs = (counters, (positions & _MASK)[:, None], (steps & _MASK)[:, None], counters.new_full((1, 1), stream))
     keys = ((seeds & _MASK)[:, None], ((seeds >> 32) & _MASK)[:, None])
     if on_host(seeds.device):
-        lanes = philox4x32_of_arrays(*(each.numpy().astype(np.uint32) for each in (*inputs, *keys)))
+        lanes = philox4x32_of_arrays(*(word.numpy().astype(np.uint32) for word in (*inputs, *keys)))
         return torch.from_numpy(np.stack(np.broadcast_arrays(*lanes), axis=-1).astype(np.int64))
     return torch.stack(torch.broadcast_tensors(*philox4x32(*inputs, *keys)), dim=-1)
 
@@ -134,15 +134,15 @@ def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> tor
         scores = torch.nn.functional.pad(scores, (0, groups * GROUP - vocab), value=float("-inf"))
     of_groups = scores.reshape(-1, groups, GROUP)
     bounds = of_groups.amax(2) + u.neg().log1p_().div_(-GROUP).log_().neg_()[rows]
-    highest, found = bounds.topk(_CANDIDATES + 1)
-    found, unseen = found[:, :-1], highest[:, -1]
+    highest, tokens = bounds.topk(_CANDIDATES + 1)
+    tokens, unseen = tokens[:, :-1], highest[:, -1]
     at = rows[:, None]
-    counters = (found[:, :, None] * 2 + torch.arange(2)).flatten(1)
+    counters = (tokens[:, :, None] * 2 + torch.arange(2)).flatten(1)
     words = _words_of(counters, seeds[rows], positions[rows], steps[rows], stream)
-    noise = _gumbel_of(u[at, found], which[at, found], _uniform_of(words).view(*found.shape, GROUP))
-    noisy = of_groups.gather(1, found[:, :, None].expand(-1, -1, GROUP)) + noise
+    noise = _gumbel_of(u[at, tokens], which[at, tokens], _uniform_of(words).view(*tokens.shape, GROUP))
+    noisy = of_groups.gather(1, tokens[:, :, None].expand(-1, -1, GROUP)) + noise
     best = noisy.flatten(1).amax(1)
-    ids = found[:, :, None] * GROUP + torch.arange(GROUP)
+    ids = tokens[:, :, None] * GROUP + torch.arange(GROUP)
     chosen = torch.where(noisy == best[:, None, None], ids, vocab).flatten(1).amin(1)
     # The margin is far above rounding errors. Rows with NaN are drawn whole, too.
     missed = (~(unseen < best - 1e-3 - 1e-5 * best.abs())).nonzero().squeeze(1)

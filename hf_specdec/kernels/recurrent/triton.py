@@ -130,13 +130,13 @@ def mamba2_kernel(
             step = _rounded(_softplus(step), steps.dtype.element_ty)
             from_x = (at * HEADS + head) * WIDTH + rows
             from_group = (at * GROUPS + group) * SIZE + columns
-            own = tl.load(x + from_x, mask=in_width, other=0.0).to(tl.float32)
+            newest = tl.load(x + from_x, mask=in_width, other=0.0).to(tl.float32)
             b = tl.load(into_state + from_group, mask=in_size, other=0.0).to(tl.float32)
             c = tl.load(out_of_state + from_group, mask=in_size, other=0.0).to(tl.float32)
-            new = _rounded(_rounded(step * b, dtype)[None, :] * own[:, None], dtype)
+            new = _rounded(_rounded(step * b, dtype)[None, :] * newest[:, None], dtype)
             state = state * tl.exp(step * a) + new
             read = _rounded(tl.sum(_rounded(state, dtype) * c[None, :], 1), dtype)
-            skipped = own * d
+            skipped = newest * d
             if ROUNDS_SKIP:
                 skipped = _rounded(skipped, dtype)
             tl.store(out + from_x, (read + skipped).to(dtype), mask=in_width)
@@ -193,7 +193,7 @@ def gated_delta(inputs: tuple[torch.Tensor, ...], before: torch.Tensor, walk: Wa
 
     Memory traffic: each line's state is read once and each kept state is written once; the inputs are small beside them.
     """
-    query, key, value, decay, rate = (each.contiguous() for each in inputs)
+    query, key, value, decay, rate = (tensor.contiguous() for tensor in inputs)
     (num_lines, tokens, key_heads, width), (heads, value_width) = key.shape, value.shape[2:]
     out = torch.zeros(value.shape, dtype=query.dtype, device=value.device)
     block_k, block_v = tile_of(width, value_width)
@@ -228,7 +228,7 @@ def mamba2(
 
     Returns: outputs [n, T, H, p] in x's dtype; zeros where there is no token.
     """
-    x, steps, into_state, out_of_state = (each.contiguous() for each in inputs)
+    x, steps, into_state, out_of_state = (tensor.contiguous() for tensor in inputs)
     rate, skip, bias = (constant.contiguous() for constant in constants)
     num_lines, tokens, heads, width = x.shape
     groups, size = into_state.shape[2:]

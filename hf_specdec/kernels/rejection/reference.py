@@ -20,7 +20,7 @@ def _walk_arguments(
     drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """`target_probs`, `accept_uniform` and `residual_gumbel` of the walks."""
-    seeds, starts, steps = (torch.tensor(each, device=scores.device) for each in streams[:3])
+    seeds, starts, steps = (torch.tensor(stream, device=scores.device) for stream in streams[:3])
     rows, batch = torch.from_numpy(score_rows).to(scores.device), torch.arange(len(score_rows), device=scores.device)
     count = max(drafts.tokens.shape[1], 1)
 
@@ -50,7 +50,7 @@ def verify_tokens(
     assert temperature is None and thresholds is None
     device = scores.device
     valid, parents = (
-        torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in (drafts.valid, drafts.parent_index)
+        torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (drafts.valid, drafts.parent_index)
     )
     nodes = drafts.tokens.to(device), valid, parents, drafts.probs, prob_index_on(drafts, device)
     return rejection_walk(*nodes, *_walk_arguments(drafts, scores, score_rows, streams))

@@ -34,7 +34,7 @@ class RowParameters:
     @property
     def removes(self) -> bool:
         """True if top-k, top-p or min-p may remove tokens."""
-        return any(each is not None for each in (self.top_k, self.top_p, self.min_p))
+        return any(setting is not None for setting in (self.top_k, self.top_p, self.min_p))
 
     @property
     def are_off(self) -> bool:
@@ -72,7 +72,8 @@ def sampling_scores(logits, temperature=None, top_k=None, top_p=None, min_p=None
     Returns: [R, V], removed tokens at -inf.
     """
     temperature, top_k, top_p, min_p = (
-        each[:, None] if isinstance(each, torch.Tensor) else each for each in (temperature, top_k, top_p, min_p)
+        setting[:, None] if isinstance(setting, torch.Tensor) else setting
+        for setting in (temperature, top_k, top_p, min_p)
     )
     scores = logits if temperature is None else logits / temperature
     if top_k is None and top_p is None and min_p is None:
@@ -163,8 +164,8 @@ def choose_tokens(
     keys: dict[tuple[int, int], int] = {}
     which = [keys.setdefault((seeds[i], positions[i]), len(keys)) for i in sampled]
     key_seeds, key_positions, rows = (
-        torch.tensor(each, device=scores.device)
-        for each in ([seed for seed, _ in keys], [position for _, position in keys], which)
+        torch.tensor(values, device=scores.device)
+        for values in ([seed for seed, _ in keys], [position for _, position in keys], which)
     )
     noise = (key_seeds, key_positions, torch.zeros_like(key_seeds), stream, rows)
     if len(sampled) == len(do_sample):

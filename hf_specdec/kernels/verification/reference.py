@@ -66,9 +66,9 @@ def own_scores(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray) -> 
     """The scores of these rows' roots and nodes alone, [R', V], and the index of each one's row among them: [B, N + 1], 0 for padding."""
     exists = _exists(drafts)
     used = score_rows[exists]
-    own = np.zeros(score_rows.shape, dtype=np.int64)
-    own[exists] = np.arange(len(used))
-    return (scores if len(used) == scores.shape[0] else scores[used]), own
+    chosen = np.zeros(score_rows.shape, dtype=np.int64)
+    chosen[exists] = np.arange(len(used))
+    return (scores if len(used) == scores.shape[0] else scores[used]), chosen
 
 
 def _exists(drafts: Drafts) -> np.ndarray:

@@ -106,11 +106,11 @@ def position_offsets(model: PreTrainedModel, columns: list[np.ndarray], prompts:
     if positions not in ("table", "ids"):
         return [0] * len(columns)
     pad = model.config.pad_token_id
-    has_hole = any(len(own) <= own[-1] - own[0] for own in columns)
-    by_ids = positions == "ids" and (any(own[0] for own in columns) or any(pad in ids[:-1] for ids in prompts))
+    has_hole = any(len(places) <= places[-1] - places[0] for places in columns)
+    by_ids = positions == "ids" and (any(places[0] for places in columns) or any(pad in ids[:-1] for ids in prompts))
     if has_hole or by_ids:
         raise UnsupportedModel(
             f"{type(model).__name__} counts positions in padded prompts of its decoder in its own way: pass them without padding, or "
             "call generate() without speculative_config."
         )
-    return [int(own[0]) for own in columns]
+    return [int(places[0]) for places in columns]

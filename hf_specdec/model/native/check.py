@@ -206,10 +206,10 @@ def _check(
     _compare(subject, program.run(batch, addresses(program, cache), features), wanted)
 
 
-def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def _compare(subject: Traceable, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     """Raise NotLowered if outputs differ by more than rounding explains."""
-    for ours, own in zip(found, wanted, strict=True):
-        error = relative_error(ours, own.reshape(ours.shape))
+    for ours, expected in zip(outputs, wanted, strict=True):
+        error = relative_error(ours, expected.reshape(ours.shape))
         if not error <= (MOST_NOISE_LOW_PRECISION if subject.rounds else TOLERANCES.get(subject.dtype, 5e-2)):
             raise NotLowered(
                 f"its program computes other values: they differ by {error:.2g} of their spread. Please report it"

@@ -197,7 +197,7 @@ class CompiledLayers:
 
     def _forward_of(self, layer: nn.Module, index: int) -> Callable:
         own, compiled = layer.forward, self._compiled(type(layer).forward)
-        modules = (each for each in layer.modules() if hasattr(each, "layer_idx") and hasattr(each, "config"))
+        modules = (module for module in layer.modules() if hasattr(module, "layer_idx") and hasattr(module, "config"))
         module = next(modules, layer)
 
         def forward(*args, **kwargs):
@@ -205,7 +205,9 @@ class CompiledLayers:
             if batch is None or not self.serves(batch, layer):  # None: the caller runs the model directly
                 return own(*args, **kwargs)
             traced = [TRACED if arg is batch.cache else arg for arg in args]
-            named = {key: TRACED if each is batch.cache else each for key, each in kwargs.items()} | {"specdec": TRACED}
+            named = {key: TRACED if value is batch.cache else value for key, value in kwargs.items()} | {
+                "specdec": TRACED
+            }
             _running.attention, _running.module, _running.index, _running.batch = self.attention, module, index, batch
             _running.block = self._blocks.get(layer)
             try:
@@ -223,7 +225,7 @@ class CompiledLayers:
 
         return forward
 
-    def checked(self, layer: nn.Module, out: Any, batch: Any, own: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
+    def checked(self, layer: nn.Module, out: Any, batch: Any, run: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
         """The output to use: the traced layer's `out`, or the result of `own()`, the layer's own forward, if `out` is wrong.
 
         Args:
@@ -295,14 +297,16 @@ class RewrittenLayers(CompiledLayers):
         captured, block = batch.captured and batch.invariant is None, self._blocks.get(layer)
         return captured and type(layer) not in self.refused and (block is None or block.kind in self._num_outputs)
 
-    def checked(self, layer: nn.Module, out: Any, batch: Any, own: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
+    def checked(self, layer: nn.Module, out: Any, batch: Any, run: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
         """See CompiledLayers. Compares a new graph in the warm-up run before its capture; nothing can be compared during one."""
         if not self._is_new or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return out
         self._is_new = False
-        expected = own()
+        expected = run()
         states = _states(expected)
-        inputs = (each for each in (*args, *kwargs.values()) if torch.is_tensor(each) and each.shape == states.shape)
+        inputs = (
+            tensor for tensor in (*args, *kwargs.values()) if torch.is_tensor(tensor) and tensor.shape == states.shape
+        )
         before = next(inputs, torch.zeros_like(states))
         error = deviation(_states(out), states, before, int(batch.inputs.query_starts[-1]))
         if error <= 1:
@@ -323,7 +327,7 @@ def _states(out: Any) -> torch.Tensor:
     return out if torch.is_tensor(out) else out[0]
 
 
-def deviation(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, num_tokens: int) -> float:
+def deviation(output: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, num_tokens: int) -> float:
     """Distance of a layer's output from the expected one, divided by the tolerance for sums that round in another order.
 
     The tolerance is relative to what the layer adds to the residual stream, which can be small compared with the stream, plus
@@ -335,12 +339,12 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor,
         num_tokens: only this many first tokens are compared; later ones belong to no row.
     """
     eps = torch.finfo(expected.dtype).eps
-    found, expected, before = (each[0, :num_tokens].double() for each in (found, expected, before))
+    output, expected, before = (hidden[0, :num_tokens].double() for hidden in (output, expected, before))
     known = expected.isfinite().all(1)  # a capture's warm-up may read keys that were never written
-    found, expected, before = found[known], expected[known], before[known]
+    output, expected, before = output[known], expected[known], before[known]
     added = expected - before
     allowed = max(16 * eps, 1e-3) * added.norm() + 0.05 * eps * expected.norm()
-    difference = (found - expected).norm()
+    difference = (output - expected).norm()
     return float(difference / allowed) if difference else 0.0
 
 
@@ -353,7 +357,7 @@ def _layers_in(model: nn.Module) -> list[tuple[int, nn.Module]]:
     return [
         (child.layer_idx, layer)
         for child, layer in pairs
-        if [each for each in child.modules() if hasattr(each, "layer_idx")] == [child]
+        if [module for module in child.modules() if hasattr(module, "layer_idx")] == [child]
     ]
 
 

@@ -101,7 +101,7 @@ def _passes(func: Any) -> bool:
 
 def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
     lists = (arg if isinstance(arg, (list, tuple)) else (arg,) for arg in (*args, *kwargs.values()))
-    return [each for arg in lists for each in arg if isinstance(each, torch.Tensor)]
+    return [tensor for arg in lists for tensor in arg if isinstance(tensor, torch.Tensor)]
 
 
 def _vectorised(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -184,7 +184,7 @@ def _along(over_last: Callable[..., torch.Tensor], x, dim, half_to_float=False):
 
 def _layer_norm(x, shape, weight, bias, eps):
     lines = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
-    flat = [None if each is None else each.reshape(-1) for each in (weight, bias)]
+    flat = [None if vector is None else vector.reshape(-1) for vector in (weight, bias)]
     out, mean, rstd = invariant.layer_norm(lines, flat[0], flat[1], eps)
     statistics = [*lines.shape[:-1], *(1 for _ in shape)]
     return out.reshape(x.shape), mean.reshape(statistics), rstd.reshape(statistics)

@@ -132,12 +132,12 @@ class QuantizedLinears:
         """The layers to quantize: plain `nn.Linear` (no subclass) with ordinary floating-point weights, or a shard of them."""
         embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
         output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-        for each in module.modules():
-            if type(each) is not nn.Linear or not each.weight.is_floating_point():
+        for inner in module.modules():
+            if type(inner) is not nn.Linear or not inner.weight.is_floating_point():
                 continue
-            plain = type(each.weight) is nn.Parameter or (is_sharded(each) and sharded_forward(each) is not None)
-            if plain and each is not output and each not in self._kept and id(each.weight) not in embeddings:
-                yield each
+            plain = type(inner.weight) is nn.Parameter or (is_sharded(inner) and sharded_forward(inner) is not None)
+            if plain and inner is not output and inner not in self._kept and id(inner.weight) not in embeddings:
+                yield inner
 
 
 def quantized_linears(module: nn.Module, kind: str, native: bool = True) -> QuantizedLinears:

@@ -140,7 +140,7 @@ def is_untouched(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _tensors(linear: nn.Linear) -> list[torch.Tensor]:
-    return [each for each in (weight_of(linear), bias_of(linear)) if each is not None]
+    return [tensor for tensor in (weight_of(linear), bias_of(linear)) if tensor is not None]
 
 
 def parameters_of(linear: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -150,7 +150,7 @@ def parameters_of(linear: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _place(linear: nn.Linear) -> list:
-    return [place_of(each) for each in _tensors(linear)]
+    return [place_of(tensor) for tensor in _tensors(linear)]
 
 
 # ---- few rows on a GPU: `kernels.linear` in place of cuBLAS, without a second copy of the weights ----

@@ -321,8 +321,10 @@ def _is_layer(node: Any) -> bool:
     """True for a call of a linear layer whose weight and bias are inputs of the graph."""
     if not is_call(node, *_LINEARS) or len(node.args) < 2:
         return False
-    parameters = [each for each in (node.args[1], _bias(node)) if each is not None]
-    known = all(isinstance(each, fx.Node) and each.op in ("placeholder", "get_attr") for each in parameters)
+    parameters = [argument for argument in (node.args[1], _bias(node)) if argument is not None]
+    known = all(
+        isinstance(parameter, fx.Node) and parameter.op in ("placeholder", "get_attr") for parameter in parameters
+    )
     weight, dtype = value_of(node.args[1]), dtype_of(node)
     alike = dtype is not None and dtype_of(node.args[0]) == dtype_of(node.args[1]) == dtype  # not so under autocast
     return known and alike and weight is not None and weight.is_contiguous()

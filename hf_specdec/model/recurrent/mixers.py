@@ -69,7 +69,7 @@ class RecurrentLayers:
         slots, total = num_drafts + 2, 0
         for conv, state, inputs in self._examples.values():
             total += slots * conv.nbytes + (0 if state is None else state.nbytes * (1 if replays else slots))
-            total += slots * sum(each.nbytes for each in inputs) if replays else 0
+            total += slots * sum(tensor.nbytes for tensor in inputs) if replays else 0
         return total
 
     @contextlib.contextmanager
@@ -136,7 +136,7 @@ class RecurrentLayers:
 
             def record(chunk: Callable, *args: Any, **kwargs: Any):
                 assert rule is not None
-                inputs.extend(each[:, 0] for each in rule.bind(self._one_token, *args, **kwargs)[0])
+                inputs.extend(argument[:, 0] for argument in rule.bind(self._one_token, *args, **kwargs)[0])
                 return chunk(*args, **kwargs)
 
             with self._functions.replaced(**({} if rule is None else {"chunk": record})):
@@ -244,8 +244,12 @@ class _View:
 def _of_first_token(chunk: Callable, *args: Any, **kwargs: Any):
     """The chunk form of the first of two tokens [1, 2, ..]; the second one is padding."""
 
-    def first(each: Any) -> Any:
-        return each[:, :1] if isinstance(each, torch.Tensor) and each.dim() > 2 and each.shape[:2] == (1, 2) else each
+    def first(tensor: Any) -> Any:
+        return (
+            tensor[:, :1]
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 2 and tensor.shape[:2] == (1, 2)
+            else tensor
+        )
 
     kept = {"initial_state", "initial_states"}
     given = {name: value if name in kept else first(value) for name, value in kwargs.items()}
@@ -279,15 +283,15 @@ def _token_by_token(
             state = after if has is None else state.index_copy(0, has, after.to(state.dtype))
         for depth, (at, parents, kept, into) in enumerate(lines.levels):
             state = state if parents is None else state.index_select(0, parents)
-            read, state = step(tuple(each[at] for each in inputs), state)
+            read, state = step(tuple(tensor[at] for tensor in inputs), state)
             state = state.to(kept_states.dtype)
             kept_states.index_copy_(0, into, state if kept is None else state.index_select(0, kept))
             if depth == 0:
                 shape = (first.shape[0], first.shape[2], first.shape[1]) if rule.tokens_last else first.shape[:2]
                 out = read.new_zeros(*shape, *(() if rule.tokens_last else read.shape[1:]))
             out[at] = read
-        for pool_of_input, each in zip(kept_inputs, inputs, strict=bool(kept_inputs)):
-            pool_of_input.index_copy_(0, lines.slots, each[lines.kept])
+        for pool_of_input, given in zip(kept_inputs, inputs, strict=bool(kept_inputs)):
+            pool_of_input.index_copy_(0, lines.slots, given[lines.kept])
         return (out.transpose(1, 2) if rule.tokens_last else out), state
 
     return replacement
@@ -299,8 +303,8 @@ def _over_windows(windows: torch.Tensor):
 
     def replacement(convolution: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         places = torch.arange(count, device=x.device)[:, None, None]
-        each = x.transpose(1, 2)[places, windows]  # [n, T, k, channels]
-        out = convolution(each.flatten(0, 1).transpose(1, 2).contiguous(), *args, **kwargs)[..., -1]
+        windowed = x.transpose(1, 2)[places, windows]  # [n, T, k, channels]
+        out = convolution(windowed.flatten(0, 1).transpose(1, 2).contiguous(), *args, **kwargs)[..., -1]
         return out.view(count, length, -1).transpose(1, 2)
 
     return replacement

@@ -159,8 +159,8 @@ def walk_columns(lines: Lines) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
         replays[line, :number] = base.replayed
         parents[line, :number] = np.arange(number) + _BEFORE
         first = number - 1 if number else _BEFORE  # after the replayed tokens, or the state itself
-        own = np.where(lines.parents[line] < 0, first, lines.parents[line] + most)
-        parents[line, most:] = np.where(real[line], own, _NO_TOKEN)
+        lines_of_parents = np.where(lines.parents[line] < 0, first, lines.parents[line] + most)
+        parents[line, most:] = np.where(real[line], lines_of_parents, _NO_TOKEN)
     into[:, most:] = np.where(real, lines.states, -1)
     numbers = 0
     for line in range(count):
@@ -222,7 +222,9 @@ def make_plan(inputs: list[RowInput], starts: list[int], cache: PagedStaticCache
             kept = np.concatenate([[own - 1], kept])
         after = _bases(row, own)
         # `states.base` raises an error, before anything has changed, if a state was not kept.
-        bases = {each: states.base(row.seq_id, each) for each in {row.start, *after.tolist()} if each <= row.start}
+        bases = {
+            length: states.base(row.seq_id, length) for length in {row.start, *after.tolist()} if length <= row.start
+        }
         length = min(cache.tables[row.seq_id].length, row.start)
         slots, into = np.full(count, -1), np.full(count, -1)
         counts, last = (row.start + kept + 1).tolist(), row.start + row.tokens.shape[0]
@@ -294,14 +296,14 @@ def _lines(pieces: list[_Piece]) -> Lines:
             slots.append(piece.slots[members])
             states.append(piece.into[members])
             bases.append(piece.bases[start])
-    lengths = np.array([len(each) for each in packed])
+    lengths = np.array([len(row) for row in packed])
     width = max(int(lengths.max()), 2)
 
     def padded(arrays: list[np.ndarray], value: int | None) -> np.ndarray:
         out = np.empty((len(arrays), width), dtype=np.int64)
         out[:] = np.arange(width) - 1 if value is None else value
-        for own, array in zip(out, arrays, strict=True):
-            own[: len(array)] = array
+        for line, array in zip(out, arrays, strict=True):
+            line[: len(array)] = array
         return out
 
     return Lines(

@@ -48,7 +48,7 @@ def _delta(one_token, query, key, value, *, g, beta, **_) -> tuple[Inputs, Step]
     """Gated DeltaNet and Kimi delta attention: query, key, value [B, T, heads, width], state [B, heads, dk, dv]."""
 
     def step(inputs: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, decay, rate = (each.unsqueeze(1) for each in inputs)
+        q, k, v, decay, rate = (tensor.unsqueeze(1) for tensor in inputs)
         out, state = one_token(
             q, k, v, g=decay, beta=rate, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
         )
@@ -61,7 +61,7 @@ def _mamba2(one_token, x, dt, A, B, C, *, D, dt_bias, **_) -> tuple[Inputs, Step
     """Mamba-2: x [B, T, heads, p], dt [B, T, heads], A and D [heads], B and C [B, T, groups, n], state [B, heads, p, n]."""
     width, size = x.shape[-1], B.shape[-1]
     A = A[:, None, None].expand(-1, width, size)
-    D, dt_bias = (each[:, None].expand(-1, width) for each in (D, dt_bias))
+    D, dt_bias = (vector[:, None].expand(-1, width) for vector in (D, dt_bias))
 
     def step(inputs: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         own_x, own_dt, own_b, own_c = inputs
@@ -93,7 +93,7 @@ def _mamba1(one_token, x, dt, A, B, C, *, D, z, delta_bias, **_) -> tuple[Inputs
         out = one_token(state, own_x, own_dt, A, own_b, own_c, D, z=own_z, dt_bias=delta_bias, dt_softplus=True)
         return out, state
 
-    return tuple(each.transpose(1, 2) for each in (x, dt, B, C, z)), step
+    return tuple(tensor.transpose(1, 2) for tensor in (x, dt, B, C, z)), step
 
 
 GATED_DELTA = Rule("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _delta, _delta_lines)

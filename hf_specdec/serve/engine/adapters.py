@@ -181,8 +181,8 @@ def _check_config(config: Any) -> None:
 def _compare(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Raise ValueError unless a file has the tensors that its configuration and this model ask for."""
     found, wanted = (
-        {name.removeprefix(_PREFIX): tuple(tensor.shape) for name, tensor in each.items()}
-        for each in (weights, expected)
+        {name.removeprefix(_PREFIX): tuple(tensor.shape) for name, tensor in names.items()}
+        for names in (weights, expected)
     )
     for name in (*wanted, *found):
         if name not in found or name not in wanted:
