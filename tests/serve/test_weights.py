@@ -2,6 +2,7 @@
 
 import copy
 import queue
+import shutil
 
 import peft
 import pytest
@@ -134,6 +135,13 @@ def test_sleep(make, three_prompts, both_texts, new_folder):
                 texts_of(llm, three_prompts)
             llm.update_weights(new_folder)
         assert texts_of(llm, three_prompts) == both_texts[level - 1]
+    llm.sleep(1)
+    llm.wake_up(["weights"])
+    assert torch.any(llm.model.model.norm.weight)
+    llm.sleep(2)
+    assert not llm.model.model.norm.weight.numel()
+    llm.wake_up()
+    llm.update_weights(new_folder)
     with pytest.raises(ValueError, match="level 3: use 1 or 2"):
         llm.sleep(3)
     with pytest.raises(ValueError, match="tags: use weights and kv_cache"):
@@ -155,6 +163,8 @@ def refusals(model, new_folder, root):
         [(name, weight), ("model.norm.weight", state["model.norm.weight"].long())],
         "is torch.int64; the model's is torch.float32",
     )
+    for other in (state["model.norm.weight"].to("meta"), state["model.norm.weight"].detach().to_sparse()):
+        yield [(name, weight), ("model.norm.weight", other)], "model.norm.weight is no plain tensor"
     yield str(root / "nothing"), "is no folder on the server's machine"
     (root / "empty").mkdir()
     yield str(root / "empty"), "cannot be read"
@@ -168,6 +178,9 @@ def refusals(model, new_folder, root):
     more = {**model.state_dict(), "model.layers.0.more.weight": torch.zeros(2)}
     model.save_pretrained(root / "more", state_dict=more)
     yield str(root / "more"), "is not of this model: unexpected model.layers.0.more.weight"
+    adapted = shutil.copytree(hf_specdec.bundled("tiny"), root / "adapted")
+    shutil.copy(f"{save(root / 'adapter', 1)}/adapter_config.json", adapted)
+    yield str(adapted), "has a LoRA adapter: merge it into the weights first"
     yield hf_specdec.bundled("tiny-draft"), "is of another model|cannot be read"
 
 
@@ -194,6 +207,64 @@ def test_targets_that_cannot_be_updated(tiny_model, tiny_tokenizer, new_folder, 
     with pytest.raises(ValueError, match="has quantized weights"):
         llm.update_weights(new_folder)
     llm.close()
+
+
+@pytest.fixture
+def receiver(tiny_model, monkeypatch):
+    """Weights of a model, and a function that lets them receive tensors; exceptions among these are raised."""
+    weights = Weights(prepare(copy.deepcopy(tiny_model)))
+
+    def receive(tensors, joined="group"):
+        coming = iter([tensor for _, tensor in tensors])
+
+        def broadcast(group, place):
+            if isinstance(value := next(coming), Exception):
+                raise value
+            assert group is joined
+            weights._group = None  # another trainer begins to join
+            place.copy_(value)
+
+        monkeypatch.setattr("hf_specdec.serve.engine.weights.broadcast", broadcast)
+        weights._group = joined, torch.device("cpu")
+        state = tiny_model.state_dict()
+        shapes = [list(state.get(name, state["model.norm.weight"]).shape) for name, _ in tensors]
+        weights.receive([name for name, _ in tensors], ["float32"] * len(tensors), shapes)
+
+    return weights, receive
+
+
+@torch.no_grad()
+def test_a_group_that_joins_in_the_middle_takes_no_tensor(receiver, new_model):
+    weights, receive = receiver
+    receive(list(new_model.named_parameters()))
+    places = weights.places()
+    assert not weights.unsure and all(torch.equal(places[name], value) for name, value in new_model.named_parameters())
+
+
+@torch.no_grad()
+def test_a_transfer_that_fails_in_the_middle_leaves_all_unsure(receiver, new_model):
+    weights, receive = receiver
+    name, value = next(iter(new_model.named_parameters()))
+    for error, kind in ((RuntimeError("gone"), ValueError), (MemoryError(), MemoryError)):
+        with pytest.raises(kind):
+            receive([(name, error), ("model.norm.weight", error)])
+        assert not weights.unsure
+    with pytest.raises(MemoryError):
+        receive([(name, value), ("model.norm.weight", error)])
+    assert weights.unsure == {name, "model.norm.weight"}
+    with pytest.raises(ValueError, match="The model has no weight 'no'"):  # not that the transfer was cut off
+        receive([(name, value), ("no", RuntimeError("gone"))])
+
+
+@torch.no_grad()
+def test_tensors_that_the_model_ties_must_be_equal(receiver, new_model):
+    weights, receive = receiver
+    value, names = new_model.lm_head.weight, ("model.embed_tokens.weight", "lm_head.weight")
+    receive([(name, value) for name in names])
+    assert not weights.unsure
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from"):
+        receive([(names[0], value), (names[1], value + 1)])
+    assert weights.unsure == set(names)
 
 
 def test_a_merge_between_updates_is_told(make, three_prompts, new_folder):
@@ -371,6 +442,42 @@ def test_what_ends_requests(running, three_prompts, method, arguments):
     engine.call("resume" if method == "pause" else "wake_up").result(60)
     engine.read()
     assert len(engine.tokens["b"]) == 5
+
+
+def test_a_second_pause_lets_no_more_run_than_the_first(running, three_prompts):
+    engine = running(NGRAM)
+    for mode in ("wait", "keep"):
+        engine.call("pause", mode=mode).result(60)
+        engine.submit(mode, three_prompts[0], 5)
+        engine.call("pause", mode="wait").result(60)
+        engine.read_what_came()
+        assert not engine.tokens[mode] and engine.worker.load.is_paused
+        engine.call("resume").result(60)
+        engine.read()
+
+
+def test_a_pause_that_would_wait_for_sleeping_requests_is_refused(running, three_prompts):
+    engine = running(NGRAM)
+    engine.call("sleep", level=1).result(60)
+    engine.call("pause", mode="wait").result(60)
+    engine.submit("a", three_prompts[0], 5)
+    engine.call("pause", mode="wait").result(60)
+    engine.call("resume").result(60)
+    with pytest.raises(ValueError, match="The engine sleeps: wake it up"):
+        engine.call("pause", mode="wait").result(60)
+    engine.call("wake_up").result(60)
+    engine.read()
+
+
+def test_a_sleep_that_is_refused_ends_no_request(running, three_prompts, monkeypatch):
+    engine = running(NGRAM)
+    engine.submit("a", three_prompts[0], 40)
+    engine.read("a", 2)
+    monkeypatch.setattr(engine.worker.engine.control.weights, "_exchanges_kv", True)
+    with pytest.raises(ValueError, match="engines that exchange KV must keep their weights"):
+        engine.call("sleep", level=1).result(60)
+    engine.read()
+    assert engine.reasons == {"a": "length"}
 
 
 def test_a_resume_ends_a_pause_that_waits(running, three_prompts):
