@@ -209,64 +209,6 @@ def test_targets_that_cannot_be_updated(tiny_model, tiny_tokenizer, new_folder, 
     llm.close()
 
 
-@pytest.fixture
-def receiver(tiny_model, monkeypatch):
-    """Weights of a model, and a function that lets them receive tensors; exceptions among these are raised."""
-    weights = Weights(prepare(copy.deepcopy(tiny_model)))
-
-    def receive(tensors, joined="group"):
-        coming = iter([tensor for _, tensor in tensors])
-
-        def broadcast(group, place):
-            if isinstance(value := next(coming), Exception):
-                raise value
-            assert group is joined
-            weights._group = None  # another trainer begins to join
-            place.copy_(value)
-
-        monkeypatch.setattr("hf_specdec.serve.engine.weights.broadcast", broadcast)
-        weights._group = joined, torch.device("cpu")
-        state = tiny_model.state_dict()
-        shapes = [list(state.get(name, state["model.norm.weight"]).shape) for name, _ in tensors]
-        weights.receive([name for name, _ in tensors], ["float32"] * len(tensors), shapes)
-
-    return weights, receive
-
-
-@torch.no_grad()
-def test_a_group_that_joins_in_the_middle_takes_no_tensor(receiver, new_model):
-    weights, receive = receiver
-    receive(list(new_model.named_parameters()))
-    places = weights.places()
-    assert not weights.unsure and all(torch.equal(places[name], value) for name, value in new_model.named_parameters())
-
-
-@torch.no_grad()
-def test_a_transfer_that_fails_in_the_middle_leaves_all_unsure(receiver, new_model):
-    weights, receive = receiver
-    name, value = next(iter(new_model.named_parameters()))
-    for error, kind in ((RuntimeError("gone"), ValueError), (MemoryError(), MemoryError)):
-        with pytest.raises(kind):
-            receive([(name, error), ("model.norm.weight", error)])
-        assert not weights.unsure
-    with pytest.raises(MemoryError):
-        receive([(name, value), ("model.norm.weight", error)])
-    assert weights.unsure == {name, "model.norm.weight"}
-    with pytest.raises(ValueError, match="The model has no weight 'no'"):  # not that the transfer was cut off
-        receive([(name, value), ("no", RuntimeError("gone"))])
-
-
-@torch.no_grad()
-def test_tensors_that_the_model_ties_must_be_equal(receiver, new_model):
-    weights, receive = receiver
-    value, names = new_model.lm_head.weight, ("model.embed_tokens.weight", "lm_head.weight")
-    receive([(name, value) for name in names])
-    assert not weights.unsure
-    with pytest.raises(ValueError, match=r"lm_head\.weight differs from"):
-        receive([(names[0], value), (names[1], value + 1)])
-    assert weights.unsure == set(names)
-
-
 def test_a_merge_between_updates_is_told(make, three_prompts, new_folder):
     """`update_weights` is no way around the check that the model's structure is the same."""
     llm = make(NGRAM)
@@ -396,7 +338,7 @@ def test_a_running_text_goes_on_with_the_new_weights(running, three_prompts, new
 
 
 def test_a_running_text_of_an_encoder_goes_on_with_the_new_weights():
-    """The encoder reads its input again, too."""
+    """The encoder reads its input again, too. Buffers, which are no parameters, outlive a sleep."""
     model, new_model, ids = build("bart", 4), build("bart", 5), [5, 9, 12, 7, 33, 21]
     llm = hf_specdec.LLM(model, None, NGRAM, max_model_len=64)
     engine = Running(llm)
@@ -409,7 +351,17 @@ def test_a_running_text_of_an_encoder_goes_on_with_the_new_weights():
     engine.call("update", weights=list(new_model.state_dict().items())).result(60)
     engine.call("resume").result(60)
     engine.read()
+    for method, arguments in (
+        ("sleep", {"level": 2}),
+        ("wake_up", {}),
+        ("update", {"weights": list(new_model.named_parameters())}),
+    ):
+        engine.call(method, **arguments).result(60)
+    engine.submit("b", [], 16, llm._submit(ids, GREEDY))
+    engine.read()
     engine.stop()
+    whole = new_model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)
+    assert engine.tokens["b"] == whole[0, 1:].tolist()
     start = torch.tensor([[model.generation_config.decoder_start_token_id, *written[:count]]])
     rest = new_model.generate(torch.tensor([ids]), decoder_input_ids=start, max_new_tokens=16 - count, do_sample=False)
     old = build("bart", 4).generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)

@@ -168,13 +168,15 @@ class Weights:
             self.unsure = {name for name in self.unsure if place_of(places[name]) not in memory}
 
     def put_away(self, level: int) -> None:
-        """Level 1: move the weights from the GPU to host memory, where a CPU's are anyhow. Level 2: free them."""
+        """Level 1: move the weights from the GPU to host memory, where a CPU's are anyhow. Level 2: free them; buffers, which trainers do
+        not send, are moved."""
         places = self.places()
-        self.unsure |= set(places) if level == 2 else set()
-        for tensor in {id(each): each for each in places.values()}.values():
-            if level == 2 or tensor.device.type != "cpu":
+        freed = {name for name, tensor in places.items() if level == 2 and isinstance(tensor, nn.Parameter)}
+        self.unsure |= freed
+        for name, tensor in {id(tensor): (name, tensor) for name, tensor in places.items()}.values():
+            if name in freed or tensor.device.type != "cpu":
                 self._put_away.append((tensor, tensor.device, tensor.shape))
-                tensor.data = tensor.data.cpu() if level == 1 else tensor.data.new_empty(0)
+                tensor.data = tensor.data.new_empty(0) if name in freed else tensor.data.cpu()
 
     def bring_back(self) -> None:
         """Undo `put_away`. What level 2 has freed has memory again, and is `unsure`."""
