@@ -1,12 +1,17 @@
-"""Tensors that a trainer broadcasts: what is written, and what is known to be missing after an error."""
+"""Updates of weights that end, or come, in the middle: what is known to be missing, and what is computed again."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+from test_weights import NGRAM, Running
 
+import hf_specdec
 from hf_specdec.model.prepare import prepare
+from hf_specdec.serve import SamplingParams
 from hf_specdec.serve.engine.weights import Weights
+from hf_specdec.serve.ipc.messages import Submit
 
 
 @pytest.fixture
@@ -65,3 +70,28 @@ def test_tensors_that_the_model_ties_must_be_equal(receiver, new_model):
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from"):
         receive([(names[0], value), (names[1], value + 1)])
     assert weights.unsure == set(names)
+
+
+def test_the_scores_of_a_prompt_are_of_the_new_weights_only(three_prompts, new_model, new_folder, monkeypatch):
+    params, prompt = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), (three_prompts[0] * 9)[:90]
+    arguments = {"speculative_config": NGRAM, "max_model_len": 128, "max_num_batched_tokens": 16}
+    other = hf_specdec.LLM(copy.deepcopy(new_model), None, **arguments)
+    (expected,) = other.generate(prompt, params, use_tqdm=False)
+    other.close()
+    engine = Running(hf_specdec.LLM("tiny", dtype="float32", **arguments))
+    inner, steps, asked = engine.worker.engine, itertools.count(), []
+    step = inner.step
+
+    def stepped(on_schedule):
+        if next(steps) == 2:
+            asked.append(engine.call("update", weights=new_folder))
+        return step(on_schedule)
+
+    monkeypatch.setattr(inner, "step", stepped)
+    engine.worker.send(Submit("a", None, prompt, params))
+    update = engine.updates.get(timeout=60)
+    asked[0].result(60)
+    engine.stop()
+    for scores, expected_scores in zip(update.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+        (score,), (expected_score,) = scores.values(), expected_scores.values()
+        assert score.logprob == pytest.approx(expected_score.logprob, abs=1e-3)

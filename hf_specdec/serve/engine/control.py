@@ -198,6 +198,9 @@ class Control:
         for choice in self._scheduler.waiting:
             if choice.sequence.source is not None:
                 choice.sequence.source.outputs = None
+            scored = choice.request.prompt_logprobs or []
+            if len(scored) < len(choice.request.prompt_token_ids):
+                del scored[1:]
         decoder.forget_prefixes()
         renew_copies(decoder.target.model)
         if decoder.learner is not None:
