@@ -2,6 +2,7 @@
 
 import copy
 import queue
+import shutil
 
 import peft
 import pytest
@@ -134,6 +135,13 @@ def test_sleep(make, three_prompts, both_texts, new_folder):
                 texts_of(llm, three_prompts)
             llm.update_weights(new_folder)
         assert texts_of(llm, three_prompts) == both_texts[level - 1]
+    llm.sleep(1)
+    llm.wake_up(["weights"])
+    assert torch.any(llm.model.model.norm.weight)
+    llm.sleep(2)
+    assert not llm.model.model.norm.weight.numel()
+    llm.wake_up()
+    llm.update_weights(new_folder)
     with pytest.raises(ValueError, match="level 3: use 1 or 2"):
         llm.sleep(3)
     with pytest.raises(ValueError, match="tags: use weights and kv_cache"):
@@ -155,6 +163,8 @@ def refusals(model, new_folder, root):
         [(name, weight), ("model.norm.weight", state["model.norm.weight"].long())],
         "is torch.int64; the model's is torch.float32",
     )
+    for other in (state["model.norm.weight"].to("meta"), state["model.norm.weight"].detach().to_sparse()):
+        yield [(name, weight), ("model.norm.weight", other)], "model.norm.weight is no plain tensor"
     yield str(root / "nothing"), "is no folder on the server's machine"
     (root / "empty").mkdir()
     yield str(root / "empty"), "cannot be read"
@@ -168,6 +178,9 @@ def refusals(model, new_folder, root):
     more = {**model.state_dict(), "model.layers.0.more.weight": torch.zeros(2)}
     model.save_pretrained(root / "more", state_dict=more)
     yield str(root / "more"), "is not of this model: unexpected model.layers.0.more.weight"
+    adapted = shutil.copytree(hf_specdec.bundled("tiny"), root / "adapted")
+    shutil.copy(f"{save(root / 'adapter', 1)}/adapter_config.json", adapted)
+    yield str(adapted), "has a LoRA adapter: merge it into the weights first"
     yield hf_specdec.bundled("tiny-draft"), "is of another model|cannot be read"
 
 
@@ -325,7 +338,7 @@ def test_a_running_text_goes_on_with_the_new_weights(running, three_prompts, new
 
 
 def test_a_running_text_of_an_encoder_goes_on_with_the_new_weights():
-    """The encoder reads its input again, too."""
+    """The encoder reads its input again, too. Buffers, which are no parameters, outlive a sleep."""
     model, new_model, ids = build("bart", 4), build("bart", 5), [5, 9, 12, 7, 33, 21]
     llm = hf_specdec.LLM(model, None, NGRAM, max_model_len=64)
     engine = Running(llm)
@@ -338,7 +351,17 @@ def test_a_running_text_of_an_encoder_goes_on_with_the_new_weights():
     engine.call("update", weights=list(new_model.state_dict().items())).result(60)
     engine.call("resume").result(60)
     engine.read()
+    for method, arguments in (
+        ("sleep", {"level": 2}),
+        ("wake_up", {}),
+        ("update", {"weights": list(new_model.named_parameters())}),
+    ):
+        engine.call(method, **arguments).result(60)
+    engine.submit("b", [], 16, llm._submit(ids, GREEDY))
+    engine.read()
     engine.stop()
+    whole = new_model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)
+    assert engine.tokens["b"] == whole[0, 1:].tolist()
     start = torch.tensor([[model.generation_config.decoder_start_token_id, *written[:count]]])
     rest = new_model.generate(torch.tensor([ids]), decoder_input_ids=start, max_new_tokens=16 - count, do_sample=False)
     old = build("bart", 4).generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)
@@ -371,6 +394,42 @@ def test_what_ends_requests(running, three_prompts, method, arguments):
     engine.call("resume" if method == "pause" else "wake_up").result(60)
     engine.read()
     assert len(engine.tokens["b"]) == 5
+
+
+def test_a_second_pause_lets_no_more_run_than_the_first(running, three_prompts):
+    engine = running(NGRAM)
+    for mode in ("wait", "keep"):
+        engine.call("pause", mode=mode).result(60)
+        engine.submit(mode, three_prompts[0], 5)
+        engine.call("pause", mode="wait").result(60)
+        engine.read_what_came()
+        assert not engine.tokens[mode] and engine.worker.load.is_paused
+        engine.call("resume").result(60)
+        engine.read()
+
+
+def test_a_pause_that_would_wait_for_sleeping_requests_is_refused(running, three_prompts):
+    engine = running(NGRAM)
+    engine.call("sleep", level=1).result(60)
+    engine.call("pause", mode="wait").result(60)
+    engine.submit("a", three_prompts[0], 5)
+    engine.call("pause", mode="wait").result(60)
+    engine.call("resume").result(60)
+    with pytest.raises(ValueError, match="The engine sleeps: wake it up"):
+        engine.call("pause", mode="wait").result(60)
+    engine.call("wake_up").result(60)
+    engine.read()
+
+
+def test_a_sleep_that_is_refused_ends_no_request(running, three_prompts, monkeypatch):
+    engine = running(NGRAM)
+    engine.submit("a", three_prompts[0], 40)
+    engine.read("a", 2)
+    monkeypatch.setattr(engine.worker.engine.control.weights, "_exchanges_kv", True)
+    with pytest.raises(ValueError, match="engines that exchange KV must keep their weights"):
+        engine.call("sleep", level=1).result(60)
+    engine.read()
+    assert engine.reasons == {"a": "length"}
 
 
 def test_a_resume_ends_a_pause_that_waits(running, three_prompts):

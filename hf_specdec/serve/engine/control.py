@@ -103,11 +103,16 @@ class Control:
 
     def pause(self, mode: str = "abort") -> None:
         """Let no further request run. With `mode` "wait" those that have come run to their end, and `is_paused` tells when; otherwise they
-        stay as they are until `resume`. For "abort" the caller aborts them."""
+        stay as they are until `resume`. For "abort" the caller aborts them. A second pause lets no more run than the first."""
         if mode not in MODES:
             raise ValueError(f"mode {mode!r}: use one of {', '.join(MODES)}.")
-        numbers = [choice.request.number for choice in self._choices()]
-        self._scheduler.newest = max(numbers, default=-1) if mode == "wait" else -1
+        if mode != "wait":
+            self._scheduler.newest = -1
+        elif self._scheduler.newest is None:
+            numbers = [choice.request.number for choice in self._choices()]
+            if numbers and self.obstacle is not None:
+                raise ValueError(f"Requests wait. {self.obstacle}")
+            self._scheduler.newest = max(numbers, default=-1)
 
     def resume(self) -> None:
         """Undo `pause`."""
@@ -149,20 +154,27 @@ class Control:
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache and move the weights of a GPU to host memory (level 1), or free them (level 2: `update` all of them after
         `wake_up`). No request may have begun."""
-        if level not in (1, 2):
-            raise ValueError(f"level {level}: use 1 or 2.")
+        self.check_sleep(level)
         if any(choice.is_added for choice in self._choices()):
             raise ValueError("Requests have begun: pause with mode 'abort' or 'wait' first.")
-        if not self.asleep:
+        if "weights" not in self.asleep:
             self.weights.put_away(level)
-            self._decoder.release(keeps_pools=False)
-            self._allocate()  # pools that take memory once they are used
             for option in self._decoder.target.active_options:
                 if isinstance(option, ReplacedLinears):
                     option.forget()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            self.asleep = set(_PARTS)
+        if "kv_cache" not in self.asleep:
+            self._decoder.release(keeps_pools=False)
+            self._allocate()  # pools that take memory once they are used
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.asleep = set(_PARTS)
+
+    def check_sleep(self, level: int) -> None:
+        """Raise ValueError if the engine cannot sleep, whatever becomes of its requests."""
+        if level not in (1, 2):
+            raise ValueError(f"level {level}: use 1 or 2.")
+        if "weights" not in self.asleep:
+            self.weights.places()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring back what sleeps: "weights", "kv_cache"; None: both."""
@@ -186,6 +198,9 @@ class Control:
         for choice in self._scheduler.waiting:
             if choice.sequence.source is not None:
                 choice.sequence.source.outputs = None
+            scored = choice.request.prompt_logprobs or []
+            if len(scored) < len(choice.request.prompt_token_ids):
+                del scored[1:]
         decoder.forget_prefixes()
         renew_copies(decoder.target.model)
         if decoder.learner is not None:

@@ -61,12 +61,12 @@ class Weights:
         exchanges_kv: with other engines, whose weights must be the same: nothing is written then.
 
     Attributes:
-        unsure: names whose values are not whole: memory that was freed at `put_away(2)`, or a transfer that was cut off.
+        unsure: names whose values are not whole: memory that was freed at `put_away(2)`, or an update that ended in the middle.
     """
 
     def __init__(self, target: PackedModel, exchanges_kv: bool = False):
         self._target, self._exchanges_kv = target, exchanges_kv
-        self._group: Any = None
+        self._group: tuple[Any, torch.device] | None = None  # and where it puts what it receives
         self.unsure: set[str] = set()
         self._put_away: list[tuple[torch.Tensor, torch.device, torch.Size]] = []  # with their place and shape
 
@@ -78,11 +78,17 @@ class Weights:
         """Write tensors of any device. Raises ValueError: a name is unknown or a shape wrong; nothing has changed then."""
         tensors, places = list(tensors), self.places()
         for name, tensor in tensors:
+            if not is_plain(tensor) or tensor.layout != torch.strided:
+                raise ValueError(
+                    f"{name} is no plain tensor but offloaded, quantized, sharded or sparse: pass all of its values."
+                )
             check_place(places, name, tensor.dtype, tensor.shape)
         _check_ties(places, tensors)
+        names = [name for name, _ in tensors]
+        self.unsure.update(names)  # an error in the middle leaves them so
         for name, tensor in tensors:
             _copy(places[name], tensor)
-        self._written([name for name, _ in tensors], places)
+        self._written(names, places)
 
     def join(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str = GROUP_NAME,
@@ -103,18 +109,13 @@ class Weights:
             raise ValueError(f"backend {backend!r}: use 'gloo', or 'nccl' if the model is on a GPU; it is on {device}.")
         if world_size != 2 or rank_offset != 1:
             raise ValueError("The group has the trainer, rank 0, and this engine: world_size is 2 and rank_offset 1.")
-        self._group = None
         try:
-            self._group = join_group(master_address, master_port, rank_offset, world_size, backend, group_name)
+            group = join_group(master_address, master_port, rank_offset, world_size, backend, group_name)
         except RuntimeError as error:
             raise ValueError(
                 f"The process group at {master_address}:{master_port} cannot be joined: {error}"
             ) from error
-        self._receives_on = device if backend == "nccl" else torch.device("cpu")
-
-    def leave(self) -> None:
-        """Leave the trainer's group."""
-        self._group = None
+        self._group = group, device if backend == "nccl" else torch.device("cpu")
 
     def receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> None:
         """Write the tensors that the trainer broadcasts one by one, in this order.
@@ -124,9 +125,9 @@ class Weights:
 
         Raises:
             ValueError: there is no group, or the tensors are not this model's: all are received, and none is written. Or the transfer
-                was cut off, and those that were not written are `unsure`.
+                was cut off, or two tensors differ that are one in the model: all are `unsure`.
         """
-        if self._group is None:
+        if (joined := self._group) is None:
             raise ValueError("There is no trainer's group: call /init_weight_transfer_engine first.")
         kinds: list[Any] = [getattr(torch, name.removeprefix("torch."), None) for name in dtype_names]
         if not len(names) == len(kinds) == len(shapes) or not all(isinstance(kind, torch.dtype) for kind in kinds):
@@ -138,18 +139,25 @@ class Weights:
                 check_place(places, name, kind, torch.Size(shape))
         except ValueError as error:
             refused = error
-        for i, (name, kind, shape) in enumerate(zip(names, kinds, shapes, strict=True)):
+        written: set[tuple] = set()
+        for name, kind, shape in zip(names, kinds, shapes, strict=True):
             try:
-                value = torch.empty(shape, dtype=kind, device=self._receives_on)
-                broadcast(self._group, value)
+                value = torch.empty(shape, dtype=kind, device=joined[1])
+                broadcast(joined[0], value)
             except RuntimeError as error:
-                self._group = None
-                self.unsure |= set() if refused is not None else set(names[i:])
-                raise ValueError(
+                self._group = None if self._group is joined else self._group
+                raise refused or ValueError(
                     f"The transfer was cut off before {name} ({error}): send all weights again."
                 ) from error
             if refused is None:
-                _copy(places[name], value)
+                self.unsure.update(() if written else names)  # until all have come
+                place = places[name]
+                if place_of(place) in written and not torch.equal(value.to(place), place):
+                    refused = ValueError(
+                        f"{name} differs from an earlier name's, and the model has one tensor for both: send all weights again."
+                    )
+                _copy(place, value)
+                written.add(place_of(place))
         if refused is not None:
             raise refused
         self._written(names, places)
@@ -160,13 +168,15 @@ class Weights:
             self.unsure = {name for name in self.unsure if place_of(places[name]) not in memory}
 
     def put_away(self, level: int) -> None:
-        """Level 1: move the weights from the GPU to host memory, where a CPU's are anyhow. Level 2: free them."""
+        """Level 1: move the weights from the GPU to host memory, where a CPU's are anyhow. Level 2: free them; buffers, which trainers do
+        not send, are moved."""
         places = self.places()
-        self.unsure |= set(places) if level == 2 else set()
-        for tensor in {id(each): each for each in places.values()}.values():
-            if level == 2 or tensor.device.type != "cpu":
+        freed = {name for name, tensor in places.items() if level == 2 and isinstance(tensor, nn.Parameter)}
+        self.unsure |= freed
+        for name, tensor in {id(tensor): (name, tensor) for name, tensor in places.items()}.values():
+            if name in freed or tensor.device.type != "cpu":
                 self._put_away.append((tensor, tensor.device, tensor.shape))
-                tensor.data = tensor.data.cpu() if level == 1 else tensor.data.new_empty(0)
+                tensor.data = tensor.data.new_empty(0) if name in freed else tensor.data.cpu()
 
     def bring_back(self) -> None:
         """Undo `put_away`. What level 2 has freed has memory again, and is `unsure`."""
@@ -191,7 +201,7 @@ class Weights:
         for name, tensor in model.state_dict(keep_vars=True).items():
             if ".lora_" in name:
                 continue
-            if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.device.type == "meta":
+            if not is_plain(tensor):
                 what = "offloaded" if tensor.device.type == "meta" else "quantized"
                 raise ValueError(
                     f"{kind} has {what} weights ({name}), which cannot be updated: load it as plain tensors."
@@ -200,6 +210,11 @@ class Weights:
         if getattr(model, "hf_quantizer", None) is not None:
             raise ValueError(f"{kind} has quantized weights, which cannot be updated: load it as plain tensors.")
         return found
+
+
+def is_plain(tensor: Any) -> bool:
+    """True for a tensor of torch's own classes that has values."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.device.type != "meta"
 
 
 @torch.no_grad()
@@ -231,6 +246,8 @@ def read_folder(model: Any, places: dict[str, torch.Tensor], folder: str) -> dic
     """The weights in a folder by the model's names, on the CPU. Raises ValueError: they are not exactly this model's, or no safetensors."""
     if not os.path.isdir(folder):
         raise ValueError(f"{folder!r} is no folder on the server's machine.")
+    if os.path.exists(os.path.join(folder, "adapter_config.json")):
+        raise ValueError(f"{folder} has a LoRA adapter: merge it into the weights first.")
     try:
         kind = type(model.config)
         stored, _ = kind.get_config_dict(folder)

@@ -16,7 +16,7 @@ from .endpoints import ignored_header, served
 from .errors import bad_request
 from .server import Server
 
-_Sizes = list[Annotated[StrictInt, Field(ge=0)]]
+_Sizes = list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
 
 
 class Group(Part):

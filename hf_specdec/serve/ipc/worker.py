@@ -129,6 +129,8 @@ class EngineWorker(threading.Thread):
         if call.method == "join":
             control.weights.join(**call.arguments)
             return
+        if call.method == "sleep":
+            control.check_sleep(**call.arguments)
         for name in list(self._requests) if ends else ():
             self._cancel(Cancel(name, "abort"))
         getattr(control, call.method)(**call.arguments)
