@@ -49,7 +49,7 @@ async def list_input_items(server: Server, request: Request, raw: bytes) -> Resp
     _refuse_options(request, ("limit", "order", "after"))
     query = request.query_params
     limit, order, after = query.get("limit", str(_USUAL_ITEMS)), query.get("order", "desc"), query.get("after")
-    if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_ITEMS:
+    if limit not in map(str, range(1, _MOST_ITEMS + 1)):
         raise bad_request(f"limit must be a number from 1 to {_MOST_ITEMS}.", "limit")
     if order not in ("asc", "desc"):
         raise bad_request("order must be asc or desc.", "order")
