@@ -261,10 +261,9 @@ class Responses(Chat):
         if store is not None and previous is not None:
             stored = store.load(space, previous)
             earlier = [*stored["input"], *stored["response"]["output"]]
-        items = [*earlier, *body.items]
-        super().__init__(server, body.to_chat(items), space)
+        super().__init__(server, body.to_chat([*earlier, *body.items]), space)
         self.is_stored = store is not None and body.store is not False
-        self.items = [_shown_item(item) for item in items] if self.is_stored else []
+        self.items = [*earlier, *map(_shown_item, body.items)] if self.is_stored else []
         self.request, self.output = body, ResponseItems()
         self.id, self.created = _id("resp"), time.time()
         self.num_reasoning = self.num_events = 0
@@ -349,12 +348,13 @@ class Responses(Chat):
 
 
 def _shown_item(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of a request as it is listed: with an id, and a message's content in parts."""
+    """An item of a request as it is listed: with an id that no other item has, and a message's content in parts."""
     kind, content = item.get("type") or "message", item.get("content")
     if kind == "message" and isinstance(content, str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
         content = [{"type": part, "text": content, **({"annotations": []} if part == "output_text" else {})}]
-    shown = {"id": _id("msg" if kind == "message" else "item"), "status": "completed", **item, "type": kind}
+    id = _id("msg" if kind == "message" else "item")
+    shown = {"status": "completed", **item, "id": id, "type": kind}
     return shown if content is None else {**shown, "content": content}
 
 
