@@ -27,9 +27,10 @@ class ResponseStore:
     def __init__(self, folder: str | Path, most_bytes: int):
         self.folder, self.most_bytes = Path(folder).expanduser(), most_bytes
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for unfinished in self.folder.glob("*/*.partial"):
+        for unfinished in self.folder.glob("*/resp_*.json.*.partial"):
             unfinished.unlink()
-        known = sorted((file.stat().st_mtime, file) for file in self.folder.glob("*/*.json"))
+        files = (file for file in self.folder.glob("*/*.json") if _ID.fullmatch(file.stem) and file.is_file())
+        known = sorted((file.stat().st_mtime, file) for file in files)
         self._sizes = {file: file.stat().st_size for _, file in known}  # the oldest first
         self._total = sum(self._sizes.values())
         self._lock = threading.Lock()
@@ -65,11 +66,13 @@ class ResponseStore:
         """A stored "response" and the "input" items that it answers. Raises ApiError: 404, this space has none of this id; 500, its file
         is broken."""
         try:
-            return json.loads(self._file(space, id).read_bytes())
+            stored = json.loads(self._file(space, id).read_bytes())
+            _ = [item["id"] for item in (*stored["input"], *stored["response"]["output"])]
+            return stored
         except FileNotFoundError:
             raise _unknown(id) from None
-        except (OSError, ValueError) as error:
-            raise failed(f"The stored response {id} cannot be read: {error}.") from None
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise failed(f"The stored response {id} cannot be read: {error!r}.") from None
 
     def delete(self, space: str, id: str) -> None:
         """Delete a stored response. Raises ApiError: 404, this space has none of this id."""
