@@ -35,10 +35,11 @@ def _corpora(server: Server, request: Request) -> dict[str, dict[str, Any]]:
     """The corpora that a client's requests look into, as they are shown, by name: its own before the server's."""
     own = server.corpora.get(_space(server, request), {})
     owners = ((server.facts.corpora, "server"), (own, "client"))
-    return {
-        name: {"id": name, "object": "lookup", "num_tokens": size, "owned_by": owner}
-        for sizes, owner in owners for name, size in sizes.items()
-    }  # fmt: skip
+    return {name: _shown(name, size, owner) for sizes, owner in owners for name, size in sizes.items()}
+
+
+def _shown(name: str, size: int, owner: str) -> dict[str, Any]:
+    return {"id": name, "object": "lookup", "num_tokens": size, "owned_by": owner}
 
 
 async def put_corpus(server: Server, request: Request, raw: bytes) -> Response:
@@ -52,7 +53,7 @@ async def put_corpus(server: Server, request: Request, raw: bytes) -> Response:
         raise bad_request(f"The name must have 1 to {_MOST_CHARACTERS_OF_NAMES} characters, not {len(name)}.")
     ids, unknown = await server.lanes.run(len(raw), _read, raw, dict(request.headers))
     await server.change_corpus(ChangeCorpus(_space(server, request), name, ids))
-    return JSONResponse(_corpora(server, request)[name], headers=ignored_header(unknown))
+    return JSONResponse(_shown(name, len(ids), "client"), headers=ignored_header(unknown))
 
 
 def _read(server: RequestReader, raw: bytes, headers: dict[str, str]) -> tuple[np.ndarray, list[str]]:
