@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import Request
@@ -15,6 +15,7 @@ from .bodies import Body, Items, read_body
 from .endpoints import ignored_header
 from .errors import ApiError, bad_request
 from .guard import SPACE
+from .protocol import MOST_MESSAGES
 from .reader import RequestReader
 from .server import Server
 
@@ -24,7 +25,7 @@ _MOST_CHARACTERS_OF_NAMES = 256
 class CorpusRequest(Body):
     """PUT /v1/lookup/{name}."""
 
-    text: str | Items[str] = Field(description="one text or several")
+    text: str | Annotated[Items[str], Field(max_length=MOST_MESSAGES)] = Field(description="one text or several")
 
 
 def _space(server: Server, request: Request) -> str:
