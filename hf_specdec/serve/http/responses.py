@@ -126,7 +126,7 @@ class ResponsesRequest(TranslatedRequest):
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def _messages(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The items as messages of a conversation. Reasoning joins the assistant's next message; successive calls share a message."""
+        """The items as messages of a conversation. Reasoning joins its turn; successive calls share a message."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -142,10 +142,9 @@ class ResponsesRequest(TranslatedRequest):
             if kind == "function_call":
                 function = {"name": item["name"], "arguments": item.get("arguments")}
                 call = {"id": item["call_id"], "type": "function", "function": function}
-                if messages and messages[-1].get("tool_calls"):
-                    messages[-1]["tool_calls"].append(call)
-                    continue
-                message = {"role": "assistant", "tool_calls": [call]}
+                joins = bool(messages and messages[-1].get("tool_calls"))
+                message = messages.pop() if joins else {"role": "assistant", "tool_calls": []}
+                message["tool_calls"].append(call)
             elif kind == "function_call_output":
                 message = {"role": "tool", "tool_call_id": item["call_id"], "content": _content_of(item.get("output"))}
             elif kind == "message" and isinstance(item.get("role"), str):
@@ -153,8 +152,11 @@ class ResponsesRequest(TranslatedRequest):
                 message = {"role": role, "content": _content_of(item.get("content"))}
             else:
                 raise bad_request(f"input: items of type {kind!r} are not served here.", "input")
-            if reasoning and message["role"] == "assistant":
-                message["reasoning_content"], reasoning = reasoning, ""
+            if reasoning and message["role"] != "assistant" and (not messages or messages[-1]["role"] != "assistant"):
+                messages.append({"role": "assistant", "content": ""})  # an answer that ended within its reasoning
+            if reasoning:
+                of = message if message["role"] == "assistant" else messages[-1]
+                of["reasoning_content"], reasoning = of.get("reasoning_content", "") + reasoning, ""
             messages.append(message)
         return messages
 
