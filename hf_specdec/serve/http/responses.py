@@ -78,7 +78,7 @@ class TranslatedRequest(SamplingFields):
         for name in (*self.not_served, *_NOT_IN_TRANSLATIONS):
             value = getattr(self, name, None)
             if value is not None if name == "prompt_logprobs" else value not in (None, False, []):
-                message = f"{name} is not served here: answers are not stored, and hold only text and calls."
+                message = f"{name} is not served here: answers hold only text and calls."
                 raise bad_request(message, name)
         if self.n != 1:
             raise bad_request("n must be 1.", "n")
