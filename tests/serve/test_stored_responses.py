@@ -147,6 +147,18 @@ def test_broken_files(server, folder, content):
     client.responses.delete(kept.id)
 
 
+def test_what_another_server_has_stored(server, folder):
+    """It is read, and deleted."""
+    with serving(folder) as other:
+        kept = create(client_of(server))
+        assert client_of(other).responses.retrieve(kept.id) == kept
+        client_of(other).responses.delete(kept.id)
+        for client in (client_of(server), client_of(other)):
+            for call in (client.responses.delete, client.responses.retrieve):
+                with pytest.raises(openai.NotFoundError):
+                    call(kept.id)
+
+
 def test_other_files_stay(tmp_path):
     """A folder that holds a user's own files, and links to nothing."""
     others = [tmp_path / "notes" / name for name in ("x.json", "x.partial", "resp_1.json")]

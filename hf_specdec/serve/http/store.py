@@ -15,7 +15,8 @@ _ID = re.compile("resp_[0-9a-f]{32}")
 
 
 class ResponseStore:
-    """Responses in files, a folder for each space (API key). Any thread may call its methods; only one server may use a folder.
+    """Responses in files, a folder for each space (API key). Any thread may call its methods. One server should use a
+    folder: two do not count each other's files, and one that starts removes what the other is writing.
 
     Args:
         most_bytes: maximum size of all files together. The oldest go first.
@@ -28,7 +29,7 @@ class ResponseStore:
         self.folder, self.most_bytes = Path(folder).expanduser(), most_bytes
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for unfinished in self.folder.glob("*/resp_*.json.*.partial"):
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
         files = (file for file in self.folder.glob("*/*.json") if _ID.fullmatch(file.stem) and file.is_file())
         known = sorted((file.stat().st_mtime, file) for file in files)
         self._sizes = {file: file.stat().st_size for _, file in known}  # the oldest first
@@ -78,10 +79,11 @@ class ResponseStore:
         """Delete a stored response. Raises ApiError: 404, this space has none of this id."""
         file = self._file(space, id)
         with self._lock:
-            if file not in self._sizes:
-                raise _unknown(id)
-            self._total -= self._sizes.pop(file)
-            file.unlink(missing_ok=True)
+            self._total -= self._sizes.pop(file, 0)
+            try:
+                file.unlink()
+            except FileNotFoundError:
+                raise _unknown(id) from None
 
 
 def _unknown(id: str) -> ApiError:
