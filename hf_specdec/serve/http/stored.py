@@ -15,6 +15,7 @@ from .server import Server
 from .store import ResponseStore
 
 _MOST_ITEMS, _USUAL_ITEMS = 100, 20  # of a page, as in OpenAI's API
+PAGE_OPTIONS = ("limit", "order", "after")  # query parameters that choose a page
 
 
 def _refuse_options(request: Request, known: tuple[str, ...]) -> None:
@@ -46,7 +47,7 @@ async def delete_response(server: Server, request: Request, raw: bytes) -> Respo
 
 async def list_input_items(server: Server, request: Request, raw: bytes) -> Response:
     """GET /v1/responses/{id}/input_items: the whole conversation before the response, in pages. Raises ApiError: 400, 404, 500."""
-    _refuse_options(request, ("limit", "order", "after"))
+    _refuse_options(request, PAGE_OPTIONS)
     query = request.query_params
     limit, order, after = query.get("limit", str(_USUAL_ITEMS)), query.get("order", "desc"), query.get("after")
     if limit not in map(str, range(1, _MOST_ITEMS + 1)):
