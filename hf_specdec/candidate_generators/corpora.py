@@ -63,6 +63,7 @@ class CorpusConfig(SpeculativeConfig):
                 for row in rows:
                     if not isinstance(row.get("text"), str):
                         raise ValueError(f'{row["_where"]}: the row has no "text".')
+                    row["text"].encode()  # raises for half a character, as JSON may hold, which tokenizers cannot read
                 ids = ids_of([row["text"] for row in rows], tokenizer)
                 for each in corpora:
                     each.add(None, name, ids, self.lookup_corpus_tokens)

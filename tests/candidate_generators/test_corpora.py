@@ -186,6 +186,7 @@ def test_wrong_keys(more, message):
     [
         ("x.txt", None, "no such file"), ("x.txt", b"\xff\xfe\x00", "not UTF-8"), ("x.txt", b"  ", "is empty"),
         ("x.jsonl", b'{"text": "a"}\n{"txt": "b"}', 'x.jsonl:2: the row has no "text"'), ("x.jsonl", b"{", "not JSON"),
+        ("x.jsonl", b'{"text": "\\ud800"}', "surrogates not allowed"),
     ],
 )  # fmt: skip
 def test_broken_files(make, tmp_path, name, content, message):
