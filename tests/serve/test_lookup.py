@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers_server import Process, in_thread
 
+from hf_specdec.cli.serve import _with_corpora
+
 pytest.importorskip("uvicorn")
 
 PROMPT = "Once upon a time there was a little dog. The"
@@ -99,6 +101,15 @@ def test_clients_change_one_corpus_at_once(server):
         answers = list(pool.map(change, range(400)))
     assert {status for status, _ in answers[::2]} == {200} and {status for status, _ in answers} <= {200, 404}
     assert all(answer["num_tokens"] == 4 for _, answer in answers[::2])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(None, "add --speculative-config auto"), ({**NGRAM, "lookup_corpus": ["notes.txt"]}, "not in both")],
+)
+def test_flags_that_do_not_fit(config, message):
+    with pytest.raises(ValueError, match=message):
+        _with_corpora(config, ["faq.txt"])
 
 
 @pytest.mark.slow
