@@ -24,24 +24,22 @@ def _refuse_options(request: Request, known: tuple[str, ...]) -> None:
             raise bad_request(f"{name} is not served here.", name)
 
 
-async def _called(
-    method: Callable[[ResponseStore], Callable[[str, str], Any]], server: Server, request: Request
-) -> Any:
-    """The result of one of the store's methods for the response of a request's path. A thread calls it."""
+async def _called(method: Callable[[ResponseStore, str, str], Any], server: Server, request: Request) -> Any:
+    """The result of a method of the store for the response of a request's path. A thread calls it."""
     if server.store is None:
         raise ApiError(404, "Responses are not stored here: start the server with --store FOLDER.")
-    return await asyncio.to_thread(method(server.store), request.scope.get(SPACE, ""), request.path_params["id"])
+    return await asyncio.to_thread(method, server.store, request.scope.get(SPACE, ""), request.path_params["id"])
 
 
 async def show_response(server: Server, request: Request, raw: bytes) -> Response:
     """GET /v1/responses/{id}. Raises ApiError: 400, 404, 500."""
     _refuse_options(request, ())
-    return JSONResponse((await _called(lambda store: store.load, server, request))["response"])
+    return JSONResponse((await _called(ResponseStore.load, server, request))["response"])
 
 
 async def delete_response(server: Server, request: Request, raw: bytes) -> Response:
     """DELETE /v1/responses/{id}. Raises ApiError: 404."""
-    await _called(lambda store: store.delete, server, request)
+    await _called(ResponseStore.delete, server, request)
     return JSONResponse({"id": request.path_params["id"], "object": "response", "deleted": True})
 
 
@@ -54,7 +52,7 @@ async def list_input_items(server: Server, request: Request, raw: bytes) -> Resp
         raise bad_request(f"limit must be a number from 1 to {_MOST_ITEMS}.", "limit")
     if order not in ("asc", "desc"):
         raise bad_request("order must be asc or desc.", "order")
-    items = (await _called(lambda store: store.load, server, request))["input"][:: 1 if order == "asc" else -1]
+    items = (await _called(ResponseStore.load, server, request))["input"][:: 1 if order == "asc" else -1]
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise bad_request(f"after: there is no item {after!r}.", "after")
