@@ -63,6 +63,7 @@ class CorpusConfig(SpeculativeConfig):
                 for row in rows:
                     if not isinstance(row.get("text"), str):
                         raise ValueError(f'{row["_where"]}: the row has no "text".')
+                    row["text"].encode()  # raises for half a character, as JSON may hold, which tokenizers cannot read
                 ids = ids_of([row["text"] for row in rows], tokenizer)
                 for each in corpora:
                     each.add(None, name, ids, self.lookup_corpus_tokens)
@@ -85,10 +86,11 @@ class Corpora(Generic[Table]):
     Args:
         begin: returns an empty table.
         extend: called with a table and the next ids of its corpus, int32 [n].
+        vocab_size: number of the ids that the model has.
     """
 
-    def __init__(self, begin: Callable[[], Table], extend: Callable[[Table, np.ndarray], object]):
-        self.begin, self.extend = begin, extend
+    def __init__(self, begin: Callable[[], Table], extend: Callable[[Table, np.ndarray], object], vocab_size: int):
+        self.begin, self.extend, self.vocab_size = begin, extend, vocab_size
         # space → name → table and number of tokens; replaced, never changed
         self._spaces: dict[str | None, dict[str, tuple[Table, int]]] = {}
 
@@ -112,11 +114,16 @@ class Corpora(Generic[Table]):
             rest: time to leave to other threads, as a multiple of the time that reading takes.
 
         Raises:
-            ValueError: the corpus is empty, or the space would have too many corpora or tokens. Nothing has changed.
+            ValueError: the corpus is empty or holds an id that the model lacks, or the space would have too many corpora or tokens.
+                Nothing has changed.
         """
         others = {other: size for other, size in self.sizes(space).items() if other != name}
         if not len(ids):
             raise ValueError(f"The corpus {name!r} is empty.")
+        if (highest := int(ids.max())) >= self.vocab_size:
+            raise ValueError(
+                f"The corpus {name!r} holds the id {highest}; the model has ids 0 to {self.vocab_size - 1}."
+            )
         if len(others) >= MOST_CORPORA:
             raise ValueError(f"There are {MOST_CORPORA} corpora already, the maximum: delete one.")
         if (total := sum(others.values()) + len(ids)) > most:

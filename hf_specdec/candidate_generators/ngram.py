@@ -106,7 +106,7 @@ class NGramGenerator(CandidateGenerator, ContinuesDrafts, ReadsCorpora):
     def __init__(self, config: NGramConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.indices: dict[int, NGramIndex] = {}
-        self.corpora = Corpora(lambda: CorpusIndex(config.ngram_range), CorpusIndex.extend)
+        self.corpora = Corpora(lambda: CorpusIndex(config.ngram_range), CorpusIndex.extend, target.vocab_size)
 
     def start(self, seq: Sequence) -> None:
         self.indices[seq.id] = NGramIndex(*self.config.ngram_range)

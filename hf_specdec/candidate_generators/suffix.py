@@ -107,7 +107,7 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
         self.waiting: deque[tuple[_Trees, np.ndarray]] = deque()  # outputs of sequences for which no draft was asked
         depth, most = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
         self.spaces = Spaces(lambda shared: _Trees(SuffixDecodingCache(depth, most if shared else 0)))
-        self.corpora = Corpora(lambda: _tree_of_corpus(SuffixDecodingCache(depth, 0)), _read_corpus)
+        self.corpora = Corpora(lambda: _tree_of_corpus(SuffixDecodingCache(depth, 0)), _read_corpus, target.vocab_size)
         self.kept = LookupCache.of(config, target) if most else None
         if self.kept is not None:
             self.kept.follow(self, self._load, functools.partial(_state, self.spaces))

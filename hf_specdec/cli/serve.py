@@ -190,13 +190,18 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with_corpora(config: Any, given: list[str]) -> dict[str, Any]:
-    """The speculative configuration with these files. Raises ValueError: two have one name, or the method does not look into any."""
+    """The speculative configuration with these files. Raises ValueError: two have one name, no method is to look into them, or it
+    has some already."""
     named = (each.partition("=") if "=" in each else (Path(each).stem, "=", each) for each in given)
     files = {name: file for name, _, file in named}
     if len(files) < len(given):
         raise ValueError("--lookup-corpus: give files with different names, or NAME=FILE.")
-    parsed = hf_specdec.parse_config(config if config is not None else {"method": "none"})
-    return {**parsed.to_dict(), "lookup_corpus": files}
+    if config is None:
+        raise ValueError("--lookup-corpus is for methods that look up: add --speculative-config auto, suffix or ngram.")
+    parsed = hf_specdec.parse_config(config).to_dict()
+    if parsed.get("lookup_corpus") is not None:
+        raise ValueError("Name corpora by --lookup-corpus or by the key lookup_corpus, not in both.")
+    return {**parsed, "lookup_corpus": files}
 
 
 def _lora_modules(given: list[str]) -> dict[str, str]:

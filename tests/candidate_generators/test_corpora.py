@@ -1,5 +1,6 @@
 """Corpora: look-ups draft from them, the text stays the same, and what is removed is gone."""
 
+import copy
 import gc
 import json
 import threading
@@ -108,8 +109,8 @@ def test_generate(tiny_model, tiny_tokenizer, tmp_path, name):
     assert torch.equal(*sampled)
 
 
-def make_corpora():
-    return Corpora(list, lambda table, ids: table.extend(ids.tolist()))
+def make_corpora(begin=list):
+    return Corpora(begin, lambda table, ids: table.extend(ids.tolist()), 1500)
 
 
 def test_bounds(monkeypatch):
@@ -123,6 +124,8 @@ def test_bounds(monkeypatch):
         corpora.add("a", "two", ids[:501], 2000)
     with pytest.raises(ValueError, match="empty"):
         corpora.add("a", "two", ids[:0], 2000)
+    with pytest.raises(ValueError, match="'two' holds the id 1500; the model has ids 0 to 1499"):
+        corpora.add("a", "two", ids[:2] + 1499, 2000)
     corpora.add("b", "one", ids[:3], 2000)
     assert corpora.sizes("a") == {"one": 1500, "two": 500} and corpora.sizes("b") == {"one": 3}
     assert [len(table) for table in corpora.of(Sequence([1], 9, space="a lora"))] == [1500, 500]
@@ -134,7 +137,7 @@ def test_what_is_removed_is_gone():
     class Table(list):
         pass
 
-    corpora = Corpora(Table, lambda table, ids: table.extend(ids.tolist()))
+    corpora = make_corpora(Table)
     corpora.add(None, "one", np.arange(5, dtype=np.int32), 9)
     (table,) = corpora.of(Sequence([1], 9))
     gone = weakref.ref(table)
@@ -183,6 +186,7 @@ def test_wrong_keys(more, message):
     [
         ("x.txt", None, "no such file"), ("x.txt", b"\xff\xfe\x00", "not UTF-8"), ("x.txt", b"  ", "is empty"),
         ("x.jsonl", b'{"text": "a"}\n{"txt": "b"}', 'x.jsonl:2: the row has no "text"'), ("x.jsonl", b"{", "not JSON"),
+        ("x.jsonl", b'{"text": "\\ud800"}', "surrogates not allowed"),
     ],
 )  # fmt: skip
 def test_broken_files(make, tmp_path, name, content, message):
@@ -190,6 +194,18 @@ def test_broken_files(make, tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(SpeculativeConfigError, match=message):
         make({"method": "ngram", "lookup_corpus": [str(tmp_path / name)]})
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_tokens_that_the_model_lacks(make, tiny_tokenizer, name):
+    """A draft of such an id would be read from beyond the embeddings."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_tokens(["<new>"])
+    ids = ids_of([PROMPT + "<new>" * 5], tokenizer)
+    llm = make(METHODS[name])
+    with pytest.raises(ValueError, match=f"holds the id {len(tokenizer) - 1}"):
+        llm.engine.corpora.start("", "x", ids).result(30)
+    assert ask(llm) == ask(make(METHODS[name]))
 
 
 def test_methods_without_look_ups(make, tmp_path, tiny_model):

@@ -3,9 +3,12 @@
 import json
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers_server import Process, in_thread
+
+from hf_specdec.cli.serve import _with_corpora
 
 pytest.importorskip("uvicorn")
 
@@ -65,6 +68,7 @@ def test_a_key_has_its_own_corpora(server):
     ("body", "message"),
     [
         ({}, "text"), ({"text": ""}, "empty"), ({"text": []}, "empty"), ({"text": 5}, "text"), ({"text": ["a", 5]}, "text.1"),
+        ({"text": ["a"] * 40_000}, "at most 32768"),
         (b"{", "not JSON"), ({"text": "dog " * 500}, "lookup_corpus_tokens allows 400"), ({"text": "x" * 2**21}, "at most 1048576"),
     ],
 )  # fmt: skip
@@ -85,6 +89,27 @@ def test_what_cannot_be_changed(server):
         status, answer = ask(other, "PUT", "/v1/lookup/x", {"text": "a"})
         assert status == 400 and "auto, suffix or ngram" in answer["error"]["message"]
         assert ask(other, "GET", "/v1/lookup") == (200, {"object": "list", "data": []})
+
+
+def test_clients_change_one_corpus_at_once(server):
+    """What one adds, another removes before the answer."""
+
+    def change(number):
+        return ask(server, ("PUT", "DELETE")[number % 2], "/v1/lookup/x", {"text": "A good text."})
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(change, range(400)))
+    assert {status for status, _ in answers[::2]} == {200} and {status for status, _ in answers} <= {200, 404}
+    assert all(answer["num_tokens"] == 4 for _, answer in answers[::2])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(None, "add --speculative-config auto"), ({**NGRAM, "lookup_corpus": ["notes.txt"]}, "not in both")],
+)
+def test_flags_that_do_not_fit(config, message):
+    with pytest.raises(ValueError, match=message):
+        _with_corpora(config, ["faq.txt"])
 
 
 @pytest.mark.slow

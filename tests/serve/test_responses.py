@@ -157,3 +157,30 @@ def test_errors_in_a_stream(client):
     more = {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [5]}
     events = list(client.responses.create(model="tiny", input="x", stream=True, temperature=0, extra_body=more))
     assert events[-1].type == "response.failed" and "none of the tokens" in events[-1].response.error.message
+
+
+@pytest.mark.parametrize(
+    ("kinds", "roles", "thoughts"),
+    [
+        ("user think0 user think1 say", "user assistant user assistant", {1: "0", 3: "1"}),
+        ("user think0 call think1 call output", "user assistant tool", {1: "01"}),
+        ("user call think0 output say", "user assistant tool assistant", {1: "0"}),
+    ],
+)
+def test_reasoning_stays_in_its_turn(kinds, roles, thoughts):
+    """Also if an answer ends within it, or calls follow it."""
+    from hf_specdec.serve.http.responses import ResponsesRequest
+
+    shapes = {
+        "user": {"role": "user", "content": "x"}, "say": {"role": "assistant", "content": "x"},
+        "call": {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        "output": {"type": "function_call_output", "call_id": "c", "output": "x"},
+    }  # fmt: skip
+    items = [
+        shapes.get(kind) or {"type": "reasoning", "content": [{"type": "reasoning_text", "text": kind[-1]}]}
+        for kind in kinds.split()
+    ]
+    messages = ResponsesRequest(input=items).to_chat(items).messages
+    assert [message.role for message in messages] == roles.split()
+    written = {place: message.for_template(False).get("reasoning_content") for place, message in enumerate(messages)}
+    assert {place: text for place, text in written.items() if text} == thoughts

@@ -555,6 +555,11 @@ def test_openapi_describes_what_is_served(tiny_tokenizer):
     for path, found in document["paths"].items():
         for operation in found.values():
             assert ("401" in operation["responses"]) == (path != "/health")
+    (page,) = document["paths"]["/v1/responses/{id}/input_items"].values()
+    assert [(each["name"], each["in"]) for each in page["parameters"]] == [
+        ("id", "path"), ("limit", "query"), ("order", "query"), ("after", "query")
+    ]  # fmt: skip
+    assert "x-ignored-fields" in document["paths"]["/v1/lookup/{name}"]["put"]["responses"]["200"]["headers"]
 
 
 def test_long_texts_are_refused_before_they_are_tokenized(tiny_tokenizer):

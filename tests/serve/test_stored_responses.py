@@ -93,7 +93,7 @@ def test_keys_are_apart_and_deleted_is_gone(server, folder):
 def test_a_restart_keeps_them(server, folder):
     kept = create(client_of(server))
     (folder / "unfinished").mkdir()
-    (folder / "unfinished" / "resp_1.json.partial").write_text("{")
+    (folder / "unfinished" / f"{kept.id}.json.x.partial").write_text("{")
     with serving(folder) as again:
         client = client_of(again)
         assert client.responses.retrieve(kept.id) == kept and not list(folder.glob("*/*.partial"))
@@ -135,18 +135,59 @@ def test_a_full_disk_is_one_request_s_error(server, monkeypatch, streams):
     assert create(client).store is True
 
 
-def test_broken_files(server, folder):
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"response": {}, "input": 5}', "[" * 100_000])
+def test_broken_files(server, folder, content):
     client = client_of(server)
     kept = create(client)
     (file,) = folder.glob(f"*/{kept.id}.json")
-    file.write_text("{")
+    file.write_text(content)
     for call in (lambda: client.responses.retrieve(kept.id), lambda: create(client, previous_response_id=kept.id)):
         with pytest.raises(openai.InternalServerError, match="cannot be read"):
             call()
     client.responses.delete(kept.id)
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=x", "order=up", "after=x", "include[]=x", "stream=true"])
+def test_what_another_server_has_stored(server, folder):
+    """It is read, and deleted."""
+    with serving(folder) as other:
+        kept = create(client_of(server))
+        assert client_of(other).responses.retrieve(kept.id) == kept
+        client_of(other).responses.delete(kept.id)
+        for client in (client_of(server), client_of(other)):
+            for call in (client.responses.delete, client.responses.retrieve):
+                with pytest.raises(openai.NotFoundError):
+                    call(kept.id)
+
+
+def test_other_files_stay(tmp_path):
+    """A folder that holds a user's own files, and links to nothing."""
+    others = [tmp_path / "notes" / name for name in ("x.json", "x.partial", "resp_1.json")]
+    others[0].parent.mkdir()
+    for file in others:
+        file.write_text("x" * 5000)
+    (tmp_path / "notes" / f"resp_{'0' * 32}.json").symlink_to("nothing")
+    with serving(tmp_path, most_bytes=3000) as server:
+        kept = create(client_of(server))
+        create(client_of(server))
+        create(client_of(server))
+        with pytest.raises(openai.NotFoundError):
+            client_of(server).responses.retrieve(kept.id)
+    assert all(file.is_file() for file in others)
+
+
+def test_items_have_ids_of_their_own(server):
+    """Whatever ids a client has given them: pages go on after an id."""
+    client = client_of(server)
+    ids = ["a", "a", 5, None, ""]
+    items = [{"id": id, "role": "user", "content": str(number)} for number, id in enumerate(ids)]
+    kept = create(client, input=items)
+    listed = [item.content[0].text for item in client.responses.input_items.list(kept.id, order="asc", limit=1)]
+    assert listed == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=x", "limit=" + "9" * 5000, "order=up", "after=x", "include[]=x", "stream=true"]
+)
 def test_wrong_queries(server, query):
     kept = create(client_of(server))
     path = f"/v1/responses/{kept.id}" + ("" if "stream" in query else "/input_items")

@@ -31,7 +31,7 @@ class SteppedLayers(RecurrentLayers):
         first, end = (getattr(config, f"loop_layer_index_{name}", 0) for name in ("start", "end"))
         mixers: list[Any] = self.mixers
         self.num_calls += again * sum(first <= int(mixer.layer_idx) < end for mixer in mixers)
-        self._layouts: dict[Any, dict[str, torch.Size]] = {}  # layer → kind of state → its shape
+        self._layouts: dict[Any, dict[str, torch.Tensor]] = {}  # layer → kind of state → an empty one [0, ..]
 
     def _packed_forward(self, mixer: Any, own: Callable) -> Callable:
         signature = inspect.signature(own)
@@ -66,17 +66,16 @@ class SteppedLayers(RecurrentLayers):
 
     def _packed(self, layer: Any, states: dict[str, torch.Tensor]) -> torch.Tensor:
         """A layer's states [n, ..] of all kinds as one tensor [n, size], in float32 or more."""
-        self._layouts.setdefault(layer, {kind: state.shape[1:] for kind, state in states.items()})
+        layout = self._layouts.setdefault(layer, {kind: state[:0].clone() for kind, state in states.items()})
         dtype = functools.reduce(torch.promote_types, (state.dtype for state in states.values()), torch.float32)
-        self._dtypes = {kind: state.dtype for kind, state in states.items()}
-        return torch.cat([states[kind].flatten(1).to(dtype) for kind in self._layouts[layer]], dim=1)
+        return torch.cat([states[kind].flatten(1).to(dtype) for kind in layout], dim=1)
 
     def _unpacked(self, layer: Any, packed: torch.Tensor) -> dict[str, torch.Tensor]:
         layout = self._layouts[layer]
-        parts = packed.split([shape.numel() for shape in layout.values()], dim=1)
+        parts = packed.split([empty.shape[1:].numel() for empty in layout.values()], dim=1)
         return {
-            kind: part.unflatten(1, shape).to(self._dtypes[kind])
-            for (kind, shape), part in zip(layout.items(), parts, strict=True)
+            kind: part.unflatten(1, empty.shape[1:]).to(empty.dtype)
+            for (kind, empty), part in zip(layout.items(), parts, strict=True)
         }
 
     def _read(self, layer: Any, run: _Run, hidden: torch.Tensor, batch: Any) -> list[torch.Tensor]:

@@ -37,7 +37,7 @@ from .protocol import (
 )
 from .responses import Responses, ResponsesRequest
 from .server import Server
-from .stored import delete_response, list_input_items, show_response
+from .stored import PAGE_OPTIONS, delete_response, list_input_items, show_response
 from .weights import GETS, POSTS, add_weight_routes
 
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
@@ -111,6 +111,7 @@ _ANTHROPIC_ERROR = {
         "type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT},
     }},
 }  # fmt: skip
+_HEADERS = {IGNORED_HEADER: {"description": "Names of fields that were ignored.", "schema": _TEXT}}
 _EVENT = {
     "description": "One event. Its data is JSON, or [DONE] at the end.",
     "type": "object", "required": ["data"], "properties": {"event": _TEXT, "data": _TEXT},
@@ -303,7 +304,10 @@ def _other(path: str, method: str, summary: str, required: dict[str, Any], *erro
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     made = _get(summary, answer, *errors)["get"]
     made["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    options = PAGE_OPTIONS if path.endswith("/input_items") else ()
+    made["parameters"] += [{"name": name, "in": "query", "schema": _TEXT} for name in options]
     if method == "put":
+        made["responses"]["200"]["headers"] = _HEADERS
         schema = {"$ref": _REFERENCE.format(model=CorpusRequest.__name__)}
         made["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     return made
@@ -319,8 +323,7 @@ def _post(path: str, usual: list[int]) -> dict[str, Any]:
         errors += [403, 503]
     elif "stream" in form.model_fields:  # it generates
         answer["text/event-stream"], errors = {"schema": _EVENT}, [*errors, 429, 503]
-    header = {"description": "Names of fields that were ignored.", "schema": _TEXT}
-    ok = {"description": "OK", "content": answer, "headers": {IGNORED_HEADER: header}}
+    ok = {"description": "OK", "content": answer, "headers": _HEADERS}
     schema: dict[str, Any] = {"$ref": _REFERENCE.format(model=form.__name__)}
     kind = _JSON
     if form is AudioRequest:

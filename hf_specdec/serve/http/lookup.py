@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import Request
@@ -15,6 +15,7 @@ from .bodies import Body, Items, read_body
 from .endpoints import ignored_header
 from .errors import ApiError, bad_request
 from .guard import SPACE
+from .protocol import MOST_MESSAGES
 from .reader import RequestReader
 from .server import Server
 
@@ -24,7 +25,7 @@ _MOST_CHARACTERS_OF_NAMES = 256
 class CorpusRequest(Body):
     """PUT /v1/lookup/{name}."""
 
-    text: str | Items[str] = Field(description="one text or several")
+    text: str | Annotated[Items[str], Field(max_length=MOST_MESSAGES)] = Field(description="one text or several")
 
 
 def _space(server: Server, request: Request) -> str:
@@ -35,10 +36,11 @@ def _corpora(server: Server, request: Request) -> dict[str, dict[str, Any]]:
     """The corpora that a client's requests look into, as they are shown, by name: its own before the server's."""
     own = server.corpora.get(_space(server, request), {})
     owners = ((server.facts.corpora, "server"), (own, "client"))
-    return {
-        name: {"id": name, "object": "lookup", "num_tokens": size, "owned_by": owner}
-        for sizes, owner in owners for name, size in sizes.items()
-    }  # fmt: skip
+    return {name: _shown(name, size, owner) for sizes, owner in owners for name, size in sizes.items()}
+
+
+def _shown(name: str, size: int, owner: str) -> dict[str, Any]:
+    return {"id": name, "object": "lookup", "num_tokens": size, "owned_by": owner}
 
 
 async def put_corpus(server: Server, request: Request, raw: bytes) -> Response:
@@ -52,7 +54,7 @@ async def put_corpus(server: Server, request: Request, raw: bytes) -> Response:
         raise bad_request(f"The name must have 1 to {_MOST_CHARACTERS_OF_NAMES} characters, not {len(name)}.")
     ids, unknown = await server.lanes.run(len(raw), _read, raw, dict(request.headers))
     await server.change_corpus(ChangeCorpus(_space(server, request), name, ids))
-    return JSONResponse(_corpora(server, request)[name], headers=ignored_header(unknown))
+    return JSONResponse(_shown(name, len(ids), "client"), headers=ignored_header(unknown))
 
 
 def _read(server: RequestReader, raw: bytes, headers: dict[str, str]) -> tuple[np.ndarray, list[str]]:

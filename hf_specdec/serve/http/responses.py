@@ -78,7 +78,7 @@ class TranslatedRequest(SamplingFields):
         for name in (*self.not_served, *_NOT_IN_TRANSLATIONS):
             value = getattr(self, name, None)
             if value is not None if name == "prompt_logprobs" else value not in (None, False, []):
-                message = f"{name} is not served here: answers are not stored, and hold only text and calls."
+                message = f"{name} is not served here: answers hold only text and calls."
                 raise bad_request(message, name)
         if self.n != 1:
             raise bad_request("n must be 1.", "n")
@@ -126,7 +126,7 @@ class ResponsesRequest(TranslatedRequest):
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def _messages(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The items as messages of a conversation. Reasoning joins the assistant's next message; successive calls share a message."""
+        """The items as messages of a conversation. Reasoning joins its turn; successive calls share a message."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -142,10 +142,9 @@ class ResponsesRequest(TranslatedRequest):
             if kind == "function_call":
                 function = {"name": item["name"], "arguments": item.get("arguments")}
                 call = {"id": item["call_id"], "type": "function", "function": function}
-                if messages and messages[-1].get("tool_calls"):
-                    messages[-1]["tool_calls"].append(call)
-                    continue
-                message = {"role": "assistant", "tool_calls": [call]}
+                joins = bool(messages and messages[-1].get("tool_calls"))
+                message = messages.pop() if joins else {"role": "assistant", "tool_calls": []}
+                message["tool_calls"].append(call)
             elif kind == "function_call_output":
                 message = {"role": "tool", "tool_call_id": item["call_id"], "content": _content_of(item.get("output"))}
             elif kind == "message" and isinstance(item.get("role"), str):
@@ -153,8 +152,11 @@ class ResponsesRequest(TranslatedRequest):
                 message = {"role": role, "content": _content_of(item.get("content"))}
             else:
                 raise bad_request(f"input: items of type {kind!r} are not served here.", "input")
-            if reasoning and message["role"] == "assistant":
-                message["reasoning_content"], reasoning = reasoning, ""
+            if reasoning and message["role"] != "assistant" and (not messages or messages[-1]["role"] != "assistant"):
+                messages.append({"role": "assistant", "content": ""})  # an answer that ended within its reasoning
+            if reasoning:
+                of = message if message["role"] == "assistant" else messages[-1]
+                of["reasoning_content"], reasoning = of.get("reasoning_content", "") + reasoning, ""
             messages.append(message)
         return messages
 
@@ -261,10 +263,9 @@ class Responses(Chat):
         if store is not None and previous is not None:
             stored = store.load(space, previous)
             earlier = [*stored["input"], *stored["response"]["output"]]
-        items = [*earlier, *body.items]
-        super().__init__(server, body.to_chat(items), space)
+        super().__init__(server, body.to_chat([*earlier, *body.items]), space)
         self.is_stored = store is not None and body.store is not False
-        self.items = [_shown_item(item) for item in items] if self.is_stored else []
+        self.items = [*earlier, *map(_shown_item, body.items)] if self.is_stored else []
         self.request, self.output = body, ResponseItems()
         self.id, self.created = _id("resp"), time.time()
         self.num_reasoning = self.num_events = 0
@@ -349,12 +350,13 @@ class Responses(Chat):
 
 
 def _shown_item(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of a request as it is listed: with an id, and a message's content in parts."""
+    """An item of a request as it is listed: with an id that no other item has, and a message's content in parts."""
     kind, content = item.get("type") or "message", item.get("content")
     if kind == "message" and isinstance(content, str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
         content = [{"type": part, "text": content, **({"annotations": []} if part == "output_text" else {})}]
-    shown = {"id": _id("msg" if kind == "message" else "item"), "status": "completed", **item, "type": kind}
+    id = _id("msg" if kind == "message" else "item")
+    shown = {"status": "completed", **item, "id": id, "type": kind}
     return shown if content is None else {**shown, "content": content}
 
 

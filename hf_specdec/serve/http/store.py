@@ -15,7 +15,8 @@ _ID = re.compile("resp_[0-9a-f]{32}")
 
 
 class ResponseStore:
-    """Responses in files, a folder for each space (API key). Any thread may call its methods; only one server may use a folder.
+    """Responses in files, a folder for each space (API key). Any thread may call its methods. One server should use a
+    folder: two do not count each other's files, and one that starts removes what the other is writing.
 
     Args:
         most_bytes: maximum size of all files together. The oldest go first.
@@ -27,9 +28,10 @@ class ResponseStore:
     def __init__(self, folder: str | Path, most_bytes: int):
         self.folder, self.most_bytes = Path(folder).expanduser(), most_bytes
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for unfinished in self.folder.glob("*/*.partial"):
-            unfinished.unlink()
-        known = sorted((file.stat().st_mtime, file) for file in self.folder.glob("*/*.json"))
+        for unfinished in self.folder.glob("*/resp_*.json.*.partial"):
+            unfinished.unlink(missing_ok=True)
+        files = (file for file in self.folder.glob("*/*.json") if _ID.fullmatch(file.stem) and file.is_file())
+        known = sorted((file.stat().st_mtime, file) for file in files)
         self._sizes = {file: file.stat().st_size for _, file in known}  # the oldest first
         self._total = sum(self._sizes.values())
         self._lock = threading.Lock()
@@ -65,20 +67,23 @@ class ResponseStore:
         """A stored "response" and the "input" items that it answers. Raises ApiError: 404, this space has none of this id; 500, its file
         is broken."""
         try:
-            return json.loads(self._file(space, id).read_bytes())
+            stored = json.loads(self._file(space, id).read_bytes())
+            _ = [item["id"] for item in (*stored["input"], *stored["response"]["output"])]
+            return stored
         except FileNotFoundError:
             raise _unknown(id) from None
-        except (OSError, ValueError) as error:
-            raise failed(f"The stored response {id} cannot be read: {error}.") from None
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise failed(f"The stored response {id} cannot be read: {error!r}.") from None
 
     def delete(self, space: str, id: str) -> None:
         """Delete a stored response. Raises ApiError: 404, this space has none of this id."""
         file = self._file(space, id)
         with self._lock:
-            if file not in self._sizes:
-                raise _unknown(id)
-            self._total -= self._sizes.pop(file)
-            file.unlink(missing_ok=True)
+            self._total -= self._sizes.pop(file, 0)
+            try:
+                file.unlink()
+            except FileNotFoundError:
+                raise _unknown(id) from None
 
 
 def _unknown(id: str) -> ApiError:
