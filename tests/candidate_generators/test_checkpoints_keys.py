@@ -18,6 +18,7 @@ import test_hydra
 import test_medusa
 import test_mtp_checkpoints
 import torch
+from combinations import every_second
 from families import build
 from families import make as make_family
 from helpers_dflash import MASK, compare
@@ -566,7 +567,9 @@ def looked_up(config: dict, path: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in OF_ANOTHERS_TABLE else n for n in GOOD]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) for n in OF_ANOTHERS_TABLE]
+    + every_second(n for n in GOOD if n not in OF_ANOTHERS_TABLE),
 )
 def test_any_one_key(model, tmp_path, name):
     """Added or changed: the draft follows the formula with that key, or the file is refused, or the key is declared to mean nothing."""

@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+from combinations import every_second
 from families import make
 from oracle import drafter_of, ragged, tiny_llama
 from torch import nn
@@ -464,7 +465,7 @@ INTERVENTIONS = {
 }
 
 
-@pytest.mark.parametrize("what", INTERVENTIONS)
+@pytest.mark.parametrize("what", every_second(INTERVENTIONS))
 def test_a_program_is_not_used_where_others_intervene(model, what):
     """Before and after it, and in the first call of a model, too."""
     fresh, plain = copy.deepcopy(model), model.generate(**ragged([6, 3]), max_new_tokens=12)

@@ -298,7 +298,11 @@ def test_drafts_do_not_change_text_after_reasoning(make, config):
     )
 
 
-@pytest.mark.parametrize("config", [None, METHODS[0], METHODS[3]], ids=["none", "ngram", "eagle3-tree"])
+@pytest.mark.parametrize(
+    "config",
+    [METHODS[3], *(pytest.param(config, marks=pytest.mark.slow) for config in (None, METHODS[0]))],
+    ids=["eagle3-tree", "none", "ngram"],
+)
 def test_a_thinking_budget_ends_the_reasoning_at_its_token(make, config):
     """With and without drafts, in several tokens, beside a grammar, sampled; and where the reasoning ends before."""
     llm = make(config)
