@@ -14,7 +14,7 @@ from hf_specdec.candidate_generators.ngram import NGramGenerator, NGramIndex
 from hf_specdec.core.outcome import StepOutcome
 from hf_specdec.core.sequence import Sequence
 
-TARGET = SimpleNamespace(device="cpu")
+TARGET = SimpleNamespace(device="cpu", vocab_size=1 << 20)
 
 
 def rescan(tokens, shortest, longest, k):

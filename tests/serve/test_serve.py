@@ -470,9 +470,9 @@ def test_a_stream_in_which_the_server_fails(tiny_tokenizer, caplog, path):
         server.facts.max_model_len, server.updates = 256, broken
         server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=Load())
         if path == "completions":
-            endpoint = Completions(server, CompletionRequest(prompt="x", stream=True))
+            endpoint = Completions(server, CompletionRequest(prompt="x", stream=True), "")
         else:
-            endpoint = Responses(server, ResponsesRequest(input="x", stream=True))
+            endpoint = Responses(server, ResponsesRequest(input="x", stream=True), "")
         endpoint.prepare()
         endpoint.submit()
         return b"".join([piece async for piece in endpoint.stream()]).decode()

@@ -18,6 +18,8 @@ import hf_specdec
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 
+from hf_specdec.serve.http.weights import POSTS
+
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 STORY = "Once upon a time there was a little girl. " * 2 + "Once upon"
@@ -209,7 +211,7 @@ TRANSLATED = {  # what APIs besides chat make of the fields of `SAMPLING`
     "n": refused({"n": 2}),
     "stream_options.include_usage": named({"stream_options": {"include_usage": True}}, stream=True),
     "stream_options.continuous_usage_stats": named({"stream_options": {"continuous_usage_stats": True}}, stream=True),
-    **{name: refused({name: 1}) for name in ("prompt_logprobs", "return_token_ids")},
+    **{name: refused({name: 1}) for name in ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")},
     **{name: refused(SAMPLING[name].more) for name in SAMPLING if name.startswith("response_format")},
     "thinking_token_budget": refused({"thinking_token_budget": 5}),  # no response template
 }
@@ -218,6 +220,7 @@ FIELDS = {
         "prompt": acts({"prompt": "x"}),
         "max_tokens": acts({"max_tokens": 2}),
         "logprobs": acts({"logprobs": 1}),
+        "return_tokens_as_token_ids": acts({"return_tokens_as_token_ids": True}, logprobs=1),
         "echo": acts({"echo": True}),
         "decoder_prompt": refused({"decoder_prompt": [1]}),
     },
@@ -225,12 +228,14 @@ FIELDS = {
         "max_tokens": acts({"max_tokens": 2}),
         "max_completion_tokens": acts({"max_completion_tokens": 2}),
         "logprobs": acts({"logprobs": True}),
+        "return_tokens_as_token_ids": acts({"return_tokens_as_token_ids": True}, logprobs=True),
         "thinking_token_budget": refused({"thinking_token_budget": 5}),  # no response template
         "top_logprobs": acts({"top_logprobs": 1}, logprobs=True),
         "parallel_tool_calls": acts({"parallel_tool_calls": False}, tools=[tool()], tool_choice="required", **TWO_CALLS),
     },
     RESPONSES: SAMPLING | TRANSLATED | {
         "input": acts({"input": "x"}),
+        **{name: refused({name: value}) for name, value in (("store", True), ("previous_response_id", "resp_1"))},  # no --store
         "instructions": acts({"instructions": "x"}),
         "max_output_tokens": acts({"max_output_tokens": 2}),
         "tools": acts({"tools": [FUNCTION], "tool_choice": "required"}),
@@ -330,8 +335,12 @@ def fields_of(server):
     found = {}
     for path, methods in api["paths"].items():
         for method in methods.values():
-            # test_encoders.py has the forms of audio, test_serve_adapters.py those of adapters
-            if "lora" not in path and "application/json" in method.get("requestBody", {}).get("content", {}):
+            # test_encoders.py has the forms of audio; tests of their own have those of adapters, corpora and training loops
+            if (
+                "lora" not in path
+                and path not in (*POSTS, "/v1/lookup/{name}")
+                and "application/json" in method.get("requestBody", {}).get("content", {})
+            ):
                 schema = method["requestBody"]["content"]["application/json"]["schema"]
                 found[path] = sorted(set(walked(schema, api["components"]["schemas"])))
     return found
