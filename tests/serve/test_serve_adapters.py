@@ -16,7 +16,7 @@ import peft
 import pytest
 import torch
 from helpers_server import Process, in_thread
-from oracle import bundled_prompts, load_bundled
+from oracle import load_bundled
 
 import hf_specdec
 from hf_specdec.cli.serve import _lora_modules
@@ -56,18 +56,12 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prompts(tiny_tokenizer):
-    texts = bundled_prompts(tiny_tokenizer, 3)
-    return [tiny_tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-
-@pytest.fixture(scope="module")
-def expected(folders, prompts):
+def expected(folders, three_prompts):
     """Plain texts by (prompt's number, adapter)."""
     model, found = load_bundled("tiny"), {}
     for name in NAMES:
         used = model if name is None else peft.PeftModel.from_pretrained(load_bundled("tiny"), folders[name]).eval()
-        for number, ids in enumerate(prompts):
+        for number, ids in enumerate(three_prompts):
             output = used.generate(input_ids=torch.tensor([ids]), max_new_tokens=24, do_sample=False)
             found[number, name] = output[0, len(ids) :].tolist()
     assert len({tuple(found[0, name]) for name in NAMES}) == 3
@@ -109,67 +103,67 @@ ALL = [(number, name) for number in range(3) for name in NAMES]
     ],
     ids=["plain", "n-gram", "preempted", "draft model", "tree"],
 )
-def test_every_row_has_its_adapter(folders, prompts, expected, config, limits):
+def test_every_row_has_its_adapter(folders, three_prompts, expected, config, limits):
     """Twice, so that prefixes are shared: equal prompts of two adapters are two texts."""
     llm = hf_specdec.LLM(
         "tiny", dtype="float32", max_model_len=256, speculative_config=config, lora_modules=folders, **limits
     )
     for wanted in (ALL, ALL[::-1]):
-        assert_right(llm, prompts, expected, wanted)
+        assert_right(llm, three_prompts, expected, wanted)
     if config and "num_blocks" in config:
         assert llm.engine.scheduler.num_preemptions
-    cached = llm.generate(prompts[0], params("north"), use_tqdm=False)[0].num_cached_tokens
+    cached = llm.generate(three_prompts[0], params("north"), use_tqdm=False)[0].num_cached_tokens
     assert cached > 0 or llm.engine.decoder.config.num_blocks
     llm.close()
 
 
-def test_a_prefix_is_of_its_adapter(folders, prompts, expected):
+def test_a_prefix_is_of_its_adapter(folders, three_prompts, expected):
     llm = hf_specdec.LLM("tiny", dtype="float32", speculative_config={**NGRAM, "block_size": 4}, lora_modules=folders)
     counts = []
     for name in (None, "north", "south", "north", None):
-        (output,) = llm.generate(prompts[0], params(name), use_tqdm=False)
+        (output,) = llm.generate(three_prompts[0], params(name), use_tqdm=False)
         counts.append(output.num_cached_tokens > 0)
         assert without_end(output.outputs[0].token_ids, llm) == without_end(expected[0, name], llm)
     assert counts == [False, False, False, True, True]
     llm.unload_lora_adapter("north")
     llm.load_lora_adapter("north", folders["south"])
-    (output,) = llm.generate(prompts[0], params("north"), use_tqdm=False)
+    (output,) = llm.generate(three_prompts[0], params("north"), use_tqdm=False)
     assert output.num_cached_tokens == 0
     assert without_end(output.outputs[0].token_ids, llm) == without_end(expected[0, "south"], llm)
     llm.close()
 
 
-def test_a_seed_means_the_same_beside_other_adapters(folders, prompts):
+def test_a_seed_means_the_same_beside_other_adapters(folders, three_prompts):
     found = []
     for config in (None, NGRAM):
         llm = hf_specdec.LLM("tiny", dtype="float32", speculative_config=config, lora_modules=folders)
         drawn = {"temperature": 1.0, "seed": 7}
-        together = texts_of(llm, prompts, ALL, **drawn)
-        assert together == [texts_of(llm, prompts, [key], **drawn)[0] for key in ALL]
+        together = texts_of(llm, three_prompts, ALL, **drawn)
+        assert together == [texts_of(llm, three_prompts, [key], **drawn)[0] for key in ALL]
         found.append(together)
         llm.close()
     assert found[0] == found[1]
 
 
-def test_a_model_that_is_passed_in_is_left_as_it_was(folders, prompts, expected):
+def test_a_model_that_is_passed_in_is_left_as_it_was(folders, three_prompts, expected):
     model = load_bundled("tiny")
     before, trained = structure_of(model), [parameter.requires_grad for parameter in model.parameters()]
     llm = hf_specdec.LLM(model, speculative_config=NGRAM, lora_modules=folders)
-    assert_right(llm, prompts, expected, ALL)
+    assert_right(llm, three_prompts, expected, ALL)
     llm.unload_lora_adapter("north")
     with pytest.raises(ValueError, match=r"lora 'north' is not loaded. Loaded: south"):
-        texts_of(llm, prompts, [(0, "north")])
-    assert_right(llm, prompts, expected, [(0, None), (0, "south")])
+        texts_of(llm, three_prompts, [(0, "north")])
+    assert_right(llm, three_prompts, expected, [(0, None), (0, "south")])
     llm.close()
     assert structure_of(model) == before and not hasattr(model, "peft_config")
     assert [parameter.requires_grad for parameter in model.parameters()] == trained
 
 
-def test_adapters_of_a_peft_model(folders, prompts, expected):
+def test_adapters_of_a_peft_model(folders, three_prompts, expected):
     """Its active adapter computes requests without a name, and others are loaded beside it."""
     model = peft.PeftModel.from_pretrained(load_bundled("tiny"), folders["south"]).eval()
     llm = hf_specdec.LLM(model, speculative_config=NGRAM, lora_modules={"north": folders["north"]})
-    tokens = texts_of(llm, prompts, [(0, None), (0, "north")])
+    tokens = texts_of(llm, three_prompts, [(0, None), (0, "north")])
     assert [without_end(each, llm) for each in tokens] == [
         without_end(expected[0, name], llm) for name in ("south", "north")
     ]
@@ -177,7 +171,7 @@ def test_adapters_of_a_peft_model(folders, prompts, expected):
     assert model.active_adapter == "default" and list(model.peft_config) == ["default"]
     with model.disable_adapter():
         llm = hf_specdec.LLM(model, speculative_config=NGRAM, lora_modules={"north": folders["north"]})
-        tokens = texts_of(llm, prompts, [(0, None), (0, "north")])
+        tokens = texts_of(llm, three_prompts, [(0, None), (0, "north")])
         assert [without_end(each, llm) for each in tokens] == [
             without_end(expected[0, name], llm) for name in (None, "north")
         ]
@@ -206,16 +200,16 @@ def test_a_model_in_training_stays_so(folders):
     assert all(module.training for module in model.modules())
 
 
-def test_two_engines_of_one_model_do_not_mix_their_adapters(folders, prompts, expected):
+def test_two_engines_of_one_model_do_not_mix_their_adapters(folders, three_prompts, expected):
     model = load_bundled("tiny")
     first = hf_specdec.LLM(model, lora_modules={"one": folders["north"]})
     second = hf_specdec.LLM(model, lora_modules={"one": folders["south"]})
-    (tokens,) = texts_of(second, prompts, [(0, "one")])
+    (tokens,) = texts_of(second, three_prompts, [(0, "one")])
     assert without_end(tokens, second) == without_end(expected[0, "south"], second)
     with pytest.raises(UnsupportedModel, match="adapters have changed since this LLM was made"):
-        texts_of(first, prompts, [(0, "one")])
+        texts_of(first, three_prompts, [(0, "one")])
     second.close()
-    (tokens,) = texts_of(first, prompts, [(0, "one")])
+    (tokens,) = texts_of(first, three_prompts, [(0, "one")])
     assert without_end(tokens, first) == without_end(expected[0, "north"], first)
     first.close()
 
@@ -255,7 +249,7 @@ def patient(folders):
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_adapter_is_one_error_and_changes_nothing(patient, prompts, expected, tmp_path, kind):
+def test_a_broken_adapter_is_one_error_and_changes_nothing(patient, three_prompts, expected, tmp_path, kind):
     folder, (damage, message) = tmp_path / "broken", BROKEN[kind]
     save(folder, 3)
     before = structure_of(patient.model)
@@ -270,10 +264,10 @@ def test_a_broken_adapter_is_one_error_and_changes_nothing(patient, prompts, exp
         with torch.no_grad():
             patient.model.get_input_embeddings().base_layer.weight[0, 0] -= 1
     assert structure_of(patient.model) == before
-    assert_right(patient, prompts, expected, ALL[:3])
+    assert_right(patient, three_prompts, expected, ALL[:3])
 
 
-def test_an_adapter_that_is_not_finite_spoils_only_its_rows(patient, prompts, expected, tmp_path):
+def test_an_adapter_that_is_not_finite_spoils_only_its_rows(patient, three_prompts, expected, tmp_path):
     save(tmp_path / "nan", 3)
     patient.load_lora_adapter("nan", str(tmp_path / "nan"))
     number = patient.engine.adapters.id_of("nan")
@@ -281,7 +275,7 @@ def test_an_adapter_that_is_not_finite_spoils_only_its_rows(patient, prompts, ex
         for name, weight in patient.model.named_parameters():
             if number in name:
                 weight.fill_(float("nan"))
-    outputs = patient.generate([prompts[0]] * 4, [params(name) for name in ("nan", *NAMES)], use_tqdm=False)
+    outputs = patient.generate([three_prompts[0]] * 4, [params(name) for name in ("nan", *NAMES)], use_tqdm=False)
     for output, name in zip(outputs[1:], NAMES, strict=True):
         assert without_end(output.outputs[0].token_ids, patient) == without_end(expected[0, name], patient)
     patient.unload_lora_adapter("nan")
@@ -308,7 +302,7 @@ def told(server, path, body):
         return error.code, json.loads(error.read())["error"]["message"]
 
 
-def test_requests_name_an_adapter_as_their_model(client, server, folders, prompts, expected, tiny_tokenizer):
+def test_requests_name_an_adapter_as_their_model(client, server, folders, three_prompts, expected, tiny_tokenizer):
     models = {model.id: model.model_extra.get("parent") for model in client.models.list()}
     assert models == {"base": None, "north": "base"} and client.models.retrieve("north").id == "north"
     status, text = told(server, "/v1/load_lora_adapter", {"lora_name": "south", "lora_path": folders["south"]})
@@ -317,7 +311,9 @@ def test_requests_name_an_adapter_as_their_model(client, server, folders, prompt
 
     def ask(key):
         number, name = key
-        answer = client.completions.create(model=name or "base", prompt=prompts[number], max_tokens=24, temperature=0)
+        answer = client.completions.create(
+            model=name or "base", prompt=three_prompts[number], max_tokens=24, temperature=0
+        )
         assert answer.model == (name or "base")
         return answer.choices[0].text
 
@@ -349,14 +345,14 @@ def text_of_metrics(server):
         return answer.read().decode().splitlines()
 
 
-def test_an_adapter_is_replaced_and_refused(client, server, folders, prompts, expected, tiny_tokenizer, tmp_path):
+def test_an_adapter_is_replaced_and_refused(client, server, folders, three_prompts, expected, tiny_tokenizer, tmp_path):
     load = {"lora_name": "other", "lora_path": folders["north"]}
     assert told(server, "/v1/load_lora_adapter", load)[0] == 200
     status, message = told(server, "/v1/load_lora_adapter", load)
     assert status == 400 and "has already been loaded" in message
     status, _ = told(server, "/v1/load_lora_adapter", {**load, "lora_path": folders["south"], "load_inplace": True})
     assert status == 200
-    answer = client.completions.create(model="other", prompt=prompts[0], max_tokens=24, temperature=0)
+    answer = client.completions.create(model="other", prompt=three_prompts[0], max_tokens=24, temperature=0)
     assert answer.choices[0].text == tiny_tokenizer.decode(expected[0, "south"], skip_special_tokens=True)
     for body, wrong in (
         ({"lora_name": "base", "lora_path": folders["north"]}, "name of the model"),
@@ -370,11 +366,11 @@ def test_an_adapter_is_replaced_and_refused(client, server, folders, prompts, ex
     assert (status, message) == (404, "The lora adapter 'other' cannot be found.")
 
 
-def test_an_adapter_that_is_unloaded_ends_what_it_began(client, server, folders, prompts):
+def test_an_adapter_that_is_unloaded_ends_what_it_began(client, server, folders, three_prompts):
     """Its name is gone at once, also if another adapter gets it meanwhile; answers that use it go on."""
     load = {"lora_name": "brief", "lora_path": folders["north"]}
     assert told(server, "/v1/load_lora_adapter", load)[0] == 200
-    call = {"prompt": prompts[1], "temperature": 0, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    call = {"prompt": three_prompts[1], "temperature": 0, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(model="brief", **call).choices[0].text
     stream, pieces = client.completions.create(model="brief", stream=True, **call), []
     pieces.append(next(stream).choices[0].text)
@@ -389,7 +385,7 @@ def test_an_adapter_that_is_unloaded_ends_what_it_began(client, server, folders,
 
 
 @pytest.mark.slow
-def test_adapters_come_and_go_while_requests_run(client, server, folders, prompts, expected, tiny_tokenizer):
+def test_adapters_come_and_go_while_requests_run(client, server, folders, three_prompts, expected, tiny_tokenizer):
     """Whole, cut and streamed answers; each has the text of one adapter, and that of its name where the name stays."""
     texts = {key: tiny_tokenizer.decode(tokens, skip_special_tokens=True) for key, tokens in expected.items()}
     over, wrong, right = threading.Event(), [], []
@@ -410,7 +406,7 @@ def test_adapters_come_and_go_while_requests_run(client, server, folders, prompt
         random, number = Random(seed), seed % 3
         while not over.is_set():
             name = random.choice(["base", "north", "churn"])
-            call = {"model": name, "prompt": prompts[number], "max_tokens": 24, "temperature": 0}
+            call = {"model": name, "prompt": three_prompts[number], "max_tokens": 24, "temperature": 0}
             try:
                 if random.random() < 0.3:
                     with client.completions.create(stream=True, **call) as stream:
