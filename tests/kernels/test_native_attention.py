@@ -1,7 +1,6 @@
 """Attention in the native library against the definition in float64, over random ragged batches."""
 
 import math
-import os
 
 import numpy as np
 import pytest
@@ -183,30 +182,6 @@ def test_threads_share_the_work(instruction_set, monkeypatch, kv_heads):
     finally:
         torch.set_num_threads(threads)
     assert set(parts) == {3}
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_has_threads_of_its_own(monkeypatch):
-    problem = {
-        "heads": 6, "kv_heads": 3, "rows": [(3, 40, True), (1, 17, False), (5, 0, False)], "width": 32, "value_width": 32,
-        "window": None, "softcap": None, "seed": 4, "dtype": torch.float32,
-    }  # fmt: skip
-    query, keys, values, table, *_ = batch(problem)
-    alone = native.paged_attention(query, keys, values, table, 0.2)
-    monkeypatch.setattr(native, "_BYTES_PER_THREAD", 1)
-    # set_num_threads would give torch threads that do not survive a fork
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(native.paged_attention(query, keys, values, table, 0.2), alone)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if torch.equal(native.paged_attention(query, keys, values, table, 0.2), alone) else 2
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
-    assert torch.equal(native.paged_attention(query, keys, values, table, 0.2), alone)
 
 
 def test_prompts_and_other_dtypes_are_left_to_the_definition():

@@ -17,7 +17,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 5  # version of the structures; the library reports the version it was compiled with
+VERSION = 6  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -101,6 +101,9 @@ OP = np.dtype(
     ]
 )  # fmt: skip
 
+# Functions of OpenMP runtimes: GCC's and LLVM's way to run a function in all threads, and what both have.
+_OPENMP = ("GOMP_parallel", "__kmpc_fork_call", "omp_get_thread_num", "omp_get_num_threads")
+
 
 # ---- the library ----
 
@@ -120,6 +123,9 @@ def library() -> ctypes.CDLL | None:
         function.argtypes = [_Pointer, _Integer]
     loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
     loaded.specdec_run.restype = _Integer
+    loaded.specdec_use_openmp.argtypes = [_Pointer] * len(_OPENMP)
+    torch_library = ctypes.CDLL(torch._C.__file__)  # finds what it depends on, too: the OpenMP runtime
+    loaded.specdec_use_openmp(*(getattr(torch_library, name, None) for name in _OPENMP))
     logger.info("The native library for CPUs runs with %s.", instruction_set(loaded))
     return loaded
 

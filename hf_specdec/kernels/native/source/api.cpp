@@ -59,7 +59,12 @@ const Kernels* kernels = choose();
 extern "C" {
 
 // The version of the structures; Python refuses another one.
-i64 specdec_version() { return 5; }
+i64 specdec_version() { return 6; }
+
+// Run in the threads of an OpenMP runtime, whose functions these are; null: it lacks them.
+void specdec_use_openmp(void* gomp_parallel, void* fork_call, void* thread_num, void* num_threads) {
+  use_openmp(gomp_parallel, fork_call, thread_num, num_threads);
+}
 
 // The instruction set in use.
 const char* specdec_instruction_set() { return kernels->name; }

@@ -1,27 +1,34 @@
 #include "threads.h"
 #include <atomic>
-#include <condition_variable>
 #include <cstdlib>
 #include <mutex>
 #include <sched.h>
-#include <system_error>
-#include <thread>
 #include <unistd.h>
 
 namespace {
 
-// A fork leaves the parent's threads behind, so a child process gets a pool of its own; the old one is left as it is.
-struct Pool {
-  pid_t process = getpid();
-  std::mutex busy, mutex;
-  std::condition_variable begin;
-  i64 started = 0, parts = 0, generation = 0;
-  const std::function<void(i64, i64)>* work = nullptr;
-  std::atomic<i64> running{0};
-  std::atomic<i64> arrived{0}, phase{0};
+void (*gomp_parallel)(void (*part)(void*), void* data, unsigned threads, unsigned flags);
+void (*fork_call)(const void* place, int32_t arguments, void (*part)(int32_t*, int32_t*, void*), ...);
+int (*thread_num)();
+int (*num_threads)();
+pid_t process;  // that the threads are of
+
+std::mutex busy;
+std::atomic<i64> arrived{0}, phase{0};
+
+struct Call {
+  i64 wanted;
+  const std::function<void(i64, i64)>& work;
 };
 
-std::atomic<Pool*> current{nullptr};
+// All threads come here. A team always has all of them: the runtime ends those that a smaller team leaves out, and starts them again.
+void run_part(void* data) {
+  const Call& call = *(const Call*)data;
+  const i64 part = thread_num(), team = num_threads(), parts = call.wanted < team ? call.wanted : team;
+  if (part < parts) call.work(part, parts);
+}
+
+void run_forked_part(int32_t*, int32_t*, void* data) { run_part(data); }
 
 void pause_a_moment(i64 turns) {
   if (turns > 2000) sched_yield();
@@ -30,67 +37,34 @@ void pause_a_moment(i64 turns) {
 #endif
 }
 
-void loop(Pool* pool, i64 part, i64 seen) {
-  std::unique_lock<std::mutex> lock(pool->mutex);
-  for (;;) {
-    pool->begin.wait(lock, [&] { return pool->generation != seen; });
-    seen = pool->generation;
-    if (part >= pool->parts) continue;
-    const std::function<void(i64, i64)>* work = pool->work;
-    i64 parts = pool->parts;
-    lock.unlock();
-    (*work)(part, parts);
-    pool->running.fetch_sub(1);
-    lock.lock();
-  }
-}
-
-Pool* pool_of_process() {
-  Pool* pool = current.load();
-  while (!pool || pool->process != getpid()) {
-    Pool* own = new Pool;
-    if (current.compare_exchange_strong(pool, own)) return own;
-    delete own;
-  }
-  return pool;
-}
-
 }  // namespace
 
+void use_openmp(void* gomp, void* fork, void* thread, void* threads) {
+  gomp_parallel = (decltype(gomp_parallel))gomp, fork_call = (decltype(fork_call))fork;
+  thread_num = (decltype(thread_num))thread, num_threads = (decltype(num_threads))threads;
+  process = getpid();
+}
+
 void run_together(i64 wanted, const std::function<void(i64, i64)>& work) {
-  if (wanted <= 1) return work(0, 1);
-  Pool* pool = pool_of_process();
-  std::unique_lock<std::mutex> busy(pool->busy, std::try_to_lock);
-  if (!busy.owns_lock()) return work(0, 1);
-  i64 parts = wanted;
-  {
-    std::lock_guard<std::mutex> lock(pool->mutex);
-    try {
-      for (; pool->started < wanted - 1; pool->started++) std::thread(loop, pool, pool->started + 1, pool->generation).detach();
-    } catch (const std::system_error&) {
-      parts = pool->started + 1;  // the system gives no more threads: these do the work
-    }
-    pool->parts = parts;
-    pool->work = &work;
-    pool->running = parts - 1;
-    pool->arrived = 0;
-    pool->generation++;
-  }
-  pool->begin.notify_all();
-  work(0, parts);
-  for (i64 turns = 0; pool->running.load(); turns++) pause_a_moment(turns);
+  std::unique_lock<std::mutex> lock(busy, std::defer_lock);
+  if (wanted <= 1 || process != getpid() || !(gomp_parallel || fork_call) || !thread_num || !num_threads || !lock.try_lock())
+    return work(0, 1);
+  arrived = 0;
+  Call call = {wanted, work};
+  if (gomp_parallel) return gomp_parallel(run_part, &call, 0, 0);
+  static const struct { int32_t reserved, flags, more[2]; const char* source; } place = {0, 2, {}, ";hf_specdec;run_together;0;0;;"};
+  fork_call(&place, 1, run_forked_part, &call);
 }
 
 void barrier(i64 parts) {
   if (parts == 1) return;
-  Pool* pool = current.load();
-  i64 phase = pool->phase.load();
-  if (pool->arrived.fetch_add(1) == parts - 1) {
-    pool->arrived = 0;
-    pool->phase.fetch_add(1);
+  i64 before = phase.load();
+  if (arrived.fetch_add(1) == parts - 1) {
+    arrived = 0;
+    phase.fetch_add(1);
     return;
   }
-  for (i64 turns = 0; pool->phase.load() == phase; turns++) pause_a_moment(turns);
+  for (i64 turns = 0; phase.load() == before; turns++) pause_a_moment(turns);
 }
 
 void* scratch(i64 which, i64 bytes) {
