@@ -51,7 +51,9 @@ class SpeculativeDecoder(RunningSequences):
         measured = generator.policy if isinstance(generator, AutoGenerator) else None
         policy = DraftLengthPolicy()
         if self._most_nodes:
-            policy = make_policy(config, clock_for(target.device), measured, generator.taps.whole_text)
+            policy = make_policy(
+                config, clock_for(target.device), measured, generator.taps.whole_text, self._most_nodes
+            )
         super().__init__(generator, policy)
         limits = [limit for limit in (target.max_positions, config.max_model_len) if limit]
         self._max_drafted = min(limits, default=None)
@@ -292,14 +294,16 @@ class SpeculativeDecoder(RunningSequences):
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, seen: StepOutcome, proposed: DraftTrees, pending: PendingStep, timed: bool) -> None:
-        """Tell the policy the results of its draft lengths. Steps that also read prompts are not timed, because their time says nothing
-        about decoding. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
+        """Tell the policy the results of its draft lengths. The time of a step that also read prompts says only what
+        many tokens take. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
         hidden states could not draft yet."""
         if pending.is_held:
             deepest = 0 if seen.sequences[0].finished else proposed.row_depths[0]
             self.policy.observe_held(deepest, len(seen.accepted[0]))
             return
         seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
+        if not timed and seconds is not None and not any(pending.limits):
+            self.policy.observe_prompts(sum(pending.num_own), seconds)
         if not any(pending.limits):
             self.policy.observe_plain(seen.sequences, seconds if timed and pending.is_plain else None)
             return

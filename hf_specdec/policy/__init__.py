@@ -49,13 +49,14 @@ def make_policy(
     clock: Callable[[], float] | None = None,
     measured: Fastest | None = None,
     is_head: bool = False,
+    most_nodes: int = 1,
 ) -> DraftLengthPolicy:
     """The policy of draft lengths that a configuration asks for.
 
     Args:
         clock: see Fastest.
         measured: the policy that a drafter made of several has for them.
-        is_head: see Drafter.
+        is_head, most_nodes: see Drafter.
     """
     if measured is not None:
         return measured
@@ -63,5 +64,7 @@ def make_policy(
         return LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
     longest = config.longest_draft or 1
     if config.draft_length == "auto":
-        return Fastest([Drafter(config.method, longest, is_head=is_head, guess=0.6)], longest, clock)
+        return Fastest(
+            [Drafter(config.method, longest, is_head=is_head, guess=0.6, most_nodes=most_nodes)], longest, clock
+        )
     return DraftLengthPolicy()

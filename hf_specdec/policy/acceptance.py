@@ -30,6 +30,7 @@ class Acceptance:
 
     Args:
         guesses: [D], rate per token of a drafter of which nothing is known.
+        nodes: [D], or one number for all: nodes at every depth of a draft of which nothing is known.
         longest: K, the deepest possible draft.
     """
 
@@ -47,7 +48,7 @@ class Acceptance:
     MOST_AT_ONCE = 8  # at most this many drafts of a step decay the counts
     ROWS = 0.95  # decay of the share of rows on which a drafter pays, per row that ends
 
-    def __init__(self, guesses: np.ndarray, longest: int):
+    def __init__(self, guesses: np.ndarray, longest: int, nodes: np.ndarray | float = 1.0):
         self.num_drafters, self.longest = len(guesses), longest
         self.usual_kinds = self.kind(guesses)
         self.guesses = (np.arange(self.KINDS) + 0.5) / self.KINDS
@@ -58,6 +59,7 @@ class Acceptance:
         self.counts = np.zeros((2, self.num_drafters, self.KINDS, longest))
         # for drafters that are asked for a depth: nodes drafted at each depth, drafts that had any, and drafts asked to be that deep
         self.shape = np.ones((3, self.num_drafters, longest))
+        self.shape[0] *= np.reshape(nodes, (-1, 1))
         # rows on which a drafter saved time, and rows
         self.paid = np.repeat([[1.0], [2.0]], self.num_drafters, 1)
         self._rates: np.ndarray | None = None

@@ -159,7 +159,8 @@ class StepCost:
 
     By rows and by packed tokens, piecewise linear between `KNOTS` (the cost grows in steps: the second token may cost much, tokens
     up to the next multiple of a tile nothing). Beyond the most tokens seen, and from `LINEAR` on, a token costs as much as those before
-    it. Attention adds what each row and each packed token costs for every token of context.
+    it, or as the tokens of prompts: on a CPU a hundred of them take many times as long as eight, on a GPU often no longer. Attention
+    adds what each row and each packed token costs for every token of context.
 
     Attributes:
         context: mean length of the texts, in units of `CONTEXT` tokens, of the steps that are observed or asked for next.
@@ -178,6 +179,7 @@ class StepCost:
         stiffness[2:4] = self._OF_CONTEXT
         self.target = FittedCost(prior, stiffness=stiffness)
         self.context, self.octave = 0.0, 0
+        self._prompts = 0, 0.0  # tokens and seconds of the forward that read prompts in the least time per token
         self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
         self._count = 0  # measurements at the time of the fit
         self._fit: np.ndarray | None = None  # the fit that `_plain` and `_curve` were computed from
@@ -195,6 +197,12 @@ class StepCost:
         features[:4] = 1.0, num_rows, num_rows * self.context, num_tokens * self.context
         features[4:] = self._reach(num_tokens)
         self.target.observe((self.octave, num_rows, num_tokens), features, seconds, self.octave)
+
+    def observe_prompts(self, num_tokens: int, seconds: float) -> None:
+        """Record the time of a forward that read prompts, `num_tokens` in all; few of them do not show what a token costs."""
+        best, least = self._prompts
+        if num_tokens >= 2 * self.LINEAR and (not best or seconds / num_tokens < least / best):
+            self._prompts, self._fit = (num_tokens, seconds), None
 
     def _reach(self, num_tokens: int) -> np.ndarray:
         """float [knots - 1]: how far into each octave the tokens reach, from 0 to 1."""
@@ -225,7 +233,11 @@ class StepCost:
         if coefficients is not self._fit:
             self._fit, self._plain, octaves = coefficients, {}, coefficients[4:].copy()
             seen, lengths = self.target.largest(2), np.diff(self.KNOTS)
+            num_read, seconds = self._prompts
+            short = coefficients[0] + octaves[self.KNOTS[1:] <= self.LINEAR].sum()
+            of_prompts = (seconds - short) / (num_read - self.LINEAR) if num_read else 0.0
             for octave in np.flatnonzero(self.KNOTS[:-1] >= max(seen, self.LINEAR)):
-                octaves[octave] = max(octaves[octave], octaves[octave - 1] * lengths[octave] / lengths[octave - 1])
+                of_token = max(octaves[octave - 1] / lengths[octave - 1], of_prompts)
+                octaves[octave] = max(octaves[octave], of_token * lengths[octave])
             self._curve = np.cumsum([0.0, *octaves])
         return coefficients

@@ -27,6 +27,7 @@ class Drafter:
         is_lookup: its drafts are known before the choice. Others are asked for the depth that was chosen.
         is_head: it reads hidden states of every token, so it has to follow a text from its beginning, and has nothing to catch up with.
         guess: rate of acceptance per token that is assumed of it.
+        most_nodes: the most nodes of a draft. A tree is assumed to have as many at every depth.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Drafter:
     is_lookup: bool = False
     is_head: bool = False
     guess: float = 0.75
+    most_nodes: int = 1
 
 
 @dataclass
@@ -183,7 +185,8 @@ class Fastest(DraftLengthPolicy):
         self.models = range(self.num_lookups, len(drafters))  # the drafters that are asked for a depth
         self.longest = np.array([drafter.longest for drafter in drafters])
         self._catches_up = np.array([[not drafter.is_head] for drafter in drafters])
-        self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest)
+        nodes = np.array([max(drafter.most_nodes / drafter.longest, 1.0) for drafter in drafters])
+        self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest, nodes)
         self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
         self.steps = Counter[str]()
         self.num_steps = self._tried_at = 0
@@ -769,6 +772,10 @@ class Fastest(DraftLengthPolicy):
         )
         self._plain_due[octave] = self.num_steps + self._plain_pauses[octave]
         self._plain_at = self.num_steps
+
+    def observe_prompts(self, num_tokens: int, seconds: float) -> None:
+        """See DraftLengthPolicy."""
+        self.cost.observe_prompts(num_tokens, seconds)
 
     def observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
         """See DraftLengthPolicy."""

@@ -64,6 +64,9 @@ class DraftLengthPolicy:
     def observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
         """A step in which no row was asked to draft took so long; None: it was not timed."""
 
+    def observe_prompts(self, num_tokens: int, seconds: float) -> None:
+        """A step that also read prompts, `num_tokens` tokens in all, took so long."""
+
     def needs_plain_step(self) -> bool:
         """True if nothing should be drafted in the next step, so that a plain one can be measured."""
         return False

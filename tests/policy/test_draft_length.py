@@ -417,6 +417,41 @@ def test_steps_larger_than_any_seen_cost_what_their_tokens_cost():
         assert cost.of_target(8, num_tokens) == pytest.approx(0.010 + 0.001 * num_tokens, rel=0.1)
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_prompts_show_what_many_tokens_cost(machine):
+    """A batch of wide trees is not to be tried to learn that. Where tokens are cheap, prompts show that, too."""
+    cost, seconds = StepCost(), MACHINES[machine]
+    cost.look_at(8, 800)
+    for _ in range(3):
+        cost.observe_target(8, 8, seconds(8, 8))
+    before = cost.of_target(8, 200)
+    cost.observe_prompts(20, 60 * seconds(8, 8))  # too few to show anything
+    assert cost.of_target(8, 200) == before
+    cost.observe_prompts(600, 9 * seconds(8, 600))  # the first time is longer
+    cost.observe_prompts(400, seconds(8, 400))
+    assert [cost.of_target(8, count) for count in (64, 200)] == pytest.approx(
+        [seconds(8, count) for count in (64, 200)], rel=0.75
+    )
+    assert machine == "gpu" or before < seconds(8, 200) / 2
+
+
+def test_a_decoder_tells_its_policy_what_prompts_took_and_how_wide_its_trees_are():
+    model = tiny_llama()
+    config = parse_config({"method": "token_recycling", "draft_length": "auto"})
+    generator = generator_class("token_recycling")(config, prepare(model), DrafterContext())
+    decoder, told = SpeculativeDecoder(generator), []
+    assert decoder.policy.acceptance.offered[1].sum() == pytest.approx(len(generator.tree.parents))
+    decoder.policy.cost.observe_prompts = lambda num_tokens, seconds: told.append((num_tokens, seconds > 0))
+    sequences = [Sequence(list(range(3, 3 + length)), max_length=100, row=row) for row, length in enumerate((40, 7))]
+    decoder.allocate(1000, 2)
+    with decoder.active():
+        for seq in sequences:
+            decoder.add(seq)
+        for _ in range(3):
+            decoder.step(sequences)
+    assert told == [(47, True)]
+
+
 def test_rows_of_a_static_batch_count_on_what_earlier_rows_did():
     """Only where rows write all that they may does the slowest one decide when the batch ends."""
     policy, left = learnt(4), np.array([60, 40])

@@ -58,7 +58,10 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         if 0 < longest < config.longest_draft:
             self.config = dataclasses.replace(config, num_speculative_tokens=longest)
         known = [
-            Drafter(name, int(longest), not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5)
+            Drafter(
+                name, int(longest), not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5,
+                part.max_draft_nodes,
+            )
             for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)
         ]  # fmt: skip
         self.memory = AutoMemory.of(config, target, self.by_name)
