@@ -9,7 +9,7 @@ PYTHON ?=
 TORCH_VERSION ?= 2.13.0
 export PYTHON TORCH_VERSION
 
-.PHONY: demo test test-fast lint format docs clean suffix install-demo install-dev install-docs
+.PHONY: demo test test-ci test-fast lint format docs clean suffix install-demo install-dev install-docs
 .DEFAULT_GOAL := demo
 
 demo: install-demo
@@ -18,6 +18,10 @@ demo: install-demo
 # Two threads of one process fight with the neighbours for the cores; one thread in each of several processes does not.
 test: install-dev
 	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n auto --maxprocesses=8 --dist worksteal $(PYTEST_ARGS)
+
+# What starts many processes, interprets kernels or trains.
+test-ci: install-dev
+	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n auto --maxprocesses=8 --dist worksteal -m "ci and not slow" $(PYTEST_ARGS)
 
 # The first case of each test that starts no process, trains nothing and takes no seconds: while writing code.
 test-fast: install-dev

@@ -7,6 +7,7 @@ import pytest
 from paths import TESTS
 from triton_interpreter import run_interpreted
 
+pytestmark = pytest.mark.ci
 GROUPS = {
     "attention": ("test_triton_attention", "test_triton_sampling", "test_gpu_checks"),
     "others": (

@@ -22,6 +22,7 @@ from hf_specdec.learning.learner import Learner
 from hf_specdec.learning.texts import Recorder
 from hf_specdec.model.architectures import tapped
 
+pytestmark = pytest.mark.ci
 HEADS = {"mlp_speculator": "tiny-mlp_speculator", "eagle3": "tiny-eagle3"}
 
 

@@ -20,6 +20,7 @@ pytest.importorskip("prometheus_client")
 
 from hf_specdec.serve.ipc.engine_process import Channel, portable
 
+pytestmark = pytest.mark.ci
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 NEVER_LOADED = (
     "import time, transformers; transformers.AutoModelForCausalLM.from_pretrained = lambda *_, **__: time.sleep(600)"

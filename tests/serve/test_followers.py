@@ -18,6 +18,7 @@ from paths import ROOT
 
 from hf_specdec.serve.ranks import ENVIRONMENT as ENVIRONMENT_OF_RANKS
 
+pytestmark = pytest.mark.ci
 CONFIG = {"method": "eagle3", "model": "tiny-eagle3"}
 SIZES = {"max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20, "max_model_len": 256}
 ENVIRONMENT = {

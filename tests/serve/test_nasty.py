@@ -18,6 +18,7 @@ from helpers_server import Process
 pytest.importorskip("uvicorn")
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+pytestmark = pytest.mark.ci
 USER = [{"role": "user", "content": "x"}]
 
 

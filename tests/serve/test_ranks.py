@@ -16,6 +16,8 @@ from paths import BUILDERS, ROOT
 
 from hf_specdec.core.ranks import digest
 
+pytestmark = pytest.mark.ci
+
 
 def start(output, *cases, ranks=2, timeout=240):
     """Run cases on several processes. Returns the completed process, and what each rank found."""
