@@ -18,8 +18,8 @@ import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.output import Taps
 from hf_specdec.core.rows import RowInput
-from hf_specdec.kernels.native import library
-from hf_specdec.model.native import check, program
+from hf_specdec.kernels.native import Operation, Rows, library
+from hf_specdec.model.native import check, program, tape
 from hf_specdec.model.prepare import ModelOptions, prepare
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
@@ -440,3 +440,28 @@ def test_a_forward_elsewhere_while_one_is_recorded(monkeypatch):
     recorded.set()
     thread.join()
     assert native.native.refused is None
+
+
+def test_threads_wait_where_they_read_or_overwrite_what_others_compute():
+    """Row by row in one layout nobody waits; a product, attention, a selection, and other registers in the same memory do."""
+    x, y, z, weight = (tape.Register(torch.float32, size) for size in (8, 8, 4, 32))
+
+    def step(operation, out=None, *inputs, rows=Rows.TOKENS):
+        places = [None if at is None else tape.Place(at, 0, at.elements) for at in (out, *inputs)]
+        return tape.TapeStep(operation, rows, (1, 1, 1), *places)
+
+    def waits(*steps, same=()):
+        memory = {id(register): number for number, register in enumerate((x, y, z, weight), 1)}
+        memory |= {id(register): 1 for register in same}
+        return program._waits(list(steps), memory)
+
+    by_rows, product = step(Operation.ELEMENTWISE, y, x), step(Operation.LINEAR, x, y, weight)
+    assert waits(step(Operation.EMBED, x, weight), by_rows, step(Operation.ELEMENTWISE, x, y)) == [False] * 3
+    assert waits(product, by_rows, product) == [False, True, True]
+    assert waits(product, step(Operation.LINEAR, z, y, weight)) == [False, False]
+    assert waits(by_rows, step(Operation.SELECT, z, y, rows=Rows.SELECTED)) == [False, True]
+    assert waits(step(Operation.ELEMENTWISE, x, rows=Rows.ONE), by_rows) == [False, True]
+    assert waits(step(Operation.ELEMENTWISE, y, z), by_rows) == [False, False]
+    assert waits(by_rows, step(Operation.ELEMENTWISE, z, y), same=(x, z)) == [False, True]
+    write, attend = step(Operation.WRITE, None, x, y), step(Operation.ATTEND, z, x)
+    assert waits(write, write, attend, write) == [False, False, True, True]

@@ -20,7 +20,8 @@ from .tape import Call, NotLowered, Place, Register, Table, Tape, TapeStep, Valu
 MOST_TOKENS = 256
 
 _KEEPS = {Operation.WRITE, Operation.ATTEND}
-_SHARED = {Operation.LINEAR, Operation.ATTEND}  # the threads share their work; one thread does the others
+_OF_ALL_ROWS = {Operation.LINEAR, Operation.ATTEND, Operation.CALL}  # threads share the others row by row
+_POOLS = 0  # stands for the memory of all keys and values
 _ALIGNMENT = 64
 _CACHED_BYTES = 32 << 20  # of weights: fewer stay in a processor's last cache from call to call
 _POSITIONS_AT_FIRST = 1024
@@ -322,19 +323,33 @@ def _needed(steps: list[TapeStep]) -> list[TapeStep]:
 
 
 def _waits(steps: list[TapeStep], memory_of: dict[int, int]) -> list[bool]:
-    """For each step: True if all threads must have finished earlier ones, whose memory it shares (`memory_of`: register id → memory)."""
-    waits, read, written, shared, alone = [], set(), set(), False, False
+    """For each step: True if all threads must have finished earlier ones, whose memory it shares (`memory_of`: register id → memory).
+
+    A thread that computes the same rows in two steps need not wait in between, if both find a row in the same place.
+    """
+    waits, uses = (
+        [],
+        {},
+    )  # memory → how it was used since the last wait: (row by row in which layout, or None; whether it was written)
     for step in steps:
-        is_shared = step.operation in _SHARED
-        sources = {memory_of[id(register)] for register in step.inputs}
-        targets = set() if step.out is None else {memory_of[id(step.out.register)]}
-        collides = not written.isdisjoint(sources | targets) or not read.isdisjoint(targets)
-        wait = alone or collides if is_shared else shared
+        by_rows = step.operation not in _OF_ALL_ROWS
+        places = [(place, False) for place in (step.a, step.b, step.c) if place is not None]
+        places += [] if step.out is None else [(step.out, True)]
+        mine = []
+        for place, writes in places:
+            is_local = by_rows and (writes or step.operation != Operation.SELECT)
+            layout = (step.rows, id(place.register), place.token) if is_local else None
+            mine.append((memory_of[id(place.register)], layout, writes))
+        if step.operation in _KEEPS:
+            mine.append((_POOLS, (step.rows,) if by_rows else None, by_rows))
+        wait = any(
+            (writes or written) and (layout is None or layout != before)
+            for memory, layout, writes in mine
+            for before, written in uses.get(memory, ())
+        )
         if wait:
-            read, written, shared, alone = set(), set(), False, False
-        if is_shared:
-            read |= sources
-            written |= targets
-        shared, alone = shared or is_shared, alone or not is_shared
+            uses = {}
+        for memory, layout, writes in mine:
+            uses.setdefault(memory, set()).add((layout, writes))
         waits.append(wait)
     return waits

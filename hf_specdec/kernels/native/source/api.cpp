@@ -59,7 +59,7 @@ const Kernels* kernels = choose();
 extern "C" {
 
 // The version of the structures; Python refuses another one.
-i64 specdec_version() { return 6; }
+i64 specdec_version() { return 7; }
 
 // Run in the threads of an OpenMP runtime, whose functions these are; null: it lacks them.
 void specdec_use_openmp(void* gomp_parallel, void* fork_call, void* thread_num, void* num_threads) {

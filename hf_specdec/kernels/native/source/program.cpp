@@ -9,8 +9,11 @@ char* address(const Place& place, char* const* slots) {
   return place.slot < 0 ? nullptr : slots[place.slot] + place.offset * BYTES[place.type];
 }
 
-View view(const Place& place, char* const* slots) {
-  return {address(place, slots), place.type, place.token, {place.stride[0], place.stride[1], place.stride[2]}};
+// From row `first` on.
+View view(const Place& place, char* const* slots, i64 first) {
+  char* data = address(place, slots);
+  if (data) data += first * place.token * BYTES[place.type];
+  return {data, place.type, place.token, {place.stride[0], place.stride[1], place.stride[2]}};
 }
 
 i64 count(const Op& op, const Step& step) {
@@ -21,20 +24,20 @@ i64 count(const Op& op, const Step& step) {
 const i64* ids(const Op& op, const Step& step) { return op.kind == 0 ? step.ids : step.positions; }
 
 // EMBED: out[t] = a[id + function]; SELECT: out[r] = a[selected[r]].
-void move_rows(const Op& op, char* const* slots, const Step& step) {
+void move_rows(const Op& op, char* const* slots, const Step& step, i64 first, i64 last) {
   i64 bytes = BYTES[op.a.type], width = op.size[2] * bytes;
   char *out = address(op.out, slots), *from = address(op.a, slots);
-  for (i64 t = 0; t < count(op, step); t++) {
+  for (i64 t = first; t < last; t++) {
     i64 row = op.operation == SELECT ? step.selected[t] : ids(op, step)[t] + op.function;
     memcpy(out + t * op.out.token * bytes, from + row * op.a.token * bytes, width);
   }
 }
 
 // Copy heads [size[1], size[2]] of every token to its slot of a pool.
-void write_pool(const Place& from, i64 heads, i64 width, char* pool, char* const* slots, const Step& step) {
+void write_pool(const Place& from, i64 heads, i64 width, char* pool, char* const* slots, const Step& step, i64 first, i64 last) {
   i64 bytes = BYTES[from.type];
   char* data = address(from, slots);
-  for (i64 t = 0; t < step.num_tokens; t++)
+  for (i64 t = first; t < last; t++)
     for (i64 h = 0; h < heads; h++)
       memcpy(pool + ((step.write_slots[t] * heads + h) * width) * bytes, data + (t * from.token + h * from.stride[1]) * bytes,
              width * bytes);
@@ -62,14 +65,15 @@ void multiply(const Kernels& kernels, const Op& op, char* const* slots, const St
   kernels.linear(call, share_of(call, part, parts), share_of(call, part + 1, parts));
 }
 
-void run_alone(const Kernels& kernels, const Op& op, char* const* slots, const Step& step) {
-  if (op.operation == EMBED || op.operation == SELECT) return move_rows(op, slots, step);
+// What computes every row from its own inputs: rows first .. last.
+void run_rows(const Kernels& kernels, const Op& op, char* const* slots, const Step& step, i64 first, i64 last) {
+  if (op.operation == EMBED || op.operation == SELECT) return move_rows(op, slots, step, first, last);
   if (op.operation == WRITE) {
-    write_pool(op.a, op.kv_heads, op.width, step.pools[2 * op.layer], slots, step);
-    return write_pool(op.b, op.kv_heads, op.value_width, step.pools[2 * op.layer + 1], slots, step);
+    write_pool(op.a, op.kv_heads, op.width, step.pools[2 * op.layer], slots, step, first, last);
+    return write_pool(op.b, op.kv_heads, op.value_width, step.pools[2 * op.layer + 1], slots, step, first, last);
   }
-  Elementwise call = {op.kind, op.function, count(op, step), {op.size[0], op.size[1], op.size[2]}, op.scalar, op.scalar2,
-                      view(op.out, slots), view(op.a, slots), view(op.b, slots), view(op.c, slots)};
+  Elementwise call = {op.kind, op.function, last - first, {op.size[0], op.size[1], op.size[2]}, op.scalar, op.scalar2,
+                      view(op.out, slots, first), view(op.a, slots, first), view(op.b, slots, first), view(op.c, slots, first)};
   kernels.elementwise(call);
 }
 
@@ -92,6 +96,6 @@ void run_program(const Kernels& kernels, const Op* ops, i64 num_ops, char* const
     if (op.waits) barrier(parts);
     if (op.operation == LINEAR) multiply(kernels, op, slots, step, part, parts);
     else if (op.operation == ATTEND) attend(kernels, op, slots, step, part, parts);
-    else if (part == 0) run_alone(kernels, op, slots, step);
+    else run_rows(kernels, op, slots, step, count(op, step) * part / parts, count(op, step) * (part + 1) / parts);
   }
 }
