@@ -18,6 +18,7 @@ from .core.output import PackedOutput
 from .core.sequence import Sequence
 from .integration import generator_for
 from .model.architectures import tapped
+from .model.threads import replaced
 
 _ENDS = (EosTokenCriteria, StopStringCriteria)
 
@@ -52,16 +53,9 @@ def assisted_loop(
         return given
 
     ours = {"_get_candidate_generator": lambda *args, **kwargs: drafter, "_get_stopping_criteria": criteria}
-    replaced = {name: vars(model)[name] for name in ours if name in vars(model)}
-    vars(model).update(ours)
-    try:
-        with tapped(model, drafter.generator.taps, drafter.features):
-            yield drafter
-    finally:
-        for name in ours:
-            del vars(model)[name]
-        vars(model).update(replaced)
-        drafter.close()
+    changes = [(vars(model), name, function) for name, function in ours.items()]
+    with contextlib.closing(drafter), replaced(changes), tapped(model, drafter.generator.taps, drafter.features):
+        yield drafter
 
 
 class AssistedDrafter(TransformersCandidateGenerator):

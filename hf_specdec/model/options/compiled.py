@@ -28,6 +28,7 @@ from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_triton
 from .. import architectures
 from ..structure import forwards_of
+from ..threads import replaced
 from .rewriting import fuse_linears, fuse_norms, fuse_rotation, modifies_in_place, without_dropout
 
 logger = logging.getLogger(__name__)
@@ -177,19 +178,11 @@ class CompiledLayers:
         assert model is not None
         return _layers_in(model)
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> contextlib.AbstractContextManager[None]:
         """Inside the context, the layers run traced."""
-        replaced = []
-        try:
-            for index, layer in self._layers():
-                if "forward" not in vars(layer):  # otherwise it is wrapped (accelerate's hooks) or already traced
-                    layer.forward = self._forward_of(layer, index)
-                    replaced.append(layer)
-            yield
-        finally:
-            for layer in replaced:
-                del layer.forward
+        # A layer with a forward of its own is wrapped (accelerate's hooks) or already traced.
+        layers = ((index, layer) for index, layer in self._layers() if "forward" not in vars(layer))
+        return replaced((vars(layer), "forward", self._forward_of(layer, index)) for index, layer in layers)
 
     def serves(self, batch: Any, layer: nn.Module) -> bool:
         """True if a layer runs traced in the forward of this batch."""
@@ -275,7 +268,7 @@ class RewrittenLayers(CompiledLayers):
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """See CompiledLayers; a mixture of experts is traced as one operator, in layers that have exactly one."""
-        replaced: dict[nn.Module, nn.Module] = {}
+        made: dict[nn.Module, nn.Module] = {}
         try:
             for _, layer in self._layers():
                 blocks = [module for module in layer.modules() if "experts" in module._modules]
@@ -284,11 +277,11 @@ class RewrittenLayers(CompiledLayers):
                     self._blocks[layer] = SparseBlock(blocks[0], self._num_outputs)
                     # A bound method, because dynamo would trace callable objects one by one.
                     blocks[0].forward = self._blocks[layer].forward
-                    replaced[layer] = blocks[0]
+                    made[layer] = blocks[0]
             with super().active():
                 yield
         finally:
-            for layer, block in replaced.items():
+            for layer, block in made.items():
                 del self._blocks[layer], block.forward
 
     def serves(self, batch: Any, layer: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from ...core.errors import UnsupportedModel
 from ...core.names import cache_argument
 from ...kernels.dispatch import uses_triton
 from ..functions import ModuleFunctions
+from ..threads import replaced
 from .families import CONVOLUTION, RecurrentFamily, mixers_of
 from .plan import LinesOnDevice, PromptPart
 from .rules import Inputs, Rule
@@ -72,25 +73,9 @@ class RecurrentLayers:
             total += slots * sum(tensor.nbytes for tensor in inputs) if replays else 0
         return total
 
-    @contextlib.contextmanager
-    def active(self):
+    def active(self) -> contextlib.AbstractContextManager[None]:
         """Inside the context, the mixers read packed rows when they are given a paged cache that is running a batch."""
-        with contextlib.ExitStack() as stack:
-            for mixer in self.mixers:
-                stack.enter_context(self._replaced_forward(mixer))
-            yield
-
-    @contextlib.contextmanager
-    def _replaced_forward(self, mixer: Any):
-        before = vars(mixer).get("forward")
-        mixer.forward = self._packed_forward(mixer, mixer.forward)
-        try:
-            yield
-        finally:
-            if before is None:
-                del mixer.forward
-            else:
-                mixer.forward = before
+        return replaced((vars(mixer), "forward", self._packed_forward(mixer, mixer.forward)) for mixer in self.mixers)
 
     def _packed_forward(self, mixer: Any, own: Callable) -> Callable:
         """The forward of a mixer for packed rows. `own`: its own one, which others still get."""
@@ -171,20 +156,20 @@ class RecurrentLayers:
         base = None if states is None else states.index_select(0, lines.states)
         inputs = pool.conv[layer].index_select(0, lines.bases)
         view, rule = _View(inputs, base), self.family.rule
-        by_kernels, replaced = uses_triton(hidden.device), {}
+        by_kernels, replacements = uses_triton(hidden.device), {}
         kept_windows, windows = (None, None) if by_kernels else lines.windows(inputs.shape[-1])
         if rule is not None and base is not None:
             of_rule = rule, self._one_token
             heads = itertools.count() if self.family.by_head else None
             if by_kernels and rule.over_lines is not None:
-                replaced["chunk"] = _rule_over_lines(*of_rule, lines, base, pool, layer)
+                replacements["chunk"] = _rule_over_lines(*of_rule, lines, base, pool, layer)
             else:
-                replaced["chunk"] = _token_by_token(*of_rule, lines, base, pool, layer, heads)
+                replacements["chunk"] = _token_by_token(*of_rule, lines, base, pool, layer, heads)
         if by_kernels:
-            replaced["convolution"] = _convolution_over_lines(lines, pool.conv[layer])
+            replacements["convolution"] = _convolution_over_lines(lines, pool.conv[layer])
         elif windows is not None:
-            replaced["convolution"] = _over_windows(windows)
-        with self._functions.replaced(**replaced):
+            replacements["convolution"] = _over_windows(windows)
+        with self._functions.replaced(**replacements):
             read = run(hidden[0, lines.packed], view)
         out[0].index_copy_(0, lines.targets, read[lines.real])
         if kept_windows is None:  # the kernel has kept the convolution's inputs
