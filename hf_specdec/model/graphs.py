@@ -58,14 +58,17 @@ class CapturedBatch:
 
     @property
     def write(self) -> Callable[..., Any]:
+        """Writes keys and values to their slots."""
         return write_keys_values.on(self.write_slots.device)
 
     @property
     def attend(self) -> Callable[..., torch.Tensor]:
+        """The implementation of attention."""
         return attention_for(self.write_slots.device, self.invariant is not None)
 
     @property
     def num_keys(self) -> int:
+        """The most keys of a row."""
         return self.inputs.max_key_length
 
     def on(self, device: torch.device) -> CapturedBatch:
@@ -73,6 +76,7 @@ class CapturedBatch:
         return self
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
+        """The rows as the Triton kernels read them."""
         return self.inputs
 
 
