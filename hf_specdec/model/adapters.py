@@ -25,7 +25,7 @@ from .encoder_decoder import family_of
 from .latent import is_latent
 from .recurrent.families import family_of as recurrent_family_of
 from .recurrent.mixers import RecurrentLayers
-from .threads import for_this_thread, replaced
+from .threads import for_this_thread, replaced_values
 
 BASE = "__base__"  # PEFT's name for no adapter
 _LORA = "peft.tuners.lora.layer"
@@ -193,7 +193,7 @@ class RowAdapters:
         for _, change in pairs:
             change.adapters = weakref.ref(self)
         ours = [functools.partial(_forward, layer, change) for layer, change in pairs]
-        return replaced(
+        return replaced_values(
             (vars(layer), "forward", for_this_thread(forward, layer.forward))
             for layer, forward in zip(self._layers, ours, strict=True)
         )

@@ -16,7 +16,7 @@ from ..core.names import takes_cache
 from ..core.rows import Chunks
 from . import encoder_decoder
 from .recurrent.families import attends, family_of, mixers_of
-from .threads import FalseInThisThread, FirstLayers, for_this_thread, replaced
+from .threads import FalseInThisThread, FirstLayers, for_this_thread, replaced_values
 
 if TYPE_CHECKING:
     from ..core.output import Taps
@@ -280,7 +280,7 @@ def first_layers(model: PreTrainedModel, count: int | None):
         yield
         return
     decoder, name = layer_list(model)
-    with replaced([(decoder._modules, name, FirstLayers(getattr(decoder, name), count))]):
+    with replaced_values([(decoder._modules, name, FirstLayers(getattr(decoder, name), count))]):
         yield
 
 
@@ -303,22 +303,22 @@ def without_checkpointing(model: PreTrainedModel) -> contextlib.AbstractContextM
 def _switched_off(modules: Iterable[nn.Module], flag: str) -> contextlib.AbstractContextManager[None]:
     """Inside the context, a flag that is true is false for this thread."""
     fields = (vars(module) for module in modules)
-    return replaced((of_module, flag, FalseInThisThread()) for of_module in fields if of_module.get(flag))
+    return replaced_values((of_module, flag, FalseInThisThread()) for of_module in fields if of_module.get(flag))
 
 
 @contextlib.contextmanager
-def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | None = None):
+def tapped(model: PreTrainedModel, taps: Taps, states: dict[Any, torch.Tensor] | None = None):
     """Collect hidden states of forwards with batch size 1.
 
-    Yields a dict (`found`, if given) with the states of the latest forward, [T, H] each, by layer index or "last_hidden".
+    Yields a dict (`states`, if given) with the states of the latest forward, [T, H] each, by layer index or "last_hidden".
     """
-    found = {} if found is None else found
+    states = {} if states is None else states
 
     def keep(key: Any, hidden: torch.Tensor) -> None:
-        found[key] = hidden[0] if hidden.dim() == 3 else hidden
+        states[key] = hidden[0] if hidden.dim() == 3 else hidden
 
     with tapping(model, taps, keep):
-        yield found
+        yield states
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def for_this_thread(ours: Callable, theirs: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def replaced(changes: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+def replaced_values(changes: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Inside the context, dictionaries hold other values, or values where they have none: (dictionary, key, value) each. The dictionary is
     `vars(..)` of an object whose attributes are replaced."""
     with contextlib.ExitStack() as stack:
@@ -46,7 +46,7 @@ def replaced(changes: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
 def replaced_method(module: nn.Module, name: str, ours: Callable) -> contextlib.AbstractContextManager[None]:
     """Inside the context, calls of a method in this thread call `ours(method, ..)`."""
     original = getattr(module, name)
-    return replaced([(vars(module), name, for_this_thread(functools.partial(ours, original), original))])
+    return replaced_values([(vars(module), name, for_this_thread(functools.partial(ours, original), original))])
 
 
 class FalseInThisThread:

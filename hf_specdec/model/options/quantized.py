@@ -21,7 +21,7 @@ from torch import nn
 from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_native
 from ..sharding import is_sharded, local, sharded_forward, weight_of
-from ..threads import OwnParameters, replaced
+from ..threads import OwnParameters, replaced_values
 from .fingerprints import fingerprints
 from .native_weights import native_weight
 
@@ -89,7 +89,7 @@ class QuantizedLinears:
 
         To find changes, all weights are read: a write may leave no other trace (see fingerprints.py).
         """
-        return replaced(
+        return replaced_values(
             (vars(linear), "_parameters", OwnParameters(linear._parameters, {"weight": copy}))
             for linear, copy in self.copies()
         )

@@ -17,7 +17,7 @@ from ...kernels.dispatch import uses_triton
 from ..architectures import all_modules
 from ..sharding import bias_of, is_sharded, sharded_forward, weight_of
 from ..structure import place_of
-from ..threads import replaced
+from ..threads import replaced_values
 from .fingerprints import fingerprints
 
 
@@ -77,7 +77,7 @@ class ReplacedLinears:
         modules = (module for module in all_modules(model) if module not in self._left_out)
         self._replaced = [module for module in modules if self._is_served(module)]
         try:
-            with replaced((vars(linear), "forward", self._forward_of(linear)) for linear in self._replaced):
+            with replaced_values((vars(linear), "forward", self._forward_of(linear)) for linear in self._replaced):
                 yield
         finally:
             self._replaced = []  # the model belongs to others
