@@ -18,6 +18,7 @@ from .core.output import PackedOutput
 from .core.sequence import Sequence
 from .integration import generator_for
 from .model.architectures import tapped
+from .model.threads import replaced_values
 
 _ENDS = (EosTokenCriteria, StopStringCriteria)
 
@@ -52,16 +53,9 @@ def assisted_loop(
         return given
 
     ours = {"_get_candidate_generator": lambda *args, **kwargs: drafter, "_get_stopping_criteria": criteria}
-    replaced = {name: vars(model)[name] for name in ours if name in vars(model)}
-    vars(model).update(ours)
-    try:
-        with tapped(model, drafter.generator.taps, drafter.features):
-            yield drafter
-    finally:
-        for name in ours:
-            del vars(model)[name]
-        vars(model).update(replaced)
-        drafter.close()
+    changes = [(vars(model), name, function) for name, function in ours.items()]
+    with contextlib.closing(drafter), replaced_values(changes), tapped(model, drafter.generator.taps, drafter.features):
+        yield drafter
 
 
 class AssistedDrafter(TransformersCandidateGenerator):
@@ -157,7 +151,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
         layers = {index: states[index] for index in self.generator.taps.layers if index in states}
         logits = scores if scores is not None else torch.empty(0)
         output = PackedOutput(logits=logits, last_hidden=states.get("last_hidden"), layers=layers)
-        verified_trees, own = DraftTrees.from_lists([chain], device=trees.tokens.device), [num_forwarded - len(chain)]
-        fed = {"starts": [0], "chunks": [(seq, self._num_fed)], "num_own": own}
+        verified_trees, num_own = DraftTrees.from_lists([chain], device=trees.tokens.device), num_forwarded - len(chain)
+        fed = {"starts": [0], "chunks": [(seq, self._num_fed)], "num_own": [num_own]}
         verified = StepOutcome([seq], verified_trees, [list(range(matched))], [new], output, **fed)
         return verified.for_proposal([path[:matched]])

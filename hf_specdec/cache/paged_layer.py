@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -15,34 +15,6 @@ from .segments import WithSegments
 
 INDEX = "index"  # the further pool of keys by which an indexer selects tokens
 _untraced = cast("Callable[[Any], Any]", torch.compiler.disable)  # typed as what it returns for all kinds of arguments
-
-
-class SlotsOnDevice(Protocol):
-    """Where the tokens of a forward are in the pools on one device, and the operation that writes them there.
-
-    `write_slots` int64 [T]: the slot of each token of the forward. `read_slots` int64 [slots]: those that whole rows are gathered from;
-    None if attention reads the pools itself. `write`: writes keys and values into the pools.
-    """
-
-    @property
-    def write_slots(self) -> torch.Tensor: ...
-    @property
-    def read_slots(self) -> torch.Tensor | None: ...
-    @property
-    def write(self) -> Callable[..., Any]: ...
-
-
-class RunningBatch(Protocol):
-    """The batch of a forward, as layers ask for it.
-
-    `gather`: layers return the keys and values of whole rows. `num_keys`: number of keys of all rows together.
-    """
-
-    @property
-    def gather(self) -> bool: ...
-    @property
-    def num_keys(self) -> int: ...
-    def on(self, device: torch.device) -> SlotsOnDevice: ...
 
 
 class PagedLayer(WithSegments, CacheLayerMixin):

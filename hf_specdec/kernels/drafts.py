@@ -12,12 +12,7 @@ from .transfer import upload, upload_together
 
 
 class Drafts(Protocol):
-    """Draft trees of B rows with up to N nodes: drafted ids on a device, everything else on the host (see `core.DraftTrees`).
-
-    `valid` bool [B, N]: which entries are nodes. `parent_index` int64 [B, N]: each node's parent, -1 for children of the root.
-    `ancestors` bool [B, N + 1, N + 1] over (root, nodes): `[b, i, j]` is True if j is i or an ancestor of i. `depths` int64 [B, N]: 1 for
-    the root's children.
-    """
+    """Draft trees of B rows with up to N nodes: drafted ids on a device, everything else on the host (see `core.DraftTrees`)."""
 
     tokens: torch.Tensor
     lengths: list[int]
@@ -25,15 +20,29 @@ class Drafts(Protocol):
     prob_index: np.ndarray | None
 
     @property
-    def is_chain(self) -> bool: ...
+    def is_chain(self) -> bool:
+        """True if every row is known to be a chain."""
+        ...
+
     @cached_property
-    def valid(self) -> np.ndarray: ...
+    def valid(self) -> np.ndarray:
+        """bool [B, N]: which entries are nodes."""
+        ...
+
     @cached_property
-    def parent_index(self) -> np.ndarray: ...
+    def parent_index(self) -> np.ndarray:
+        """int64 [B, N]: each node's parent, -1 for children of the root."""
+        ...
+
     @cached_property
-    def ancestors(self) -> np.ndarray: ...
+    def ancestors(self) -> np.ndarray:
+        """bool [B, N + 1, N + 1] over (root, nodes): `[b, i, j]` is True if j is i or an ancestor of i."""
+        ...
+
     @cached_property
-    def depths(self) -> np.ndarray: ...
+    def depths(self) -> np.ndarray:
+        """int64 [B, N]: 1 for the root's children."""
+        ...
 
 
 class RowStreams(NamedTuple):

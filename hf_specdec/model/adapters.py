@@ -25,7 +25,7 @@ from .encoder_decoder import family_of
 from .latent import is_latent
 from .recurrent.families import family_of as recurrent_family_of
 from .recurrent.mixers import RecurrentLayers
-from .threads import for_this_thread
+from .threads import for_this_thread, replaced_values
 
 BASE = "__base__"  # PEFT's name for no adapter
 _LORA = "peft.tuners.lora.layer"
@@ -188,19 +188,15 @@ class RowAdapters:
         with self._replaced():
             yield
 
-    @contextlib.contextmanager
-    def _replaced(self) -> Iterator[None]:
-        before = [vars(layer).get("forward") for layer in self._layers]
-        for layer, change in zip(self._layers, self.changes, strict=True):
+    def _replaced(self) -> contextlib.AbstractContextManager[None]:
+        pairs = list(zip(self._layers, self.changes, strict=True))
+        for _, change in pairs:
             change.adapters = weakref.ref(self)
-            vars(layer)["forward"] = for_this_thread(functools.partial(_forward, layer, change), layer.forward)
-        try:
-            yield
-        finally:
-            for layer, forward in zip(self._layers, before, strict=True):
-                del vars(layer)["forward"]
-                if forward is not None:
-                    vars(layer)["forward"] = forward
+        ours = [functools.partial(_forward, layer, change) for layer, change in pairs]
+        return replaced_values(
+            (vars(layer), "forward", for_this_thread(forward, layer.forward))
+            for layer, forward in zip(self._layers, ours, strict=True)
+        )
 
     def groups(self, layer: Any, shape: torch.Size, device: torch.device) -> _Groups:
         """The tokens of each adapter among those [.., n] that a layer reads. Made once per forward, not per layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.falcon import modeling_falcon
 
 from .functions import ModuleFunctions
-from .threads import for_this_thread
+from .threads import for_this_thread, replaced_method, replaced_values
 
 if TYPE_CHECKING:
     from .packed_batch import PackedBatch
@@ -27,34 +27,24 @@ def is_needed(model: PreTrainedModel) -> bool:
     return (kind in _BUILDERS or kind == "gpt_neo") and hasattr(model, "transformer")
 
 
-@contextlib.contextmanager
-def packed(model: PreTrainedModel, batch: PackedBatch) -> Iterator[None]:
+def packed(model: Any, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
     """Inside the context, the biases of a model for which this `is_needed` follow the packed keys' real positions."""
-    if model.config.model_type == "gpt_neo":
-        decoder: Any = model.transformer
+    kind, decoder = model.config.model_type, model.transformer
+    if kind == "gpt_neo":
         layers = [block.attn.attention for block in decoder.h]
-        for layer in layers:
-            window = model.config.window_size if layer.attention_type == "local" else None
-            mask = batch.dense_mask(window, torch.float32, layer.bias.device) == 0
-            vars(layer)["bias"] = _Sliced(for_this_thread(lambda _, mask=mask: mask, layer.bias.__getitem__))
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del vars(layer)["bias"]
-        return
-    if model.config.model_type == "falcon":
+        return replaced_values(
+            (vars(layer), "bias", _mask_of(layer, model.config.window_size, batch)) for layer in layers
+        )
+    if kind == "falcon":
         functions = ModuleFunctions.of(modeling_falcon, biases="build_alibi_tensor")
-        with functions.replaced(biases=functools.partial(_falcon_biases, torch.from_numpy(batch.key_positions()))):
-            yield
-        return
-    inner, (name, make) = model.transformer, _BUILDERS[model.config.model_type]
-    original = getattr(inner, name)
-    setattr(inner, name, for_this_thread(make(original, batch), original))
-    try:
-        yield
-    finally:
-        delattr(inner, name)
+        return functions.replaced(biases=functools.partial(_falcon_biases, torch.from_numpy(batch.key_positions())))
+    name, biases = _BUILDERS[kind]
+    return replaced_method(decoder, name, functools.partial(biases, batch))
+
+
+def _mask_of(layer: Any, window_size: int, batch: PackedBatch) -> _Sliced:
+    mask = batch.dense_mask(window_size if layer.attention_type == "local" else None, torch.float32, layer.bias.device)
+    return _Sliced(for_this_thread(lambda _: mask == 0, layer.bias.__getitem__))
 
 
 class _Sliced:
@@ -67,28 +57,21 @@ class _Sliced:
         return self._slice_of(index)
 
 
-def _bloom(original: Callable[..., torch.Tensor], batch: PackedBatch) -> Callable[..., torch.Tensor]:
+def _bloom(batch: PackedBatch, original: Callable[..., torch.Tensor], attention_mask, num_heads, dtype) -> torch.Tensor:
     """Biases [heads, 1, S_total]; BLOOM derives positions from a padding mask."""
-    positions = torch.from_numpy(batch.key_positions())
-
-    def biases(attention_mask, num_heads, dtype):
-        slopes = _slopes(original(torch.ones(1, 2, device=attention_mask.device), num_heads, torch.float32))
-        return (slopes * positions.to(slopes.device)).to(dtype)
-
-    return biases
+    slopes = _slopes(original(torch.ones(1, 2, device=attention_mask.device), num_heads, torch.float32))
+    return (slopes * torch.from_numpy(batch.key_positions()).to(slopes.device)).to(dtype)
 
 
-def _mpt(original: Callable[..., torch.Tensor], batch: PackedBatch) -> Callable[..., torch.Tensor]:
+def _mpt(
+    batch: PackedBatch, original: Callable[..., torch.Tensor], num_heads, sequence_length, alibi_bias_max=8, device=None
+) -> torch.Tensor:
     """Biases [heads, 1, S_total]; MPT counts back from the last key, which is here the last of each row."""
     ends = np.cumsum([row.start + row.num_tokens for row in batch.inputs])
     rows = np.split(batch.key_positions(), ends[:-1])
     positions = torch.from_numpy(np.concatenate([places - places.max() for places in rows]))
-
-    def biases(num_heads, sequence_length, alibi_bias_max=8, device=None):
-        slopes = _slopes(original(num_heads, 2, alibi_bias_max, device))
-        return slopes * positions.to(slopes.device)
-
-    return biases
+    slopes = _slopes(original(num_heads, 2, alibi_bias_max, device))
+    return slopes * positions.to(slopes.device)
 
 
 def _slopes(of_two_keys: torch.Tensor) -> torch.Tensor:

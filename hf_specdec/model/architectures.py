@@ -16,7 +16,7 @@ from ..core.names import takes_cache
 from ..core.rows import Chunks
 from . import encoder_decoder
 from .recurrent.families import attends, family_of, mixers_of
-from .threads import FalseInThisThread, FirstLayers, for_this_thread
+from .threads import FalseInThisThread, FirstLayers, for_this_thread, replaced_values
 
 if TYPE_CHECKING:
     from ..core.output import Taps
@@ -280,12 +280,8 @@ def first_layers(model: PreTrainedModel, count: int | None):
         yield
         return
     decoder, name = layer_list(model)
-    layers = getattr(decoder, name)
-    decoder._modules[name] = FirstLayers(layers, count)
-    try:
+    with replaced_values([(decoder._modules, name, FirstLayers(getattr(decoder, name), count))]):
         yield
-    finally:
-        decoder._modules[name] = layers
 
 
 def _tempers(text: Any) -> bool:
@@ -304,32 +300,25 @@ def without_checkpointing(model: PreTrainedModel) -> contextlib.AbstractContextM
     return _switched_off(model.modules() if model.training else (), "gradient_checkpointing")
 
 
-@contextlib.contextmanager
-def _switched_off(modules: Iterable[nn.Module], flag: str) -> Iterator[None]:
+def _switched_off(modules: Iterable[nn.Module], flag: str) -> contextlib.AbstractContextManager[None]:
     """Inside the context, a flag that is true is false for this thread."""
-    switched = [module for module in modules if vars(module).get(flag)]
-    for module in switched:
-        setattr(module, flag, FalseInThisThread())
-    try:
-        yield
-    finally:
-        for module in switched:
-            setattr(module, flag, True)
+    fields = (vars(module) for module in modules)
+    return replaced_values((of_module, flag, FalseInThisThread()) for of_module in fields if of_module.get(flag))
 
 
 @contextlib.contextmanager
-def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | None = None):
+def tapped(model: PreTrainedModel, taps: Taps, states: dict[Any, torch.Tensor] | None = None):
     """Collect hidden states of forwards with batch size 1.
 
-    Yields a dict (`found`, if given) with the states of the latest forward, [T, H] each, by layer index or "last_hidden".
+    Yields a dict (`states`, if given) with the states of the latest forward, [T, H] each, by layer index or "last_hidden".
     """
-    found = {} if found is None else found
+    states = {} if states is None else states
 
     def keep(key: Any, hidden: torch.Tensor) -> None:
-        found[key] = hidden[0] if hidden.dim() == 3 else hidden
+        states[key] = hidden[0] if hidden.dim() == 3 else hidden
 
     with tapping(model, taps, keep):
-        yield found
+        yield states
 
 
 @contextlib.contextmanager
@@ -354,17 +343,14 @@ def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tenso
     def input_of_first(module, args, kwargs):
         keep(0, read(args[0] if args else kwargs["hidden_states"]))
 
-    handles = []
-    if taps.last_hidden:
-        handles.append(decoder_of(model).register_forward_hook(output_of("last_hidden")))
-    layers: Any = decoder_layers(model) if taps.layers else ()
-    for index in taps.layers:
-        if index == 0:  # the first layer's input, not the embeddings: some models scale them or add positions
-            handles.append(layers[0].register_forward_pre_hook(hooked(input_of_first), with_kwargs=True))
-        else:
-            handles.append(layers[index - 1].register_forward_hook(output_of(index)))
-    try:
+    with contextlib.ExitStack() as stack:
+        if taps.last_hidden:
+            stack.enter_context(decoder_of(model).register_forward_hook(output_of("last_hidden")))
+        layers: Any = decoder_layers(model) if taps.layers else ()
+        for index in taps.layers:
+            if index == 0:  # the first layer's input, not the embeddings: some models scale them or add positions
+                handle = layers[0].register_forward_pre_hook(hooked(input_of_first), with_kwargs=True)
+            else:
+                handle = layers[index - 1].register_forward_hook(output_of(index))
+            stack.enter_context(handle)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

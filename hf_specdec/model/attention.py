@@ -144,13 +144,13 @@ def _by_thread(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         _, _, *state = kind.__reduce_ex__(self, 2)
         return copyreg._reconstructor, (kind, object, None), *state  # type: ignore[attr-defined]
 
-    own = {
+    attributes = {
         "_attn_implementation": property(implementation, kind._attn_implementation.fset),  # type: ignore[attr-defined]
         "_attn_implementation_internal": property(chosen, choose),
         "__reduce_ex__": reduce,
         "__module__": kind.__module__,
     }
-    return type(kind.__name__, (kind,), own)
+    return type(kind.__name__, (kind,), attributes)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

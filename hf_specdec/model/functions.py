@@ -1,4 +1,4 @@
-"""ModuleFunctions: replaces functions of a modeling module during a call, in one thread."""
+"""Methods that keep their results; methods of transformers' classes that are replaced for good; functions of its modules, during a call."""
 
 from __future__ import annotations
 
@@ -6,9 +6,30 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core.errors import UnsupportedModel
+
+T = TypeVar("T")
+
+
+def kept(method: Callable[..., T]) -> Callable[..., T]:
+    """A method whose result its object keeps for each choice of arguments, all of them hashable and given by position."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any) -> T:
+        results, key = vars(self).setdefault("_kept", {}), (method.__name__, *args)
+        if key not in results:
+            results[key] = method(self, *args)
+        return results[key]
+
+    return call
+
+
+@functools.cache
+def change_method(kind: type, name: str, change: Callable[[Callable], Callable]) -> None:
+    """Replace a method of a class of transformers, once in a process, by what `change` makes of it."""
+    setattr(kind, name, change(getattr(kind, name)))
 
 
 class ModuleFunctions:

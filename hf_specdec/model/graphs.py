@@ -22,7 +22,7 @@ from ..kernels.attention.inputs import AttentionInputs, InputSizes, RowDescripti
 from ..kernels.cache import write_keys_values
 from ..kernels.dispatch import current, next_power_of_two
 from ..kernels.transfer import HostStaging
-from .captures import Capturable, Captures
+from .captures import Captures
 from .options.invariant_ops import InvariantOps
 from .packed_batch import copy_ids, write_ids
 from .row_descriptions import describe, describe_lines
@@ -58,14 +58,17 @@ class CapturedBatch:
 
     @property
     def write(self) -> Callable[..., Any]:
+        """Writes keys and values to their slots."""
         return write_keys_values.on(self.write_slots.device)
 
     @property
     def attend(self) -> Callable[..., torch.Tensor]:
+        """The implementation of attention."""
         return attention_for(self.write_slots.device, self.invariant is not None)
 
     @property
     def num_keys(self) -> int:
+        """The most keys of a row."""
         return self.inputs.max_key_length
 
     def on(self, device: torch.device) -> CapturedBatch:
@@ -73,6 +76,7 @@ class CapturedBatch:
         return self
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
+        """The rows as the Triton kernels read them."""
         return self.inputs
 
 
@@ -144,7 +148,7 @@ class GraphRunner:
     The output of a graph is valid until the model's next forward.
 
     Args:
-        model: on one device, attending through the Triton kernels.
+        model: a PackedModel or PackedHead, on one device, attending through the Triton kernels.
         function: the function to capture, which takes the batches and, if `run` is given features, `features=`; None: the
             model's `forward_batch`.
         by_lines: attend as deterministic models do (see `describe_lines`).
@@ -152,7 +156,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        model: Capturable,
+        model: Any,
         function: Callable[..., Any] | None = None,
         by_lines: bool = False,
         name: str = "{}",

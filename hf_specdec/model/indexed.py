@@ -36,9 +36,9 @@ def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
         forward(indexer, hidden, queries, angles, mask[..., :0], *positions, **given)
         rows, masks = batch.plan(cache.window, hidden[0, :, None], hidden[0, :, None])
         selected = []
-        for row, own_mask in zip(rows, masks, strict=True):
+        for row, mask_of_row in zip(rows, masks, strict=True):
             tokens = slice(row.start, row.end)
-            seen = hidden.new_zeros(1, row.length) if own_mask is None else own_mask
+            seen = hidden.new_zeros(1, row.length) if mask_of_row is None else mask_of_row
             keys = _KeysOf(cache.layers[indexer.layer_idx], row)
             turned = tuple(angle[:, tokens] for angle in angles)
             part = (

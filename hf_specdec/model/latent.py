@@ -18,10 +18,9 @@ from ..cache.paged_layer import PagedLayer, tokens_first
 from ..core.errors import UnsupportedModel
 from ..kernels.attention import reference
 from ..kernels.attention.inputs import AttentionRow
+from .functions import change_method
 from .indexed import by_row
 from .packed_batch import PackedBatch
-
-_changed: set[type] = set()  # classes of transformers' layers and indexers, changed by `is_latent`
 
 
 def is_latent(module: nn.Module) -> bool:
@@ -30,14 +29,10 @@ def is_latent(module: nn.Module) -> bool:
     From then on its classes also expand no latents, which transformers' code cannot: the cache returns none. Its indexers select by row.
     """
     layers: list[Any] = [inner for inner in module.modules() if hasattr(inner, "expand_kv")]
-    kinds = {type(layer): ("expand_kv", _or_nothing) for layer in layers}
-    kinds |= {
-        type(layer.indexer): ("forward", by_row) for layer in layers if getattr(layer, "indexer", None) is not None
-    }
-    for kind, (name, changed) in kinds.items():
-        if kind not in _changed:
-            _changed.add(kind)
-            setattr(kind, name, changed(getattr(kind, name)))
+    for layer in layers:
+        change_method(type(layer), "expand_kv", _or_nothing)
+        if getattr(layer, "indexer", None) is not None:
+            change_method(type(layer.indexer), "forward", by_row)
     return bool(layers)
 
 
@@ -85,14 +80,14 @@ def attend_latent(
         out[tokens] = _absorbed(module, query[tokens], layer, part, attend, scaling, options)
     described, masks = batch.plan(options.pop("window"), query, query)
     for i, (row, mask) in enumerate(zip(described, masks, strict=True)):
-        own = slice(row.start, row.end)
+        tokens = slice(row.start, row.end)
         if selected is not None and i in few:
-            out[own] = _absorbed_selected(module, query[own], layer, row, mask, selected[i], scaling, options)
+            out[tokens] = _absorbed_selected(module, query[tokens], layer, row, mask, selected[i], scaling, options)
         elif i not in few:
             if selected is not None:
                 only = query.new_full((row.end - row.start, row.length), float("-inf")).scatter_(1, selected[i], 0)
                 mask = only if mask is None else only + mask
-            out[own] = _expanded(module, query[own], layer, row, mask, scaling, options)
+            out[tokens] = _expanded(module, query[tokens], layer, row, mask, scaling, options)
     return out
 
 

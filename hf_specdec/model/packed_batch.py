@@ -19,15 +19,19 @@ from ..kernels.attention import attention_for
 from ..kernels.attention.inputs import AttentionInputs, AttentionRow, NativeRows, Window, attention_inputs, window_parts
 from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
+from .functions import kept
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
-from .row_descriptions import additive_masks, block_diagonal_mask, describe, describe_lines
+from .row_descriptions import additive_masks, block_diagonal_mask, describe, describe_lines, key_positions
 from .segments import Part, closed_segments, parts_of
 
 
 @dataclass
 class _OnDevice:
-    """Slots on one device, and the operations that serve it: chosen once per step, since choosing costs more than a small view."""
+    """Slots on one device, and the operations that serve it: chosen once per step, since choosing costs more than a small view.
+
+    `read_slots` int64 [slots]: those that whole rows are gathered from; None if attention reads the pools itself.
+    """
 
     write_slots: torch.Tensor
     read_slots: torch.Tensor | None
@@ -65,13 +69,7 @@ class PackedBatch:
     invariant: InvariantOps | None = None
     states: StatePlan | None = None
     with_native: bool = True
-    _native_rows: NativeRows | None = None
     _on_device: dict = field(default_factory=dict)
-    _inputs: dict = field(default_factory=dict)
-    _lines: dict = field(default_factory=dict)
-    _plans: dict = field(default_factory=dict)
-    _masks: dict = field(default_factory=dict)
-    _parts: dict = field(default_factory=dict)
 
     captured = False  # the forward is not part of a CUDA graph
 
@@ -116,90 +114,67 @@ class PackedBatch:
             self._on_device[device] = _OnDevice(self.write_slots.to(device), read, write_keys_values.on(device), attend)
         return self._on_device[device]
 
+    @kept
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
         """The rows as the Triton kernels read them; made once per step, not per layer."""
-        if device not in self._inputs:
-            if self.invariant is None:
-                rows, block_size = describe(self.inputs, self.cache), self.cache.block_size
-            else:
-                rows, block_size = describe_lines(self.inputs, self.cache), 1
-            self._inputs[device] = attention_inputs(rows, block_size, device)
-        return self._inputs[device]
+        if self.invariant is None:
+            return attention_inputs(describe(self.inputs, self.cache), self.cache.block_size, device)
+        return attention_inputs(describe_lines(self.inputs, self.cache), 1, device)
 
+    @kept
     def native_rows(self) -> NativeRows:
         """The rows as the native library reads them; made once per step."""
-        if self._native_rows is None:
-            self._native_rows = NativeRows.of(describe(self.inputs, self.cache, by_slots=True))
-        return self._native_rows
+        return NativeRows.of(describe(self.inputs, self.cache, by_slots=True))
 
+    @kept
     def lines(self, device: torch.device) -> list[AttentionRow]:
         """The rows as invariant attention reads them: every path of a tree is a row of its own; made once per step, not per layer."""
-        if device not in self._lines:
-            lines, start = [], 0
-            for line in describe_lines(self.inputs, self.cache):
-                end, slots = start + line.query_length, upload(np.asarray(line.blocks), device)
-                lines.append(AttentionRow(start, end, line.key_length, -1, slots))
-                start = end
-            self._lines[device] = lines
-        return self._lines[device]
+        lines, start = [], 0
+        for line in describe_lines(self.inputs, self.cache):
+            end, slots = start + line.query_length, upload(np.asarray(line.blocks), device)
+            lines.append(AttentionRow(start, end, line.key_length, -1, slots))
+            start = end
+        return lines
 
     def plan(
         self, window: int | Window | None, query: torch.Tensor, key_pool: torch.Tensor
     ) -> tuple[list[AttentionRow], list[torch.Tensor | None]]:
         """Rows and masks as `reference.paged_attention` reads them; made once per step and kind of layer, not per layer."""
-        device, dtype, group = query.device, query.dtype, query.shape[1] // key_pool.shape[1]
-        key = (window, group, dtype, device)
-        if key not in self._plans:
-            rows = [
-                self.cache.row(row.seq_id, int(start), int(end), row.start + row.num_tokens, device)
-                for row, start, end in zip(self.inputs, self.starts[:-1], self.starts[1:], strict=True)
-            ]
-            self._plans[key] = rows, additive_masks(self.inputs, window, group, dtype, device)
-        return self._plans[key]
+        return self._plan(window, query.shape[1] // key_pool.shape[1], query.dtype, query.device)
 
+    @kept
+    def _plan(self, window: int | Window | None, group: int, dtype: torch.dtype, device: torch.device) -> Any:
+        rows = [
+            self.cache.row(row.seq_id, int(start), int(end), row.start + row.num_tokens, device)
+            for row, start, end in zip(self.inputs, self.starts[:-1], self.starts[1:], strict=True)
+        ]
+        return rows, additive_masks(self.inputs, window, group, dtype, device)
+
+    @kept
     def dense_mask(self, window: int | Chunks | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The additive mask [1, 1, T, S_total] of models that attend to gathered keys."""
-        key = (window, dtype, device)
-        if key not in self._masks:
-            of_cache = self.cache.window
-            windows = {window} if of_cache is None else {window, window_parts(of_cache)[0] if window else of_cache}
-            masks = (block_diagonal_mask(self.inputs, window, dtype) for window in windows)
-            self._masks[key] = functools.reduce(torch.minimum, masks)[None, None].to(device)
-        return self._masks[key]
+        of_cache = self.cache.window
+        windows = {window} if of_cache is None else {window, window_parts(of_cache)[0] if window else of_cache}
+        masks = (block_diagonal_mask(self.inputs, window, dtype) for window in windows)
+        return functools.reduce(torch.minimum, masks)[None, None].to(device)
 
+    @kept
     def part(self, rows: tuple[int, ...], device: torch.device) -> tuple[PackedBatch, torch.Tensor]:
         """The batch of some of the rows, and the indices of their tokens; made once per step, not per layer."""
-        key = rows, device
-        if key not in self._parts:
-            tokens = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in rows])
-            inputs = [self.inputs[row] for row in rows]
-            starts = [0, *itertools.accumulate(row.num_tokens for row in inputs)]
-            batch = dataclasses.replace(
-                self,
-                inputs=inputs,
-                starts=starts,
-                _native_rows=None,
-                _inputs={},
-                _lines={},
-                _plans={},
-                _masks={},
-                _parts={},
-            )
-            self._parts[key] = batch, upload(tokens, device)
-        return self._parts[key]
+        tokens = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in rows])
+        inputs = [self.inputs[row] for row in rows]
+        starts = [0, *itertools.accumulate(row.num_tokens for row in inputs)]
+        return dataclasses.replace(self, inputs=inputs, starts=starts), upload(tokens, device)
 
+    @kept
     def closed_segments(self, size: SegmentSize, device: torch.device) -> ClosedSegments:
         """The segments that these tokens close, for layers that compress them; found once per step, not per layer."""
-        if (size, device) not in self._plans:
-            self._plans[size, device] = closed_segments(self.inputs, self.cache, size, device)
-        return self._plans[size, device]
+        return closed_segments(self.inputs, self.cache, size, device)
 
-    def parts_of(self, rate: int, window: int | Window | None, like: torch.Tensor) -> list[Part]:
+    @kept
+    def parts_of(self, rate: int, window: int | Window | None, dtype: torch.dtype, device: torch.device) -> list[Part]:
         """See `segments.parts_of`; made once per step, not per layer."""
-        key = rate, window, like.dtype, like.device
-        if key not in self._plans:
-            self._plans[key] = parts_of(self.inputs, self.starts, self.cache, rate, window, like)
-        return self._plans[key]
+        return parts_of(self.inputs, self.starts, self.cache, rate, window, dtype, device)
 
     @functools.cached_property
     def cross(self) -> PackedBatch:
@@ -229,13 +204,7 @@ class PackedBatch:
 
     def key_positions(self) -> np.ndarray:
         """Positions of the S_total gathered keys, numpy."""
-        positions = []
-        for row in self.inputs:
-            places = np.arange(row.start + row.num_tokens)
-            if row.region_positions is not None:
-                places[len(places) - len(row.region_positions) :] = row.region_positions
-            positions.append(places)
-        return np.concatenate(positions)
+        return np.concatenate(list(map(key_positions, self.inputs)))
 
 
 def write_ids(rows: list[RowInput], ids: np.ndarray) -> list[tuple[int, torch.Tensor]]:

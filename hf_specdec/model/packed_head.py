@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class SmallHeadForwards(Protocol):
-    """Runs small forwards in place of the head while its context is entered: `native.bind.NativeHead`, where these are documented."""
-
-    def active(self) -> contextlib.AbstractContextManager[None]: ...
-    def run(self, head: Any, rows: list[RowInput], features: Any, cache: Any, reads: bool = False) -> Any: ...
-    def apply(self, function: Callable[..., torch.Tensor], called: list[nn.Module], hidden: Any) -> torch.Tensor: ...
-
-
 class PackedHead:
     """Runs a head over packed rows.
 
@@ -57,7 +49,7 @@ class PackedHead:
 
     graphs: GraphRunner | None = None
     reading_graphs: GraphRunner | None = None
-    native: SmallHeadForwards | None = None
+    native: Any = None  # a `native.bind.NativeHead`
     window: int | Window | None = None
     _layers: RewrittenLayers | None = None
 

@@ -59,16 +59,6 @@ class Activated(Protocol):
         ...
 
 
-class SmallForwards(Activated, Protocol):
-    """Runs small forwards in place of the model while its context is entered: `native.bind.NativeRunner`, where these are documented."""
-
-    @property
-    def refused(self) -> str | None: ...
-    @property
-    def most_tokens(self) -> int: ...
-    def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None: ...
-
-
 class PackedModel:
     """An unmodified transformers model, run over packed rows. `prepare` makes one and sets its options.
 
@@ -120,7 +110,7 @@ class PackedModel:
         self.cache_bytes: int | None = None
         self.deterministic = False
         self.graphs: GraphRunner | None = None
-        self.native: SmallForwards | None = None
+        self.native: Any = None  # a `native.NativeRunner`
         self.with_native = True
         self.active_options: list[Activated] = []
         self.forward_parameters = _parameters(model)

@@ -142,13 +142,10 @@ def _prefill(
         positions.append(kwargs.get("position_ids"))
 
     model: Any = packed.model
-    hook = model.register_forward_pre_hook(note_positions, with_kwargs=True)
-    try:
-        tapping = architectures.tapping(model, packed.taps, lambda key, states: tapped[key].append(states))
-        with packed.reading(), tapping:
-            output = model._prefill(input_ids, generation_config, dict(inputs))
-    finally:
-        hook.remove()
+    noting = model.register_forward_pre_hook(note_positions, with_kwargs=True)
+    tapping = architectures.tapping(model, packed.taps, lambda key, states: tapped[key].append(states))
+    with noting, packed.reading(), tapping:
+        output = model._prefill(input_ids, generation_config, dict(inputs))
     return output, tapped, positions[-1]
 
 

@@ -24,8 +24,9 @@ def describe(rows: list[RowInput], cache: PagedStaticCache, by_slots: bool = Fal
         blocks = table.slots if by_slots else table.blocks[: -(-length // cache.block_size)]
         # Only sliding windows read these positions.
         positions = row.positions if row.window_positions is None else row.window_positions
-        own = RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
-        described.append(own)
+        described.append(
+            RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
+        )
     return described
 
 
@@ -66,6 +67,14 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
 # ---- masks ----
 
 
+def key_positions(row: RowInput) -> np.ndarray:
+    """The positions [S] of a row's keys."""
+    positions = np.arange(row.start + row.num_tokens)
+    if row.region_positions is not None:
+        positions[len(positions) - len(row.region_positions) :] = row.region_positions
+    return positions
+
+
 def visible(row: RowInput, window: int | Window | Chunks | None) -> np.ndarray | None:
     """bool [t, S]: which of the row's S keys each of its t new tokens sees; None if all see all keys."""
     size = window if isinstance(window, int) else window and window.size
@@ -82,8 +91,7 @@ def visible(row: RowInput, window: int | Window | Chunks | None) -> np.ndarray |
         region = row.visibility.shape[1]
         allowed = np.ones((count, length), dtype=bool)
         allowed[:, length - region :] = row.visibility
-        if row.region_positions is not None:
-            keys[length - region :] = row.region_positions
+        keys = key_positions(row)
     if isinstance(window, Chunks):
         allowed = allowed & (queries[:, None] // window.size == keys[None, :] // window.size)
     elif size is not None:
@@ -105,14 +113,14 @@ def additive_masks(
     for i, row in enumerate(rows):
         key = (row.num_tokens, row.start) if row.visibility is None else i
         if key not in known:
-            known[key] = _additive(visible(row, window), group, dtype, device)
+            seen = visible(row, window)
+            known[key] = None if seen is None else additive_mask(seen, dtype, device, group)
         masks.append(known[key])
     return masks
 
 
-def _additive(allowed: np.ndarray | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    if allowed is None:
-        return None
+def additive_mask(allowed: np.ndarray, dtype: torch.dtype, device: torch.device, group: int = 1) -> torch.Tensor:
+    """0 where bool [t, S] is true, otherwise -inf; repeated for the query heads of a key head: [group * t, S]."""
     mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(torch.from_numpy(~allowed), float("-inf"))
     return mask.repeat(group, 1).to(device)
 

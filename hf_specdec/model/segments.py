@@ -23,27 +23,25 @@ from ..core.rows import RowInput
 from ..kernels.attention import reference
 from ..kernels.attention.inputs import AttentionRow, Window
 from ..kernels.transfer import upload
-from .row_descriptions import visible
+from .functions import change_method
+from .row_descriptions import additive_mask, key_positions, visible
 
 _COMPRESSOR, _INDEXER = "compressor", "indexer"  # transformers' names of what makes entries
 _MOST_QUERIES = 128  # in one product: a long prompt's queries see different windows
-_changed: set[type] = set()  # classes of transformers' scorers, changed by `segments_of`
 
 
 def segments_of(module: nn.Module) -> dict[int, SegmentSize]:
     """By index, how a model's layers compress segments of the text; {}: none does. From then on its indexers' scorers select by row."""
-    found = {}
+    sizes = {}
     for inner in module.modules():
         compressor: Any = getattr(inner, _COMPRESSOR, None)
         if not hasattr(compressor, "compress_rate"):
             continue
         indexer = getattr(compressor, _INDEXER, None)
-        found[inner.layer_idx] = SegmentSize(compressor.compress_rate, 1 if indexer is None else 2)
-        kind: Any = None if indexer is None else type(indexer.scorer)
-        if kind not in {None, *_changed}:
-            _changed.add(kind)
-            kind.forward = _by_part(kind.forward)
-    return found
+        sizes[inner.layer_idx] = SegmentSize(compressor.compress_rate, 1 if indexer is None else 2)
+        if indexer is not None:
+            change_method(type(indexer.scorer), "forward", _by_part)
+    return sizes
 
 
 def _by_part(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -90,7 +88,7 @@ def attend_segments(
     out, entries = torch.empty_like(query), layer.further[entries_of(_COMPRESSOR)]
     indexer = getattr(module.compressor, _INDEXER, None)
     assert layer.segment is not None
-    for part in batch.parts_of(layer.segment.rate, window, query):
+    for part in batch.parts_of(layer.segment.rate, window, query.dtype, query.device):
         mask = part.sees_entries
         if indexer is not None:
             chosen = (layer.score(part) + mask).topk(min(indexer.index_topk, mask.shape[1]), dim=-1).indices
@@ -113,13 +111,13 @@ def closed_segments(
     slots, inputs, firsts = [], [], []
     width = size.rate * size.span
     for row in rows:
-        own, positions = cache.tables[row.seq_id].slots, _positions(row)
+        of_row, positions = cache.tables[row.seq_id].slots, key_positions(row)
         seen = None if row.visibility is None else visible(row, None)
         for index in row.start + np.flatnonzero(_closes(positions[row.start :], size.rate)):
             first = max(index + 1 - width, 0)
             path = np.arange(first, index + 1) if seen is None else np.flatnonzero(seen[index - row.start])[-width:]
-            inputs.append(np.concatenate([np.full(width - len(path), -1), own[path]]))
-            slots.append(own[index])
+            inputs.append(np.concatenate([np.full(width - len(path), -1), of_row[path]]))
+            slots.append(of_row[index])
             firsts.append(positions[index] - size.rate + 1)
     count = len(slots)
     grid = np.array(inputs, dtype=np.int64).reshape(count, width)
@@ -132,21 +130,22 @@ def closed_segments(
 
 
 def parts_of(
-    rows: list[RowInput], starts: list[int], cache: PagedStaticCache, rate: int, window: int | Window | None, like: torch.Tensor
+    rows: list[RowInput], starts: list[int], cache: PagedStaticCache, rate: int, window: int | Window | None, dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Part]:  # fmt: skip
-    """The rows in parts, for layers with segments of `rate` tokens and this sliding window. Masks get the dtype and device of `like`."""
-    found = []
+    """The rows in parts, for layers with segments of `rate` tokens and this sliding window. `dtype`: of the masks."""
+    parts = []
     for row, start in zip(rows, starts, strict=False):
         slots = cache.tables[row.seq_id].slots
         for part in _split(row):
             length, first = part.start + part.num_tokens, start + part.start - row.start
             near, far = (_seen(part, reach) for reach in (window, cache.window))
             keys = np.flatnonzero(near.any(0))
-            entries = np.flatnonzero(_closes(_positions(part), rate))
-            masks = (_additive(near[:, keys], like), _additive(far[:, entries], like))
-            key_slots, entry_slots = (upload(slots[:length][index], like.device) for index in (keys, entries))
-            found.append(Part(first, first + part.num_tokens, key_slots, entry_slots, *masks))
-    return found
+            entries = np.flatnonzero(_closes(key_positions(part), rate))
+            masks = (additive_mask(seen, dtype, device) for seen in (near[:, keys], far[:, entries]))
+            key_slots, entry_slots = (upload(slots[:length][index], device) for index in (keys, entries))
+            parts.append(Part(first, first + part.num_tokens, key_slots, entry_slots, *masks))
+    return parts
 
 
 def _split(row: RowInput) -> Iterator[RowInput]:
@@ -159,14 +158,6 @@ def _split(row: RowInput) -> Iterator[RowInput]:
         yield dataclasses.replace(row, tokens=np.zeros(count, dtype=np.int64), drafts=None, start=row.start + first)
 
 
-def _positions(row: RowInput) -> np.ndarray:
-    """The positions [S] of a row's keys."""
-    positions = np.arange(row.start + row.num_tokens)
-    if row.region_positions is not None:
-        positions[len(positions) - len(row.region_positions) :] = row.region_positions
-    return positions
-
-
 def _closes(positions: np.ndarray, rate: int) -> np.ndarray:
     return (positions + 1) % rate == 0
 
@@ -174,8 +165,3 @@ def _closes(positions: np.ndarray, rate: int) -> np.ndarray:
 def _seen(row: RowInput, window: int | Window | None) -> np.ndarray:
     seen = visible(row, window)
     return np.ones((row.num_tokens, row.start + row.num_tokens), dtype=bool) if seen is None else seen
-
-
-def _additive(seen: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    mask = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-    return mask.to(like.device)

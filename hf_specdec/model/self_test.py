@@ -293,7 +293,7 @@ class _Expected:
             return False
         seen = _TRIAL.lengths[1]
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            with handle, torch.inference_mode(False), torch.enable_grad():
                 logits = self._plain_forward(batch.clone())[:, :seen]
                 weights = torch.linspace(1, 2, logits.numel(), device=logits.device).view_as(logits)
                 gradients = torch.autograd.grad((logits * weights).sum(), embeddings)
@@ -301,8 +301,6 @@ class _Expected:
             raise
         except RuntimeError:  # autograd's error for operators without a backward pass
             return False
-        finally:
-            handle.remove()
         return any(bool(gradient[:, seen:].any()) for gradient in gradients)
 
     def check_rounding(self) -> None:
@@ -338,11 +336,8 @@ class _Expected:
             signs = torch.tensor([1.0, -1.0], device=output.device, dtype=output.dtype).repeat(output.shape[-1])
             return output * (1 + _NUDGE * signs[: output.shape[-1]])
 
-        handle = self.packed.model.get_input_embeddings().register_forward_hook(nudge)
-        try:
+        with self.packed.model.get_input_embeddings().register_forward_hook(nudge):
             return max(noise, relative_error(self._one_by_one(), self.logits))
-        finally:
-            handle.remove()
 
     def _one_by_one(self) -> torch.Tensor:
         lines = [self._plain_forward(path[None], [i])[0] for i, path in enumerate(self.paths)]

@@ -136,7 +136,7 @@ def state_of(modules: Iterable[nn.Module]) -> tuple:
         for tensors in (module._parameters, module._buffers):
             facts += [None if tensor is None else place_of(tensor) for tensor in tensors.values()]
     fields = [getattr(config, "__dict__", {"": config}).items() for config in configs.values()]
-    return tuple(facts), repr([sorted((name, repr(value)) for name, value in own) for own in fields])
+    return tuple(facts), repr([sorted((name, repr(value)) for name, value in of_config) for of_config in fields])
 
 
 def place_of(tensor: torch.Tensor) -> tuple:

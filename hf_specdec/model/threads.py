@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,14 +32,21 @@ def for_this_thread(ours: Callable, theirs: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def replaced_method(module: nn.Module, name: str, ours: Callable) -> Iterator[None]:
-    """Inside the context, calls of a method in this thread call `ours(method, ..)`."""
-    replaced, original = vars(module).get(name), getattr(module, name)
-    setattr(module, name, for_this_thread(functools.partial(ours, original), original))
-    try:
+def replaced_values(changes: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Inside the context, dictionaries hold other values, or values where they have none: (dictionary, key, value) each. The dictionary is
+    `vars(..)` of an object whose attributes are replaced."""
+    with contextlib.ExitStack() as stack:
+        for fields, name, value in changes:
+            restore = functools.partial(fields.__setitem__, name, fields[name]) if name in fields else None
+            stack.callback(restore or functools.partial(fields.__delitem__, name))
+            fields[name] = value
         yield
-    finally:
-        delattr(module, name) if replaced is None else setattr(module, name, replaced)
+
+
+def replaced_method(module: nn.Module, name: str, ours: Callable) -> contextlib.AbstractContextManager[None]:
+    """Inside the context, calls of a method in this thread call `ours(method, ..)`."""
+    original = getattr(module, name)
+    return replaced_values([(vars(module), name, for_this_thread(functools.partial(ours, original), original))])
 
 
 class FalseInThisThread:

@@ -26,38 +26,34 @@ from .warpers import (
 logger = logging.getLogger(__name__)
 
 
-def _known(*names: str) -> tuple[type, ...]:
-    return tuple(getattr(hf, name) for name in names if hasattr(hf, name))
-
-
 # These depend only on the scores: run once over all nodes.
-_STATELESS = _known(
-    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
-    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-) + (TokenBiasLogitsProcessor,)  # fmt: skip
+_STATELESS = (
+    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TopHLogitsWarper,
+    hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization, hf.InfNanRemoveLogitsProcessor,
+    hf.SuppressTokensLogitsProcessor, TokenBiasLogitsProcessor,
+)  # fmt: skip
 # These depend on a row's own prefix: run together over nodes of equal length.
-_ROW_WISE = _known(
-    "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor",
-    "SequenceBiasLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
-    "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
-    "WhisperTimeStampLogitsProcessor",
-) + (OutputPenaltyLogitsProcessor, BeginningLogitsProcessor)  # fmt: skip
-# These look at the whole batch when its texts begin, `begin_index` tokens long, and change no score.
-_AT_BEGINNING = _known("WhisperNoSpeechDetection")
+_ROW_WISE = (
+    hf.RepetitionPenaltyLogitsProcessor, hf.NoRepeatNGramLogitsProcessor, hf.NoBadWordsLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor, hf.ForcedBOSTokenLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor,
+    hf.ExponentialDecayLengthPenalty, hf.SuppressTokensAtBeginLogitsProcessor, hf.WatermarkLogitsProcessor,
+    hf.WhisperTimeStampLogitsProcessor, OutputPenaltyLogitsProcessor, BeginningLogitsProcessor,
+)  # fmt: skip
+# It looks at the whole batch when its texts begin, `begin_index` tokens long, and changes no score.
+_AT_BEGINNING = hf.WhisperNoSpeechDetection
 # These act the same on every prefix shorter than a length, and not on longer ones. The values return this length.
 _SHORT_PREFIXES: dict[type, Callable[..., int]] = {
     hf.MinLengthLogitsProcessor: lambda processor: processor.min_length,
     hf.MinNewTokensLengthLogitsProcessor: lambda processor: processor.prompt_length_to_skip + processor.min_new_tokens,
 }
 # These keep state that cannot be followed, so they are refused.
-_STATEFUL = _known("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+_STATEFUL = (hf.SynthIDTextWatermarkLogitsProcessor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
 _KNOWN = {
     *_STATELESS,
     *_ROW_WISE,
-    *_AT_BEGINNING,
+    _AT_BEGINNING,
     *_SHORT_PREFIXES,
     *_STATEFUL,
     FusedSamplingLogitsWarper,
@@ -130,7 +126,7 @@ class NodeProcessors:
         self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
         codes = [code for code in map(_code_of_user, self.processors) if code is not None]
         self._watched = [KeptState(code) for code in codes if getattr(code, "keeps_state", None) is not False]
-        self.in_step = bool(self._watched) or any(type(processor) in _AT_BEGINNING for processor in self.processors)
+        self.in_step = bool(self._watched) or any(type(processor) is _AT_BEGINNING for processor in self.processors)
         self._keeps_state = False
         self.calls_in_order = bool(self._watched)
         for state in self._watched:
@@ -243,7 +239,7 @@ class NodeProcessors:
                 continue
             if prefixes is None:
                 prefixes = self._prefixes(sequences, paths, logits.device)
-            if type(processor) in _AT_BEGINNING and all(len(prefix) != processor.begin_index for prefix in prefixes):
+            if type(processor) is _AT_BEGINNING and all(len(prefix) != processor.begin_index for prefix in prefixes):
                 continue
             if type(processor) in _ROW_WISE and getattr(processor, "prompt_ignore_length", None) is None:
                 scores = self._by_length(processor, prefixes, scores)
@@ -264,8 +260,8 @@ class NodeProcessors:
     @staticmethod
     def _while_short(processor, sequences, paths, scores: torch.Tensor) -> torch.Tensor:
         limit = _SHORT_PREFIXES[type(processor)](processor)
-        own = {seq.id: len(seq.shown_tokens) for seq in sequences}
-        lengths = [own[seq.id] + (0 if paths is None else len(paths[i])) for i, seq in enumerate(sequences)]
+        shown = {seq.id: len(seq.shown_tokens) for seq in sequences}
+        lengths = [shown[seq.id] + (0 if paths is None else len(paths[i])) for i, seq in enumerate(sequences)]
         short = [i for i, length in enumerate(lengths) if length < limit]
         if not short:
             return scores

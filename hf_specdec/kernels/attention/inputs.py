@@ -260,17 +260,23 @@ class NativeRows:
 
 
 class AttentionBatch(Protocol):
-    """A batch that can describe itself to every implementation. It builds each description when first asked, and keeps it.
+    """A batch that can describe itself to every implementation. It builds each description when first asked, and keeps it."""
 
-    `attention_inputs`: as the Triton kernel reads it. `native_rows`: as the native library does. `plan`: rows and masks as the
-    definition reads them, for layers with this window, these keys and queries [T, H, D]; a mask [G * t, S] is an additive float one
-    for the row's t queries, repeated for the G = H / Hkv heads of a group (None: every query sees every key). `lines`: as invariant
-    attention reads it: every path of a tree is a row of its own, and a query sees the keys up to its own.
-    """
+    def attention_inputs(self, device: torch.device) -> AttentionInputs:
+        """As the Triton kernel reads it."""
+        ...
 
-    def attention_inputs(self, device: torch.device) -> AttentionInputs: ...
-    def native_rows(self) -> NativeRows: ...
+    def native_rows(self) -> NativeRows:
+        """As the native library reads it."""
+        ...
+
     def plan(
         self, window: int | Window | None, query: torch.Tensor, key_pool: torch.Tensor
-    ) -> tuple[list[AttentionRow], list[torch.Tensor | None]]: ...
-    def lines(self, device: torch.device) -> list[AttentionRow]: ...
+    ) -> tuple[list[AttentionRow], list[torch.Tensor | None]]:
+        """Rows and masks as the definition reads them, for layers with this window, these keys and queries [T, H, D]. A mask [G * t, S] is
+        an additive float one for the row's t queries, repeated for the G = H / Hkv heads of a group; None: every query sees every key."""
+        ...
+
+    def lines(self, device: torch.device) -> list[AttentionRow]:
+        """As invariant attention reads it: every path of a tree is a row of its own, and a query sees the keys up to its own."""
+        ...

@@ -48,6 +48,7 @@ class WeightLayout:
 
     @property
     def padded(self) -> int:
+        """Number of inputs in a panel."""
         return -(-self.inputs // _PADDING) * _PADDING
 
     @property

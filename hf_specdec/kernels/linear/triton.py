@@ -121,9 +121,9 @@ def gated_kernel(
     dtype = out.dtype.element_ty
     gated, upper = tl.split(tl.permute(tl.reshape(sums.to(dtype).to(tl.float32), [2, HALF, BLOCK_M]), [1, 2, 0]))
     gated = (gated / (1.0 + tl.exp(-gated))).to(dtype).to(tl.float32)  # round where three operations would round
-    own = tl.program_id(0) * HALF + tl.arange(0, HALF)
-    places = rows[None, :] * num_outputs + own[:, None]
-    tl.store(out + places, (gated * upper).to(dtype), mask=row_exists & (own < num_outputs)[:, None])
+    outputs = tl.program_id(0) * HALF + tl.arange(0, HALF)
+    places = rows[None, :] * num_outputs + outputs[:, None]
+    tl.store(out + places, (gated * upper).to(dtype), mask=row_exists & (outputs < num_outputs)[:, None])
 
 
 # ---- launches ----

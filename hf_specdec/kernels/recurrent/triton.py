@@ -152,23 +152,23 @@ def convolution_kernel(
     """`convolution` for one token and BLOCK channels. A program is a token of a line."""
     at = tl.program_id(0).to(tl.int64)
     line = at // tokens
-    own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = own < channels
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < channels
     place = tl.load(into + at).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     for tap in range(SIZE):
         column = tl.load(windows + at * SIZE + tap)
-        read = tl.load(x + (line * channels + own) * length + column, mask=inside, other=0.0)
-        factor = tl.load(weight + own * SIZE + tap, mask=inside, other=0.0)
+        read = tl.load(x + (line * channels + lanes) * length + column, mask=inside, other=0.0)
+        factor = tl.load(weight + lanes * SIZE + tap, mask=inside, other=0.0)
         total += _rounded(read, weight.dtype.element_ty) * factor.to(tl.float32)
         if place >= 0:
-            tl.store(pool + (place * channels + own) * SIZE + tap, read, mask=inside)
+            tl.store(pool + (place * channels + lanes) * SIZE + tap, read, mask=inside)
     if HAS_BIAS:
-        total += tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(bias + lanes, mask=inside, other=0.0).to(tl.float32)
     total = _rounded(total, weight.dtype.element_ty)
     if SILU:
         total = _rounded(total / (1.0 + tl.exp(-total)), weight.dtype.element_ty)
-    to = out + (line * channels + own) * tokens + at % tokens
+    to = out + (line * channels + lanes) * tokens + at % tokens
     tl.store(to, total.to(out.dtype.element_ty), mask=inside)
 
 

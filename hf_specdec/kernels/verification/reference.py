@@ -49,7 +49,7 @@ def target_choices(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray,
 
     It is the argmax of the scores, to which rows that sample add Gumbel noise.
     """
-    scores, own = own_scores(drafts, scores, score_rows)
+    scores, index = own_scores(drafts, scores, score_rows)
     if any(streams.do_sample):
         exists = _exists(drafts)
         depths = np.concatenate([np.zeros((len(exists), 1), np.int64), drafts.depths], axis=1)[exists]
@@ -59,7 +59,7 @@ def target_choices(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray,
         chosen = choose_tokens(scores, seeds, positions, do_sample, TOKEN_STREAM)
     else:
         chosen = scores.argmax(1)
-    return chosen[torch.from_numpy(own).to(scores.device)]
+    return chosen[torch.from_numpy(index).to(scores.device)]
 
 
 def own_scores(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:

@@ -156,16 +156,13 @@ def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
         masks.append(kwargs.get("attention_mask", kwargs.get("mask")))
 
     first = decoder_layers(model, family)[0].get_submodule(family.cross)
-    hook = first.register_forward_pre_hook(for_this_thread(note, lambda *_: None), with_kwargs=True)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     token = torch.zeros(1, 1, dtype=torch.int64, device=outputs[0].device)
     arguments = {f"{family.prefix}input_ids": token, CACHE: cache, "use_cache": True, "return_dict": True}
     if family.prefix:
         arguments["attention_mask"] = source.given.get("attention_mask")
-    try:
+    with first.register_forward_pre_hook(for_this_thread(note, lambda *_: None), with_kwargs=True):
         model(encoder_outputs=outputs, **arguments)
-    finally:
-        hook.remove()
     seen: Any = slice(None)
     if masks[0] is not None:  # [1, S], or [1, 1, 1, S] of truth values or of numbers that are added to scores
         mask = masks[0].reshape(-1)

@@ -77,6 +77,7 @@ class Value:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of its elements."""
         return self.register.dtype
 
     @property
@@ -110,6 +111,7 @@ class TapeStep:
 
     @property
     def inputs(self) -> list[Register]:
+        """The registers that it reads."""
         return [place.register for place in (self.a, self.b, self.c) if place is not None]
 
 
@@ -234,9 +236,11 @@ class Tape:
         self.add(Operation.ELEMENTWISE, out.rows, size, *places, **options)
 
     def unary(self, name: str, value: Value, shape, dtype, scalar: float = 0.0, scalar2: float = 0.0) -> Value:
+        """One of UNARY_FUNCTIONS, of each element."""
         return self.elementwise(UNARY, UNARY_FUNCTIONS.index(name), [value], shape, dtype, (scalar, scalar2))
 
     def binary(self, name: str, a: Value, b: Value, shape, dtype) -> Value:
+        """One of BINARY_FUNCTIONS, of each pair of elements."""
         return self.elementwise(BINARY, BINARY_FUNCTIONS.index(name), [a, b], shape, dtype)
 
     def copied(self, value: Value) -> Value:

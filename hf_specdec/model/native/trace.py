@@ -210,18 +210,14 @@ class TapeRecorder(ExclusiveMode):
     def whole_modules(self) -> Iterator[None]:
         """Inside the context, the outputs of rotary modules are recorded as rows of tables that the same module computes by position, and
         the modules in `called` as calls of them."""
-        handles = []
         rotary = [module for module in self.modules if is_rotary(module)]
-        for then, modules in ((self._leave_rotary, rotary), (self._leave_called, self.called)):
-            for module in modules:
-                enter, leave = (for_this_thread(hook, lambda *_: None) for hook in (self._enter, then))
-                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-                handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        try:
+        with contextlib.ExitStack() as stack:
+            for then, modules in ((self._leave_rotary, rotary), (self._leave_called, self.called)):
+                for module in modules:
+                    enter, leave = (for_this_thread(hook, lambda *_: None) for hook in (self._enter, then))
+                    stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+                    stack.enter_context(module.register_forward_hook(leave, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._paused += 1

@@ -28,6 +28,7 @@ from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_triton
 from .. import architectures
 from ..structure import forwards_of
+from ..threads import replaced_values
 from .rewriting import fuse_linears, fuse_norms, fuse_rotation, modifies_in_place, without_dropout
 
 logger = logging.getLogger(__name__)
@@ -177,33 +178,25 @@ class CompiledLayers:
         assert model is not None
         return _layers_in(model)
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> contextlib.AbstractContextManager[None]:
         """Inside the context, the layers run traced."""
-        replaced = []
-        try:
-            for index, layer in self._layers():
-                if "forward" not in vars(layer):  # otherwise it is wrapped (accelerate's hooks) or already traced
-                    layer.forward = self._forward_of(layer, index)
-                    replaced.append(layer)
-            yield
-        finally:
-            for layer in replaced:
-                del layer.forward
+        # A layer with a forward of its own is wrapped (accelerate's hooks) or already traced.
+        layers = ((index, layer) for index, layer in self._layers() if "forward" not in vars(layer))
+        return replaced_values((vars(layer), "forward", self._forward_of(layer, index)) for index, layer in layers)
 
     def serves(self, batch: Any, layer: nn.Module) -> bool:
         """True if a layer runs traced in the forward of this batch."""
         return True
 
     def _forward_of(self, layer: nn.Module, index: int) -> Callable:
-        own, compiled = layer.forward, self._compiled(type(layer).forward)
+        original, compiled = layer.forward, self._compiled(type(layer).forward)
         modules = (module for module in layer.modules() if hasattr(module, "layer_idx") and hasattr(module, "config"))
         module = next(modules, layer)
 
         def forward(*args, **kwargs):
             batch = kwargs.get("specdec")
             if batch is None or not self.serves(batch, layer):  # None: the caller runs the model directly
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             traced = [TRACED if arg is batch.cache else arg for arg in args]
             named = {key: TRACED if value is batch.cache else value for key, value in kwargs.items()} | {
                 "specdec": TRACED
@@ -212,12 +205,12 @@ class CompiledLayers:
             _running.block = self._blocks.get(layer)
             try:
                 out = compiled(layer, *traced, **named)
-                return self.checked(layer, out, batch, lambda: own(*args, **kwargs), args, kwargs)
+                return self.checked(layer, out, batch, lambda: original(*args, **kwargs), args, kwargs)
             except (RuntimeError, FailOnRecompileLimitHit) as error:
                 if not is_of_tracing(error):
                     raise
                 self.refuse(layer, error)
-                return own(*args, **kwargs)  # safe after a partial run: it writes the same keys again
+                return original(*args, **kwargs)  # safe after a partial run: it writes the same keys again
             finally:
                 _running.batch = _running.module = _running.block = (
                     None  # hold no reference to the model after its call
@@ -226,7 +219,7 @@ class CompiledLayers:
         return forward
 
     def checked(self, layer: nn.Module, out: Any, batch: Any, run: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
-        """The output to use: the traced layer's `out`, or the result of `own()`, the layer's own forward, if `out` is wrong.
+        """The output to use: the traced layer's `out`, or the result of `run()`, the layer's own forward, if `out` is wrong.
 
         Args:
             args, kwargs: the arguments of the call.
@@ -275,7 +268,7 @@ class RewrittenLayers(CompiledLayers):
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """See CompiledLayers; a mixture of experts is traced as one operator, in layers that have exactly one."""
-        replaced: dict[nn.Module, nn.Module] = {}
+        made: dict[nn.Module, nn.Module] = {}
         try:
             for _, layer in self._layers():
                 blocks = [module for module in layer.modules() if "experts" in module._modules]
@@ -284,11 +277,11 @@ class RewrittenLayers(CompiledLayers):
                     self._blocks[layer] = SparseBlock(blocks[0], self._num_outputs)
                     # A bound method, because dynamo would trace callable objects one by one.
                     blocks[0].forward = self._blocks[layer].forward
-                    replaced[layer] = blocks[0]
+                    made[layer] = blocks[0]
             with super().active():
                 yield
         finally:
-            for layer, block in replaced.items():
+            for layer, block in made.items():
                 del self._blocks[layer], block.forward
 
     def serves(self, batch: Any, layer: nn.Module) -> bool:
@@ -334,7 +327,7 @@ def deviation(output: torch.Tensor, expected: torch.Tensor, before: torch.Tensor
     the last bits of the stream itself.
 
     Args:
-        found, expected: [1, T, H] outputs of the layer.
+        output, expected: [1, T, H], of the layer.
         before: [1, T, H], the layer's input.
         num_tokens: only this many first tokens are compared; later ones belong to no row.
     """
@@ -418,7 +411,7 @@ def check_compiler(device: torch.device) -> None:
 
 @torch.library.custom_op("hf_specdec::sparse_block", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _sparse_block(x):
-    out = _running.block.own(x)
+    out = _running.block.original(x)
     return (out if torch.is_tensor(out) else out[0]).contiguous()
 
 
@@ -437,7 +430,7 @@ class SparseBlock:
     """
 
     def __init__(self, block: nn.Module, num_outputs: dict[type[nn.Module], int]):
-        self.own: Callable[..., Any] = block.forward
+        self.original: Callable[..., Any] = block.forward
         self.kind, self.num_outputs = type(block), num_outputs
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> Any:
@@ -445,6 +438,6 @@ class SparseBlock:
         if torch.compiler.is_compiling() and not args and not kwargs:
             out, count = _sparse_block(hidden_states), self.num_outputs[self.kind]
             return (out, *[None] * (count - 1)) if count else out
-        out = self.own(hidden_states, *args, **kwargs)
+        out = self.original(hidden_states, *args, **kwargs)
         self.num_outputs[self.kind] = 0 if torch.is_tensor(out) else len(out)
         return out

@@ -21,7 +21,7 @@ from torch import nn
 from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_native
 from ..sharding import is_sharded, local, sharded_forward, weight_of
-from ..threads import OwnParameters
+from ..threads import OwnParameters, replaced_values
 from .fingerprints import fingerprints
 from .native_weights import native_weight
 
@@ -84,21 +84,15 @@ class QuantizedLinears:
             name, len(linears) - len(skipped), kind, self.bytes_after / 2**20, self.bytes_before / 2**20,
         )  # fmt: skip
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> contextlib.AbstractContextManager[None]:
         """Inside the context, for this thread, the layers have quantized weights. Weights that have changed are quantized again.
 
         To find changes, all weights are read: a write may leave no other trace (see fingerprints.py).
         """
-        replaced: list[nn.Linear] = []
-        try:
-            for linear, copy in self.copies():
-                vars(linear)["_parameters"] = OwnParameters(linear._parameters, {"weight": copy})
-                replaced.append(linear)
-            yield
-        finally:
-            for linear in replaced:
-                vars(linear)["_parameters"] = linear._parameters.theirs  # type: ignore[attr-defined]
+        return replaced_values(
+            (vars(linear), "_parameters", OwnParameters(linear._parameters, {"weight": copy}))
+            for linear, copy in self.copies()
+        )
 
     def copies(self) -> list[tuple[nn.Linear, nn.Parameter]]:
         """The quantized layers, each with its up-to-date quantized weight. Raises UnsupportedModel: weights are offloaded, or this kind

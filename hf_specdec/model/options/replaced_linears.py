@@ -17,6 +17,7 @@ from ...kernels.dispatch import uses_triton
 from ..architectures import all_modules
 from ..sharding import bias_of, is_sharded, sharded_forward, weight_of
 from ..structure import place_of
+from ..threads import replaced_values
 from .fingerprints import fingerprints
 
 
@@ -64,7 +65,7 @@ class ReplacedLinears:
         self._products = weakref.WeakKeyDictionary[nn.Linear, Product]()
         self._left_out = weakref.WeakSet(inner for module in left_out for inner in module.modules())
         self._model = weakref.ref(model)
-        self._replaced: list[tuple[nn.Linear, Any]] = []  # layers, and the forward that each had of its own
+        self._replaced: list[nn.Linear] = []
         self.is_fresh = False  # True: the copies have been compared with the weights since `active()` was entered
 
     @contextlib.contextmanager
@@ -73,28 +74,23 @@ class ReplacedLinears:
         model = self._model()
         assert model is not None
         self.is_fresh = False
+        modules = (module for module in all_modules(model) if module not in self._left_out)
+        self._replaced = [module for module in modules if self._is_served(module)]
         try:
-            for linear in list(all_modules(model)):
-                if self._is_served(linear) and linear not in self._left_out:
-                    # A bound method, because dynamo shares traces by function; it would trace callable objects one by one.
-                    replaced = _ReplacedForward(self, linear, self._product(linear))
-                    sharded = sharded_forward(linear)
-                    forward = replaced.forward if sharded is None else sharded(replaced.forward)
-                    self._replaced.append((linear, vars(linear).get("forward")))
-                    linear.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
-            yield
+            with replaced_values((vars(linear), "forward", self._forward_of(linear)) for linear in self._replaced):
+                yield
         finally:
-            for linear, own in self._replaced:
-                del linear.forward
-                if own is not None:
-                    vars(linear)["forward"] = own
-            self._replaced.clear()
+            self._replaced = []  # the model belongs to others
+
+    def _forward_of(self, linear: nn.Linear) -> Callable:
+        # A bound method, because dynamo shares traces by function; it would trace callable objects one by one.
+        forward, sharded = _ReplacedForward(self, linear, self._product(linear)).forward, sharded_forward(linear)
+        return forward if sharded is None else sharded(forward)
 
     def refresh(self) -> None:
         """Compare the contents of the copied parameters with the layers' own, by hash, and copy those that differ."""
-        layers = [linear for linear, _ in self._replaced]
-        hashes = iter(fingerprints([tensor for linear in layers for tensor in _tensors(linear)]))
-        for linear in layers:
+        hashes = iter(fingerprints([tensor for linear in self._replaced for tensor in _tensors(linear)]))
+        for linear in self._replaced:
             product: Any = self._products[linear]
             contents = [next(hashes) for _ in _tensors(linear)]
             if product.copied_from != contents:

@@ -26,14 +26,17 @@ _ASSIGNMENTS = {
 
 
 def is_call(node: Any, *functions: Callable) -> bool:
+    """True for a call of one of these functions."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in functions
 
 
 def is_method(node: Any, name: str) -> bool:
+    """True for a call of a method of this name."""
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target == name
 
 
 def has_one_user(node: Node) -> bool:
+    """True if one other node reads the node's result."""
     return len(node.users) == 1
 
 
@@ -45,6 +48,7 @@ def calls_of_two(graph: fx.Graph, *functions: Callable) -> Iterator[Node]:
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, given by position or by name."""
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 

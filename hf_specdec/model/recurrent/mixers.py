@@ -18,13 +18,14 @@ from ...core.errors import UnsupportedModel
 from ...core.names import cache_argument
 from ...kernels.dispatch import uses_triton
 from ..functions import ModuleFunctions
+from ..threads import replaced_values
 from .families import CONVOLUTION, RecurrentFamily, mixers_of
 from .plan import LinesOnDevice, PromptPart
 from .rules import Inputs, Rule
 
 
 class RecurrentLayers:
-    """The layers of a model that have a state. Each keeps its own forward, which is called with lines, and a `_View` as its cache.
+    """The layers of a model that have a state. Each keeps its own forward, which is called with lines, and a `View` as its cache.
 
     Args:
         model: its mixers are transformers' own modules (see `mixers_of`).
@@ -72,52 +73,38 @@ class RecurrentLayers:
             total += slots * sum(tensor.nbytes for tensor in inputs) if replays else 0
         return total
 
-    @contextlib.contextmanager
-    def active(self):
+    def active(self) -> contextlib.AbstractContextManager[None]:
         """Inside the context, the mixers read packed rows when they are given a paged cache that is running a batch."""
-        with contextlib.ExitStack() as stack:
-            for mixer in self.mixers:
-                stack.enter_context(self._replaced_forward(mixer))
-            yield
+        return replaced_values(
+            (vars(mixer), "forward", self._packed_forward(mixer, mixer.forward)) for mixer in self.mixers
+        )
 
-    @contextlib.contextmanager
-    def _replaced_forward(self, mixer: Any):
-        before = vars(mixer).get("forward")
-        mixer.forward = self._packed_forward(mixer, mixer.forward)
-        try:
-            yield
-        finally:
-            if before is None:
-                del mixer.forward
-            else:
-                mixer.forward = before
-
-    def _packed_forward(self, mixer: Any, own: Callable) -> Callable:
-        """The forward of a mixer for packed rows. `own`: its own one, which others still get."""
-        layer, signature = int(mixer.layer_idx), inspect.signature(own)
+    def _packed_forward(self, mixer: Any, original: Callable) -> Callable:
+        """The forward of a mixer for packed rows, in place of the `original`, which others still get."""
+        signature = inspect.signature(original)
         name = cache_argument(signature.parameters)
 
-        @functools.wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             batch = getattr(given.get(name), "batch", None)
             if batch is None:
-                return own(*args, **kwargs)
-
-            def run(hidden: torch.Tensor, view: _View) -> torch.Tensor:
-                out = own(hidden, **{name: view, "attention_mask": None})
-                if view.size == 0 or (view.state is None) != (self.family.rule is None):
-                    raise UnsupportedModel(f"{type(mixer).__name__} did not give its states to the cache.")
-                return out
-
+                return original(*args, **kwargs)
             batch.states.num_calls += 1
-            return self._forward(layer, run, given["hidden_states"], batch)
+            return self._read(mixer, original, name, given, batch)
 
         return forward
 
-    def _forward(self, layer: int, run: Callable, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-        """The mixer's outputs [1, T, H] from packed hidden states [1, T, H]. `run`: calls the mixer on lines and a view."""
-        pool: StatePool = batch.cache.states
+    def _read(self, mixer: Any, original: Callable, name: str, given: dict[str, Any], batch: Any) -> Any:
+        """What a mixer returns for the packed hidden states [1, T, H] among the arguments `given`; `name`: that of its cache."""
+
+        def run(hidden: torch.Tensor, view: View) -> torch.Tensor:
+            out = original(hidden, **{name: view, "attention_mask": None})
+            if view.size == 0 or (view.state is None) != (self.family.rule is None):
+                raise UnsupportedModel(f"{type(mixer).__name__} did not give its states to the cache.")
+            return out
+
+        layer, hidden, pool = int(mixer.layer_idx), given["hidden_states"], batch.cache.states
         if not pool.is_allocated(layer):
             pool.allocate(layer, *self._example(layer, run, hidden))
         out = torch.empty_like(hidden)
@@ -132,7 +119,7 @@ class RecurrentLayers:
     ) -> tuple[torch.Tensor, torch.Tensor | None, Inputs]:
         """A layer's states after one token and this token's inputs, for their shapes and types."""
         if layer not in self._examples:
-            view, inputs, rule = _View(None, None), [], self.family.rule
+            view, inputs, rule = View({}), [], self.family.rule
 
             def record(chunk: Callable, *args: Any, **kwargs: Any):
                 assert rule is not None
@@ -148,14 +135,13 @@ class RecurrentLayers:
         """Read a part of a prompt in chunk form, as plain generate() does."""
         count, lines = prompt.end - prompt.first, hidden[:, prompt.first : prompt.end]
         if prompt.base is None:
-            view = _View(None, None)
+            view = View({})
             out[:, prompt.first : prompt.end] = run(lines, view)
         else:
             assert not prompt.base.replayed  # drafts come after prompts
             states, slot, state = pool.recurrent.get(layer), prompt.base.slot, prompt.base.state
-            view = _View(
-                pool.conv[layer][slot : slot + 1], None if states is None else states[state : state + 1].clone()
-            )
+            recurrent = None if states is None else states[state : state + 1].clone()
+            view = View({"conv": pool.conv[layer][slot : slot + 1], "recurrent": recurrent})
             if count > 1:
                 out[:, prompt.first : prompt.end] = run(lines, view)
             else:  # given one token and a state, the layer would use its one-token rule
@@ -170,21 +156,21 @@ class RecurrentLayers:
         states = pool.recurrent.get(layer)
         base = None if states is None else states.index_select(0, lines.states)
         inputs = pool.conv[layer].index_select(0, lines.bases)
-        view, rule = _View(inputs, base), self.family.rule
-        by_kernels, replaced = uses_triton(hidden.device), {}
+        view, rule = View({"conv": inputs, "recurrent": base}), self.family.rule
+        by_kernels, replacements = uses_triton(hidden.device), {}
         kept_windows, windows = (None, None) if by_kernels else lines.windows(inputs.shape[-1])
         if rule is not None and base is not None:
             of_rule = rule, self._one_token
             heads = itertools.count() if self.family.by_head else None
             if by_kernels and rule.over_lines is not None:
-                replaced["chunk"] = _rule_over_lines(*of_rule, lines, base, pool, layer)
+                replacements["chunk"] = _rule_over_lines(*of_rule, lines, base, pool, layer)
             else:
-                replaced["chunk"] = _token_by_token(*of_rule, lines, base, pool, layer, heads)
+                replacements["chunk"] = _token_by_token(*of_rule, lines, base, pool, layer, heads)
         if by_kernels:
-            replaced["convolution"] = _convolution_over_lines(lines, pool.conv[layer])
+            replacements["convolution"] = _convolution_over_lines(lines, pool.conv[layer])
         elif windows is not None:
-            replaced["convolution"] = _over_windows(windows)
-        with self._functions.replaced(**replaced):
+            replacements["convolution"] = _over_windows(windows)
+        with self._functions.replaced(**replacements):
             read = run(hidden[0, lines.packed], view)
         out[0].index_copy_(0, lines.targets, read[lines.real])
         if kept_windows is None:  # the kernel has kept the convolution's inputs
@@ -193,26 +179,30 @@ class RecurrentLayers:
         pool.conv[layer].index_copy_(0, lines.slots, kept.transpose(1, 2))
 
 
-class _View:
-    """The cache that a mixer sees: the states of n lines before them (None: the text begins here)."""
+class View:
+    """The cache that a mixer sees.
 
-    def __init__(self, conv: torch.Tensor | None, recurrent: torch.Tensor | None):
-        self.conv, self.recurrent = conv, recurrent
-        self.inputs = torch.empty(
-            0
-        )  # after the call, the convolution's inputs [n, channels, k + T], those before the lines first
-        self.state: torch.Tensor | None = None  # after the call, the recurrent state that the mixer returned
-        self.size = 0
+    Attributes:
+        kept: its states [n, ..] by kind; none, or None: the texts begin here. The mixer replaces them.
+        inputs, size: after the call, the convolution's inputs [n, channels, k + T], those before the lines first, and k.
+        state: the recurrent state that the mixer returned.
+    """
+
+    def __init__(self, kept: dict[str, Any]):
+        self.kept, self.inputs, self.size = kept, torch.empty(0), 0
+        self.state: torch.Tensor | None = None
 
     def windows_at(self, count: int) -> torch.Tensor:
         """The convolution's last k inputs [n, channels, k] after `count` tokens."""
         return self.inputs[..., count : count + self.size].clone()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self.conv
+        """The convolution's last inputs [n, channels, k]."""
+        return self.kept.get("conv")
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self.recurrent
+        """The recurrent states [n, ..]."""
+        return self.kept.get("recurrent")
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """True, so that the convolution takes its path for many tokens, which changes no state in place."""
@@ -221,20 +211,21 @@ class _View:
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """The inputs of the convolution: the new ones [n, channels, T], after those before the lines."""
-        assert conv_kernel_size is not None
-        self.size = conv_kernel_size
-        if self.conv is None:
-            self.inputs = torch.nn.functional.pad(conv_states, (conv_kernel_size, 0))
+        """The inputs of the convolution: the new ones [n, channels, T], after those before. Without `conv_kernel_size`: its state."""
+        if conv_kernel_size is None:
+            self.kept["conv"] = conv_states
             return conv_states
-        self.inputs = torch.cat([self.conv, conv_states], dim=-1)
-        return self.inputs
+        before = self.kept.get("conv")
+        joined = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        self.inputs = torch.nn.functional.pad(joined, (conv_kernel_size, 0)) if before is None else joined
+        self.kept["conv"], self.size = self.inputs[..., -conv_kernel_size:], conv_kernel_size
+        return joined
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0
     ) -> torch.Tensor:
         """Keep the state; it is not written in place, because the caller may still read the one before."""
-        self.state = recurrent_states
+        self.kept["recurrent"] = self.state = recurrent_states
         return recurrent_states
 
 

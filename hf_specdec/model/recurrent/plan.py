@@ -6,7 +6,7 @@ Parts of prompts are read in chunk form; all other tokens stand in `Lines`, whic
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from ...cache.state_pool import Base
 from ...core.rows import RowInput
 from ...kernels.recurrent import Walk
 from ...kernels.transfer import upload
+from ..functions import kept
 
 _BEFORE, _NO_TOKEN = -1, -2  # instead of a parent's column
 
@@ -44,7 +45,6 @@ class Lines:
     parents: np.ndarray
     states: np.ndarray
     depths: np.ndarray
-    _on_device: dict = field(default_factory=dict)
 
     @property
     def is_chain(self) -> bool:
@@ -65,11 +65,10 @@ class Lines:
             windows[:, column + 1, -1] = size + column
         return windows[:, 1:]
 
+    @kept
     def on(self, device: torch.device) -> LinesOnDevice:
         """The same as tensors; made once per step, not per layer."""
-        if device not in self._on_device:
-            self._on_device[device] = LinesOnDevice(self, device)
-        return self._on_device[device]
+        return LinesOnDevice(self, device)
 
 
 class LinesOnDevice:
@@ -93,10 +92,8 @@ class LinesOnDevice:
             self.replays.append((None if len(has) == len(lines.bases) else send(np.array(has)), slots))
         real = np.nonzero(np.arange(lines.packed.shape[1]) < lines.lengths[:, None])
         self.real, self.targets = (send(real[0]), send(real[1])), send(lines.packed[real])
-        self._kept = np.nonzero(lines.slots >= 0)
-        self.kept, self.slots = (send(self._kept[0]), send(self._kept[1])), send(lines.slots[self._kept])
-        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._kernel_windows: dict[int, torch.Tensor] = {}
+        kept_places = self._kept_places = np.nonzero(lines.slots >= 0)
+        self.kept, self.slots = (send(kept_places[0]), send(kept_places[1])), send(lines.slots[kept_places])
 
     def _send(self, array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
         return upload(np.ascontiguousarray(array, dtype=dtype), self.device)
@@ -121,12 +118,11 @@ class LinesOnDevice:
             before = len(lines)
         return levels
 
+    @kept
     def windows(self, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`Lines.windows` [m, size] of the kept tokens, and [n, T, size] of all tokens (None for chains)."""
-        if size not in self._windows:
-            windows = self.of.windows(size)
-            self._windows[size] = self._send(windows[self._kept]), None if self.of.is_chain else self._send(windows)
-        return self._windows[size]
+        windows = self.of.windows(size)
+        return self._send(windows[self._kept_places]), None if self.of.is_chain else self._send(windows)
 
     # ---- as the kernels read them: what a line's state has not read yet, followed by the line, as one walk ----
 
@@ -139,11 +135,10 @@ class LinesOnDevice:
         walk = Walk(*sent, num_saved=int(saved.max(initial=-1)) + 1)
         return self._send(replays), walk, self._send(self.of.slots, np.int32)
 
+    @kept
     def windows_of(self, size: int) -> torch.Tensor:
         """`Lines.windows`, int32 [n, T, size]."""
-        if size not in self._kernel_windows:
-            self._kernel_windows[size] = self._send(self.of.windows(size), np.int32)
-        return self._kernel_windows[size]
+        return self._send(self.of.windows(size), np.int32)
 
 
 def walk_columns(lines: Lines) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -215,12 +210,12 @@ def make_plan(inputs: list[RowInput], starts: list[int], cache: PagedStaticCache
     assert states is not None
     for row, first in zip(inputs, starts[:-1], strict=True):
         count = row.num_tokens
-        own = min(row.prompt, count) if chunks_continue or row.start == 0 else 0
+        num_chunked = min(row.prompt, count) if chunks_continue or row.start == 0 else 0
         # States that a later step may start from: after the row's last token, and after each token with logits of its own.
-        kept = np.arange(max(count - max(row.logits, 1), own), count)
-        if own:  # the others follow the prompt
-            kept = np.concatenate([[own - 1], kept])
-        after = _bases(row, own)
+        kept = np.arange(max(count - max(row.logits, 1), num_chunked), count)
+        if num_chunked:  # the others follow the prompt
+            kept = np.concatenate([[num_chunked - 1], kept])
+        after = _bases(row, num_chunked)
         # `states.base` raises an error, before anything has changed, if a state was not kept.
         bases = {
             length: states.base(row.seq_id, length) for length in {row.start, *after.tolist()} if length <= row.start
@@ -229,22 +224,24 @@ def make_plan(inputs: list[RowInput], starts: list[int], cache: PagedStaticCache
         slots, into = np.full(count, -1), np.full(count, -1)
         counts, last = (row.start + kept + 1).tolist(), row.start + row.tokens.shape[0]
         slots[kept], into[kept] = states.take(row.seq_id, row.start, length, counts, last)
-        if own:
+        if num_chunked:
             # If the pool keeps one state per row, the prompt's state is stored there until the row's last own token replaces it.
-            state = into[own - 1] if into[own - 1] >= 0 else into.max()
+            state = into[num_chunked - 1] if into[num_chunked - 1] >= 0 else into.max()
             base = bases[row.start] if row.start else None
-            prompts.append(PromptPart(first, first + own, base, int(slots[own - 1]), int(state)))
-            bases[row.start + own] = Base(int(slots[own - 1]), int(state), [])
-        if own < count:
-            pieces.append(_Piece(row, own, first + own, slots[own:], into[own:], after, bases))
+            prompts.append(PromptPart(first, first + num_chunked, base, int(slots[num_chunked - 1]), int(state)))
+            bases[row.start + num_chunked] = Base(int(slots[num_chunked - 1]), int(state), [])
+        if num_chunked < count:
+            pieces.append(
+                _Piece(row, num_chunked, first + num_chunked, slots[num_chunked:], into[num_chunked:], after, bases)
+            )
     return StatePlan(prompts, _lines(pieces) if pieces else None)
 
 
 class _Piece(NamedTuple):
-    """The tokens of a row after its first `own`."""
+    """The tokens of a row after its first `num_chunked`."""
 
     row: RowInput
-    own: int
+    num_chunked: int
     first: int  # packed index of the first one
     slots: np.ndarray  # [t], theirs; -1: none
     into: np.ndarray  # [t], where the recurrent states after them go; -1: nowhere
@@ -252,22 +249,22 @@ class _Piece(NamedTuple):
     bases: dict[int, Base]  # number of tokens read → what to continue from
 
 
-def _inner(row: RowInput, own: int) -> np.ndarray | None:
-    """bool [t, t]: which of the row's t tokens after its first `own` each of them descends from, itself excluded."""
+def _inner(row: RowInput, num_chunked: int) -> np.ndarray | None:
+    """bool [t, t]: which of the row's t tokens after its first `num_chunked` each of them descends from, itself excluded."""
     if row.visibility is None:
         return None
-    seen = row.visibility[own:, row.visibility.shape[1] - (row.num_tokens - own) :]
+    seen = row.visibility[num_chunked:, row.visibility.shape[1] - (row.num_tokens - num_chunked) :]
     return np.tril(seen, -1)
 
 
-def _bases(row: RowInput, own: int) -> np.ndarray:
-    """For each token after the row's first `own`: the number of tokens in the state from which its line starts."""
-    count = row.num_tokens - own
-    inner = _inner(row, own)
+def _bases(row: RowInput, num_chunked: int) -> np.ndarray:
+    """For each token after the row's first `num_chunked`: the number of tokens in the state from which its line starts."""
+    count = row.num_tokens - num_chunked
+    inner = _inner(row, num_chunked)
     if inner is None or row.visibility is None:
-        return np.full(count, row.start + own)
+        return np.full(count, row.start + num_chunked)
     region = row.visibility.shape[1]
-    outer = row.visibility[own:, : region - count]
+    outer = row.visibility[num_chunked:, : region - count]
     # The last visible token before these, as a number of tokens read; none: the text before the region.
     last = np.where(outer.any(1), outer.shape[1] - np.argmax(outer[:, ::-1], axis=1), 0) if outer.shape[1] else 0
     bases = np.broadcast_to(row.start + row.num_tokens - region + last, (count,))
@@ -279,7 +276,7 @@ def _lines(pieces: list[_Piece]) -> Lines:
     """Put the pieces into lines, one for each row and base state."""
     packed, parents, depths, slots, states, bases = [], [], [], [], [], []
     for piece in pieces:
-        inner = _inner(piece.row, piece.own)
+        inner = _inner(piece.row, piece.num_chunked)
         count = len(piece.slots)
         if inner is None:
             above, depth = np.arange(count) - 1, np.arange(count)
