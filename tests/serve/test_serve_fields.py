@@ -18,7 +18,7 @@ import hf_specdec
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 
-from hf_specdec.serve.http.weights import POSTS
+from hf_specdec.serve.http.weights import ROUTES
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -338,7 +338,7 @@ def fields_of(server):
             # test_encoders.py has the forms of audio; tests of their own have those of adapters, corpora and training loops
             if (
                 "lora" not in path
-                and path not in (*POSTS, "/v1/lookup/{name}")
+                and path not in (*(route.path for route in ROUTES), "/v1/lookup/{name}")
                 and "application/json" in method.get("requestBody", {}).get("content", {})
             ):
                 schema = method["requestBody"]["content"]["application/json"]["schema"]

@@ -562,6 +562,21 @@ def test_openapi_describes_what_is_served(tiny_tokenizer):
     assert "x-ignored-fields" in document["paths"]["/v1/lookup/{name}"]["put"]["responses"]["200"]["headers"]
 
 
+def test_head_is_answered_wherever_get_is(tiny_tokenizer):
+    """With the same status, and no body."""
+    from fastapi.testclient import TestClient
+
+    from hf_specdec.serve.http.api import ROUTES, make_app
+    from hf_specdec.serve.http.server import Limits, Server
+
+    client = TestClient(make_app(Server(tiny_tokenizer, ["tiny"], Limits())))
+    paths = [route.path for route in ROUTES if route.method == "GET"]
+    assert {client.get(path).status_code for path in paths} >= {200, 403, 404, 503}
+    for path in paths:
+        answer = client.head(path)
+        assert (answer.status_code, answer.text) == (client.get(path).status_code, ""), path
+
+
 def test_long_texts_are_refused_before_they_are_tokenized(tiny_tokenizer):
     """Unless their tokens are long, too: then they are counted."""
     from hf_specdec.serve.http.errors import ApiError

@@ -23,12 +23,12 @@ def test_without_the_flag_every_path_is_refused(tiny_tokenizer):
 
     from hf_specdec.serve.http.api import make_app
     from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.http.weights import GETS, POSTS
+    from hf_specdec.serve.http.weights import ROUTES
 
     client = TestClient(make_app(Server(tiny_tokenizer, ["tiny"], Limits())))
-    for path, ask in [*((path, client.post) for path in POSTS), *((path, client.get) for path in GETS)]:
-        answer = ask(path)
-        assert answer.status_code == 403, path
+    for route in ROUTES:
+        answer = client.request(route.method, route.path)
+        assert answer.status_code == 403, route.path
         message = "This needs a server that was started with --enable-weight-updates."
         assert answer.json()["error"]["message"] == message
 

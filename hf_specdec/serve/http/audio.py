@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from fastapi import Request
@@ -40,6 +40,7 @@ _LISTS = {"timestamp_granularities[]": "timestamp_granularities", "include[]": "
 class AudioRequest(Body):
     """POST /v1/audio/transcriptions and /v1/audio/translations, without the recording."""
 
+    media_type: ClassVar = "multipart/form-data"
     model: str | None = None
     language: str | None = None
     prompt: str | None = None
