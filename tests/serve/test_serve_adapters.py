@@ -27,7 +27,7 @@ from hf_specdec.serve.http.endpoints import Completions
 from hf_specdec.serve.http.protocol import CompletionRequest
 from hf_specdec.serve.http.reader import RequestReader
 from hf_specdec.serve.http.server import Server
-from hf_specdec.serve.ipc.messages import Facts, LoadAdapter
+from hf_specdec.serve.ipc.messages import Facts
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
@@ -451,7 +451,7 @@ def test_an_adapter_is_known_though_its_client_has_left():
     server.facts, server.names, server.loads_adapters = Facts(adapters=("south",)), ["base"], True
 
     async def leave():
-        request = asyncio.ensure_future(server.change_adapters(LoadAdapter("north", "folder", False)))
+        request = asyncio.ensure_future(server.change_adapters("north", "folder"))
         await asyncio.sleep(0)
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)

@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 import hf_specdec
 
 from ..engine.images import adds_special_tokens
-from ..ipc.messages import LoadAdapter, UnloadAdapter
 from .audio import AudioRequest, Transcription
 from .bodies import Body, checked, read_body
 from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, served
@@ -117,8 +116,8 @@ async def _change_adapters(form: type[Body], server: Server, request: Request, r
     """Load or unload an adapter. The answer is a line of text, as vLLM's."""
     body: Any = await server.lanes.run(len(raw), _read, form, raw, dict(request.headers))
     is_load = isinstance(body, LoadAdapterRequest)
-    wish = LoadAdapter(body.lora_name, body.lora_path, body.load_inplace) if is_load else UnloadAdapter(body.lora_name)
-    await server.change_adapters(wish)
+    path, replaces = (body.lora_path, body.load_inplace) if is_load else (None, False)
+    await server.change_adapters(body.lora_name, path, replaces)
     text = f"Success: LoRA adapter '{body.lora_name}' {'added' if is_load else 'removed'} successfully."
     return PlainTextResponse(text, headers=ignored_header(body.unknown_fields))
 
