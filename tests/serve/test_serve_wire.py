@@ -562,6 +562,15 @@ def test_openapi_describes_what_is_served(tiny_tokenizer):
     assert "x-ignored-fields" in document["paths"]["/v1/lookup/{name}"]["put"]["responses"]["200"]["headers"]
 
 
+def test_an_empty_api_key_is_refused():
+    """A request without a key would have it: `--api-key "$UNSET"` would look like protection."""
+    from hf_specdec.serve.http.server import Privacy
+
+    for keys in ([""], ["secret", ""]):
+        with pytest.raises(ValueError, match="An API key is empty"):
+            Privacy().check(None, keys)
+
+
 def test_head_is_answered_wherever_get_is(tiny_tokenizer):
     """With the same status, and no body."""
     from fastapi.testclient import TestClient
