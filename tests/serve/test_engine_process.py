@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from helpers_server import Process, children
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("fastapi")
-pytest.importorskip("prometheus_client")
-
+from hf_specdec import LLM
+from hf_specdec.serve import SamplingParams, StructuredOutputsParams
+from hf_specdec.serve.http.errors import ApiError
+from hf_specdec.serve.http.server import Limits, Server
 from hf_specdec.serve.ipc.engine_process import Channel, portable
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -253,10 +253,6 @@ def test_an_engine_that_raises_leaves_a_server_that_says_so(started):
 def test_an_engine_in_a_thread_serves_the_same_application(tiny_model, tiny_tokenizer):
     """As in Ray's replicas and in programs that build the application themselves."""
     pytest.importorskip("llguidance")
-    from hf_specdec import LLM
-    from hf_specdec.serve import SamplingParams, StructuredOutputsParams
-    from hf_specdec.serve.http.errors import ApiError
-    from hf_specdec.serve.http.server import Limits, Server
 
     async def serve():
         server = Server(tiny_tokenizer, ["tiny"], Limits())

@@ -8,8 +8,7 @@ from helpers_server import in_thread
 from pydantic_core import from_json
 from test_tools import TEMPLATE, WEATHER
 
-pytest.importorskip("llguidance")
-pytest.importorskip("uvicorn")
+from hf_specdec.serve.http.messages import MessagesRequest
 
 CHAT, MESSAGES, COUNT_TOKENS = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
 STORY = {"role": "user", "content": "Tell me a story about a dog."}
@@ -193,8 +192,6 @@ def shown(address):
     ],
 )  # fmt: skip
 def test_blocks_are_parts_of_chat_messages(role, content, messages):
-    from hf_specdec.serve.http.messages import MessagesRequest
-
     body = {"max_tokens": 1, "messages": [{"role": role, "content": content}]}
     chat = MessagesRequest.model_validate(body).to_chat(can_think=True)
     assert [message.model_dump(exclude_none=True) for message in chat.messages] == messages

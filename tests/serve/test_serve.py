@@ -13,14 +13,16 @@ import urllib.request
 import weakref
 from types import SimpleNamespace
 
+import openai
 import pytest
 import torch
 from helpers_server import Process
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("fastapi")
-pytest.importorskip("prometheus_client")
-openai = pytest.importorskip("openai")
+from hf_specdec.serve.http.endpoints import Completions
+from hf_specdec.serve.http.protocol import CompletionRequest
+from hf_specdec.serve.http.responses import Responses, ResponsesRequest
+from hf_specdec.serve.http.server import Limits, Server
+from hf_specdec.serve.ipc.messages import Cancel, Load, Submit, Update
 
 CONFIG = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
 SERVED = {
@@ -401,8 +403,6 @@ def test_answers_that_do_not_end_in_time_end_with_an_error():
 
 def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
     """None after every so many seconds without an update, not before; who leaves before the end cancels what has not ended."""
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Cancel, Load, Submit, Update
 
     async def read():
         sent, silence = [], 0.05
@@ -433,9 +433,6 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
 
 
 def test_nothing_is_kept_of_an_answer_that_has_been_read(tiny_tokenizer):
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Load, Update
-
     async def read():
         server = Server(tiny_tokenizer, ["tiny"], Limits(keep_alive_seconds=60))
         server.facts.max_model_len = 256
@@ -455,11 +452,6 @@ def test_nothing_is_kept_of_an_answer_that_has_been_read(tiny_tokenizer):
 @pytest.mark.parametrize("path", ["completions", "responses"])
 def test_a_stream_in_which_the_server_fails(tiny_tokenizer, caplog, path):
     """It ends with an error, and the log has the traceback."""
-    from hf_specdec.serve.http.endpoints import Completions
-    from hf_specdec.serve.http.protocol import CompletionRequest
-    from hf_specdec.serve.http.responses import Responses, ResponsesRequest
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Load
 
     async def broken(answers):
         raise RuntimeError("a bug of ours")

@@ -11,11 +11,19 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
+from fastapi.testclient import TestClient
 from helpers_server import in_thread
 from tokenizers.processors import TemplateProcessing
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("llguidance")
+from hf_specdec import LLM
+from hf_specdec.serve import SamplingParams
+from hf_specdec.serve.http.api import ROUTES, make_app
+from hf_specdec.serve.http.endpoints import Completions
+from hf_specdec.serve.http.errors import ApiError
+from hf_specdec.serve.http.protocol import ChatRequest, TokenizeRequest
+from hf_specdec.serve.http.server import Limits, Privacy, Server
+from hf_specdec.serve.ipc.messages import Facts, Load, Submit, Update
+from hf_specdec.serve.ipc.worker import EngineWorker
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -365,9 +373,6 @@ def test_pages_of_allowed_origins_may_read_answers_and_errors(server):
 
 
 def test_no_page_may_read_unless_it_is_asked_for(tiny_tokenizer):
-    from hf_specdec.serve.http.api import make_app
-    from hf_specdec.serve.http.server import Limits, Server
-
     app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()))
 
     def answered(method, path, *headers):
@@ -394,11 +399,6 @@ def test_no_page_may_read_unless_it_is_asked_for(tiny_tokenizer):
 @pytest.mark.parametrize(("stream", "threads"), [(False, [False]), (True, [False, True])])
 def test_long_answers_are_made_off_the_event_loop(tiny_tokenizer, monkeypatch, stream, threads):
     """Whole ones, and frames that echo a prompt: with log-probabilities they may take seconds."""
-    from hf_specdec.serve.http.api import make_app
-    from hf_specdec.serve.http.endpoints import Completions
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Load, Update
-
     in_loop, name = [], "choice" if stream else "whole"
     made = getattr(Completions, name)
 
@@ -437,9 +437,6 @@ def test_long_answers_are_made_off_the_event_loop(tiny_tokenizer, monkeypatch, s
 
 def test_a_burst_does_not_overfill_the_queue(tiny_tokenizer):
     """Requests that came while the engine computes one step count, too; rows that are free do not make anybody wait."""
-    from hf_specdec.serve.http.errors import ApiError
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Load
 
     async def accepted(load, n=1):
         server = Server(tiny_tokenizer, ["tiny"], Limits(max_queued_requests=2))
@@ -468,11 +465,6 @@ def test_a_burst_does_not_overfill_the_queue(tiny_tokenizer):
 
 def test_the_engine_tells_its_load_while_a_step_runs(tiny_model, tiny_tokenizer):
     """A request that was just scheduled does not count as waiting while its first step is computed."""
-    from hf_specdec import LLM
-    from hf_specdec.serve import SamplingParams
-    from hf_specdec.serve.ipc.messages import Submit
-    from hf_specdec.serve.ipc.worker import EngineWorker
-
     llm = LLM(tiny_model, tiny_tokenizer, {"method": "none"}, max_model_len=64, max_num_seqs=2)
     worker = EngineWorker(llm.engine, lambda updates: None, llm.engine)
     seen, step = [], llm.engine.decoder.step
@@ -490,11 +482,6 @@ def test_the_engine_tells_its_load_while_a_step_runs(tiny_model, tiny_tokenizer)
 
 
 def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tiny_tokenizer, caplog):
-    from hf_specdec.serve import SamplingParams
-    from hf_specdec.serve.http.protocol import ChatRequest
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Facts
-
     facts = Facts(SamplingParams(), 64, None)
     own = Server(tiny_tokenizer, ["tiny"], Limits())
     own.know(facts)
@@ -518,9 +505,6 @@ def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tin
 
 def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
     """Whatever a field does to the prompt of a chat request, it does here."""
-    from hf_specdec.serve.http.protocol import ChatRequest, TokenizeRequest
-    from hf_specdec.serve.http.server import Limits, Server
-
     shows_all = copy.deepcopy(tiny_tokenizer)
     shows_all.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | tojson }}{{ mood }}"
@@ -540,9 +524,6 @@ def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
 
 def test_openapi_describes_what_is_served(tiny_tokenizer):
     """Every path with its methods; schemathesis checks the rest."""
-    from hf_specdec.serve.http.api import make_app
-    from hf_specdec.serve.http.server import Limits, Server
-
     app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()), ["secret"])
     document = app.openapi()
     served = {(re.sub("{.*}", "{}", route.path), method) for route in app.routes for method in route.methods - {"HEAD"}}
@@ -564,8 +545,6 @@ def test_openapi_describes_what_is_served(tiny_tokenizer):
 
 def test_an_empty_api_key_is_refused():
     """A request without a key would have it: `--api-key "$UNSET"` would look like protection."""
-    from hf_specdec.serve.http.server import Privacy
-
     for keys in ([""], ["secret", ""]):
         with pytest.raises(ValueError, match="An API key is empty"):
             Privacy().check(None, keys)
@@ -573,11 +552,6 @@ def test_an_empty_api_key_is_refused():
 
 def test_head_is_answered_wherever_get_is(tiny_tokenizer):
     """With the same status, and no body."""
-    from fastapi.testclient import TestClient
-
-    from hf_specdec.serve.http.api import ROUTES, make_app
-    from hf_specdec.serve.http.server import Limits, Server
-
     client = TestClient(make_app(Server(tiny_tokenizer, ["tiny"], Limits())))
     paths = [route.path for route in ROUTES if route.method == "GET"]
     assert {client.get(path).status_code for path in paths} >= {200, 403, 404, 503}
@@ -588,9 +562,6 @@ def test_head_is_answered_wherever_get_is(tiny_tokenizer):
 
 def test_long_texts_are_refused_before_they_are_tokenized(tiny_tokenizer):
     """Unless their tokens are long, too: then they are counted."""
-    from hf_specdec.serve.http.errors import ApiError
-    from hf_specdec.serve.http.server import Limits, Server
-
     server, sizes = Server(tiny_tokenizer, ["tiny"], Limits()), []
     server.facts.max_model_len, encode = 64, server.encode
     server.encode = lambda text, *more: sizes.append(len(text)) or encode(text, *more)

@@ -6,11 +6,11 @@ import os
 import urllib.error
 import urllib.request
 
+import openai
 import pytest
 from helpers_server import in_thread
 
-openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
+from hf_specdec.serve.http.store import ResponseStore
 
 STORY = "Tell me a story about a dog."
 
@@ -20,8 +20,6 @@ def client_of(server, key="first"):
 
 
 def serving(folder, most_bytes=1 << 20):
-    from hf_specdec.serve.http.store import ResponseStore
-
     return in_thread(api_keys=["first", "second"], store=ResponseStore(folder, most_bytes))
 
 
