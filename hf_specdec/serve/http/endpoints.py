@@ -114,9 +114,8 @@ class Endpoint(ABC):
         _ = server.running_worker  # before the model is loaded, the length of prompts is not known
         given = cls, raw, dict(request.headers), request.scope.get(SPACE, "")
         self = await server.lanes.run(len(raw), _prepared, *given)
-        if isinstance(
-            self, list
-        ):  # few bytes may be a large image, or name a long text: short bodies do not wait for it
+        if isinstance(self, list):
+            # few bytes may be a large image, or name a long text: short bodies do not wait for it
             fetched = await server.media.fetch({url for url in self if not url.startswith("data:")})
             self = await server.lanes.run(max(len(raw), LONG_BYTES + 1), _prepared, *given, fetched)
         self.server = server

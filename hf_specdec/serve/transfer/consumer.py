@@ -127,9 +127,8 @@ class Consumer:
                 if not self._advance(pull):
                     continue
                 seq, count = pull.choice.sequence, pull.params["num_tokens"]
-                for (
-                    cache
-                ) in self.pools.caches:  # the row continues after the pulled tokens, and other rows may share them
+                # The row continues after the pulled tokens, and other rows may share them.
+                for cache in self.pools.caches:
                     cache.tables[seq.id].length = count
                     cache.register_prefix(seq.id, seq.tokens, count)
                 self.pools.decoder.statistics[seq.id].num_cached_tokens = count
