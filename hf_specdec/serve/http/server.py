@@ -75,7 +75,7 @@ class Privacy:
         """Refuse that one API key's requests shape another's drafts, unless allowed. Raises ValueError: a head would learn from both; or a
         key is empty."""
         if "" in (api_keys or []):
-            raise ValueError("An API key is empty, so that every request would have it: give a key, or leave the option out.")
+            raise ValueError("An API key is empty, so that every request has it: give a key, or leave the option out.")
         config = None if speculative_config is None else parse_config(speculative_config)
         keeps_apart = len(set(api_keys or [])) > 1 and not (self.private or self.shares_across_keys)
         if keeps_apart and getattr(config, "learn", False):
