@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import AfterValidator, Field, StrictInt, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..engine.weights import GROUP_NAME
 from .bodies import Body, Part, checked, parsed
@@ -17,7 +17,7 @@ from .errors import bad_request
 from .routes import Route, holding
 from .server import Server
 
-_Sizes = list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
+_Sizes = list[Annotated[int, Field(ge=0, lt=1 << 63)]]
 
 
 class Group(Part):
