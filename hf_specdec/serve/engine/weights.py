@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...core.errors import is_failure
 from ...model.adapters import lora_layers
 from ...model.packed_model import PackedModel
 from ...model.structure import place_of
@@ -255,8 +254,6 @@ def read_folder(model: Any, places: dict[str, torch.Tensor], folder: str) -> dic
         options = {"config": copy.deepcopy(model.config), "dtype": model.dtype, "use_safetensors": True}
         loaded, report = type(model).from_pretrained(folder, output_loading_info=True, local_files_only=True, **options)
     except Exception as error:  # what transformers raises for files of another kind differs from version to version
-        if not is_failure(error):
-            raise
         raise ValueError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
     setting = _difference(model.config.to_dict(), given)
     if setting is not None:
