@@ -158,6 +158,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """True once all choices have ended."""
         return all(choice.output.finished() for choice in self.choices)
 
     def result(self) -> RequestOutput:

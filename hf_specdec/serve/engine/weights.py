@@ -196,7 +196,7 @@ class Weights:
             raise ValueError(f"{kind} is sharded (tensor_parallel_size): its weights cannot be updated.")
         if any(layer.merged for layer in lora_layers(model)):
             raise ValueError(f"An adapter is merged into {kind}: unmerge it before its weights are updated.")
-        found = {}
+        places = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if ".lora_" in name:
                 continue
@@ -205,10 +205,10 @@ class Weights:
                 raise ValueError(
                     f"{kind} has {what} weights ({name}), which cannot be updated: load it as plain tensors."
                 )
-            found[name.replace(".base_layer.", ".")] = tensor
+            places[name.replace(".base_layer.", ".")] = tensor
         if getattr(model, "hf_quantizer", None) is not None:
             raise ValueError(f"{kind} has quantized weights, which cannot be updated: load it as plain tensors.")
-        return found
+        return places
 
 
 def is_plain(tensor: Any) -> bool:

@@ -220,6 +220,7 @@ class Transcription:
             seek += offset
 
     def decoded(self, tokens: list[int]) -> str:
+        """The text of these ids, without special tokens."""
         return self.server.tokenizer.decode(tokens, skip_special_tokens=True)
 
     async def stream(self, space: str) -> AsyncIterator[bytes]:
@@ -241,6 +242,7 @@ class Transcription:
             yield sse(shown(error).body)
 
     def usage(self) -> dict[str, Any]:
+        """The field `usage`: the recording's length."""
         return {"type": "duration", "seconds": math.ceil(self.seconds)}
 
     def answer(self, windows: list[Window], headers: dict[str, str]) -> Response:

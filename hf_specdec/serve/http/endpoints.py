@@ -190,9 +190,11 @@ class Endpoint(ABC):
             yield self.end(shown(error))
 
     def begin(self) -> bytes:
+        """The events before the first update."""
         return b""
 
     def events(self, answer: Answer, update: Update) -> bytes:
+        """The events of an update."""
         handed = {} if update.kv_transfer_params is None else {"kv_transfer_params": update.kv_transfer_params}
         index = answer.number * self.body.n + update.index
         return self._frame([{"index": index, **self.choice(answer.number, update)}], **handed)

@@ -33,8 +33,8 @@ def _space(server: Server, request: Request) -> str:
 
 def _corpora(server: Server, request: Request) -> dict[str, dict[str, Any]]:
     """The corpora that a client's requests look into, as they are shown, by name: its own before the server's."""
-    own = server.corpora.get(_space(server, request), {})
-    owners = ((server.facts.corpora, "server"), (own, "client"))
+    added = server.corpora.get(_space(server, request), {})
+    owners = ((server.facts.corpora, "server"), (added, "client"))
     return {name: _shown(name, size, owner) for sizes, owner in owners for name, size in sizes.items()}
 
 

@@ -192,6 +192,7 @@ class ResponseItems:
         self._open: dict[str, Any] | None = None
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:
+        """Append what one update adds: reasoning, then text, then calls."""
         events = self._write("reasoning", "reasoning_text", delta.reasoning) if delta.reasoning else []
         events += self._write("message", "output_text", delta.content) if delta.content else []
         return events + [event for call in delta.tool_calls for event in self._call(call)]

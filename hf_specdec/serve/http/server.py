@@ -106,6 +106,7 @@ class Answer:
     texts: dict[int, Detokenizer] = field(default_factory=dict)  # by choice; none if the engine makes the text
 
     def make_text(self, update: Update, tokenizer: Any) -> None:
+        """Set an update's text, unless the engine has made it."""
         if self.params.detokenize:
             return
         if update.index not in self.texts:
@@ -217,6 +218,7 @@ class Server(RequestReader):
             raise stopped()
 
     def deliver(self, updates: list[Update]) -> None:
+        """Pass updates on to the loop's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: there are no readers any more
             self.loop.call_soon_threadsafe(self._route, updates)
 

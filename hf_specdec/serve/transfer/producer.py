@@ -171,6 +171,7 @@ class Producer:
         )
 
     def close(self) -> None:
+        """Free all prompts."""
         for name in list(self.prompts):
             self.done(name)
         self.unwanted.clear()
