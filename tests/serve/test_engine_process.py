@@ -112,15 +112,6 @@ def started():
             server.process.wait()
 
 
-def asked(server, path):
-    """The status of a GET."""
-    try:
-        with urllib.request.urlopen(server.url + path, timeout=5) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
 def test_an_engine_that_is_stopped_for_a_while_and_then_killed(started):
     """Stopped: /health and new requests get 503 meanwhile; an answer that had begun waits, and goes on. Killed: answers and server end."""
     server = started(before=IMPATIENT).wait()
@@ -130,7 +121,7 @@ def test_an_engine_that_is_stopped_for_a_while_and_then_killed(started):
 
     def health_becomes(status):
         deadline = time.monotonic() + 20
-        while asked(server, "/health") != status:
+        while server.ask("/health")[0] != status:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -139,7 +130,7 @@ def test_an_engine_that_is_stopped_for_a_while_and_then_killed(started):
         health_becomes(503)
         status, headers, answer = server.post("/v1/completions", LONG)
         assert (status, headers["Retry-After"]) == (503, "5") and "has said nothing" in answer["error"]["message"]
-        assert asked(server, "/v1/models") == 200
+        assert server.ask("/v1/models")[0] == 200
     finally:
         os.kill(engine, signal.SIGCONT)
     health_becomes(200)

@@ -1,7 +1,6 @@
 """/v1/messages: whole, streamed, constrained, with thinking and tools; and with the anthropic client, if it is installed."""
 
 import json
-import urllib.request
 
 import pytest
 from helpers_server import in_thread
@@ -28,10 +27,8 @@ def server():
 
 def streamed(server, body):
     """The events of a stream, each named by its type."""
-    headers = {"Content-Type": "application/json", **server.headers}
-    request = urllib.request.Request(server.url + MESSAGES, json.dumps({**body, "stream": True}).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        frames = [frame.split("\n") for frame in answer.read().decode().split("\n\n")[:-1]]
+    text = server.ask(MESSAGES, {**body, "stream": True})[2]
+    frames = [frame.split("\n") for frame in text.split("\n\n")[:-1]]
     events = [json.loads(data.removeprefix("data: ")) for _, data in frames]
     assert [f"event: {event['type']}" for event in events] == [name for name, _ in frames]
     return events

@@ -154,16 +154,8 @@ def test_stop_texts_are_never_shown(server):
     body = {"prompt": STORY, "max_tokens": 30, "temperature": 0, "stop": [stop]}
     _, _, cut = server.post("/v1/completions", body)
     assert cut["choices"][0]["text"] == text[: text.index(stop)] and cut["choices"][0]["finish_reason"] == "stop"
-    request = urllib.request.Request(
-        server.url + "/v1/completions",
-        json.dumps({**body, "stream": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert answer.headers["Content-Type"].startswith("text/event-stream")
-        frames = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
-    assert frames[-1] == "[DONE]"
-    assert "".join(json.loads(frame)["choices"][0]["text"] for frame in frames[:-1]) == text[: text.index(stop)]
+    frames = server.streamed("/v1/completions", body)
+    assert "".join(frame["choices"][0]["text"] for frame in frames) == text[: text.index(stop)]
 
 
 def test_prefixes_are_counted_as_cached(server):

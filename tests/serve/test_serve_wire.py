@@ -39,17 +39,6 @@ def server():
         yield made
 
 
-def streamed(server, path, body):
-    """The frames of a stream."""
-    headers = {"Content-Type": "application/json", **server.headers}
-    request = urllib.request.Request(server.url + path, json.dumps({**body, "stream": True}).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    frames = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    assert frames[-1] == "[DONE]"
-    return [json.loads(frame) for frame in frames[:-1]]
-
-
 # ---- ignored fields -------------------------------------------------------------------------------------------------
 
 
@@ -96,9 +85,7 @@ def test_ignored_fields_are_named_wherever_they_are(server, path, body, names):
 def test_null_is_the_same_as_nothing(server, path, body):
     """Clients send null for what they leave open: OpenAI's fields may be null, `n`, `stream`, `echo` and penalties among them."""
     body = body if path == "/tokenize" else {**body, "temperature": 0}
-    request = urllib.request.Request(server.url + "/openapi.json", headers=server.headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        api = json.loads(answer.read())
+    api = json.loads(server.ask("/openapi.json")[2])
     reference = api["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     names = api["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
     assert len(names) > 4
@@ -143,7 +130,7 @@ def test_echoed_prompts_are_scored_in_every_form(server):
         assert len(choice["token_ids"]) == 6  # those of the answer
     for n in (1, 2):
         found = {}
-        for frame in streamed(server, COMPLETIONS, {**body, "n": n}):
+        for frame in server.streamed(COMPLETIONS, {**body, "n": n}):
             for choice in frame["choices"]:
                 into = found.setdefault(choice["index"], {name: [] for name in expected} | {"text": ""})
                 into["text"] += choice["text"]
@@ -180,7 +167,7 @@ def test_places_of_tokens_are_those_in_the_text(server, echo):
             assert not shown or whole["text"][place:].startswith(token), (token, place)
             text += token * shown
         assert len(text) > 20 or "regex" in str(body)
-        frames = streamed(server, COMPLETIONS, {**body, **more})
+        frames = server.streamed(COMPLETIONS, {**body, **more})
         choices = [choice for frame in frames for choice in frame["choices"]]
         assert "".join(choice["text"] for choice in choices) == whole["text"]
         assert [place for choice in choices for place in choice["logprobs"]["text_offset"]] == places
@@ -191,7 +178,7 @@ def test_scoring_alone_is_the_same_in_a_stream(server):
     body = {"prompt": "Once upon a time", "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
     answer = server.post(COMPLETIONS, body)[2]
     (whole,), usage = answer["choices"], answer["usage"]
-    frame, last = streamed(server, COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+    frame, last = server.streamed(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
     (choice,) = frame["choices"]
     for found in (usage, last["usage"]):
         assert (found["prompt_tokens"], found["completion_tokens"], found["total_tokens"]) == (4, 0, 4)
@@ -255,7 +242,7 @@ def test_ids_and_reasons_in_every_form(server):
     body = {"max_tokens": 20, "temperature": 0, "return_token_ids": True, "stop": [" "], "n": 2}
     for path, more in ((COMPLETIONS, {"prompt": ["Once upon", "Lily"]}), (CHAT, {"messages": USER})):
         whole = server.post(path, {**body, **more})[2]
-        prompts, frames = {}, streamed(server, path, {**body, **more})
+        prompts, frames = {}, server.streamed(path, {**body, **more})
         for choice in whole["choices"]:
             own = [(frame, each) for frame in frames for each in frame["choices"] if each["index"] == choice["index"]]
             assert [token for _, each in own for token in each.get("token_ids", [])] == choice["token_ids"] != []
