@@ -254,7 +254,7 @@ def test_an_engine_in_a_thread_serves_the_same_application(tiny_model, tiny_toke
         wanted = StructuredOutputsParams(regex="(yes|no)!")
         await server.compile(wanted)
         params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=wanted)
-        answers = [server.submit("Lily", tiny_tokenizer("Lily")["input_ids"], params)]
+        answers = [server.submit(tiny_tokenizer("Lily")["input_ids"], params)]
         text = "".join([found[1].text async for found in server.updates(answers) if found is not None])
         server.release(answers)
         await asyncio.to_thread(server.stop)

@@ -167,7 +167,7 @@ def test_text_that_is_made_for_the_client(tiny_model, tiny_tokenizer, monkeypatc
         return original(text, token)
 
     async def read(server, ids):
-        answers = [server.submit(None, ids, params)]
+        answers = [server.submit(ids, params)]
         try:
             return "".join([found[1].text async for found in server.updates(answers) if found is not None])
         finally:

@@ -403,7 +403,7 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=sent.append, load=Load())
         answers = []
         for prompt in ([5], [6]):
-            answers.append(server.submit(prompt, prompt, server.facts.defaults, among=answers))
+            answers.append(server.submit(prompt, server.facts.defaults, among=answers))
         updates = server.updates(answers)
         began = time.monotonic()
         assert await anext(updates) is None and await anext(updates) is None
@@ -429,7 +429,7 @@ def test_nothing_is_kept_of_an_answer_that_has_been_read(tiny_tokenizer):
         server = Server(tiny_tokenizer, ["tiny"], Limits(keep_alive_seconds=60))
         server.facts.max_model_len = 256
         server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=Load())
-        answers = [server.submit([5], [5], server.facts.defaults)]
+        answers = [server.submit([5], server.facts.defaults)]
         server._route([Update(answers[0].id, token_ids=[7], request_finished=True)])
         assert len([update.token_ids async for _, update in server.updates(answers)]) == 1
         server.release(answers)

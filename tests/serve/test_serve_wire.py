@@ -432,7 +432,7 @@ def test_a_burst_does_not_overfill_the_queue(tiny_tokenizer):
         answers = []
         for _ in range(10):
             try:
-                answers.append(server.submit([5], [5], server.facts.defaults.copy(n=n)))
+                answers.append(server.submit([5], server.facts.defaults.copy(n=n)))
             except ApiError as error:
                 assert error.status == 429
         server.release(answers)

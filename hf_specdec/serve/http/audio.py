@@ -198,7 +198,7 @@ class Transcription:
             ids, beginning = speech.prompt(self.previous, self.beginning)
             given = EncoderInput([], speech.window(self.features, seek), beginning, self.has_timestamps)
             self.answers = [
-                self.server.submit(None, ids, self.params, space=space, max_time=left, encoder=given, waits=not seek)
+                self.server.submit(ids, self.params, space=space, max_time=left, encoder=given, waits=not seek)
             ]
             updates: list[Update] = []
             async for item in self.server.updates(self.answers):

@@ -239,9 +239,8 @@ class Server(RequestReader):
         ApiError: 400, it is malformed or too complex; 503, see `running_worker`.
         """
         if grammar is not None:
-            await self._done(
-                self.running_worker.ask(Call("grammars", "start", {"params": grammar})), "structured_outputs"
-            )
+            call = Call("grammars", "start", {"params": grammar})
+            await self._done(self.running_worker.ask(call), "structured_outputs")
 
     async def _done(self, asked: Future, param: str | None, then: Callable[[], object] = lambda: None) -> None:
         """Wait for what the engine was asked to do, and do what follows `then`, even if the client leaves. Raises ApiError: 400, the
@@ -305,14 +304,13 @@ class Server(RequestReader):
         await self._done(self.running_worker.ask(call), "text", note)
 
     def submit(
-        self, prompt: str | list[int] | None, ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None,
-        among: list[Answer] | None = None, max_time: float | None = None, space: str = "", encoder: EncoderInput | None = None,
-        waits: bool = True
+        self, ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None, among: list[Answer] | None = None,
+        max_time: float | None = None, space: str = "", encoder: EncoderInput | None = None, waits: bool = True
     ) -> Answer:  # fmt: skip
         """Send one prompt to the engine.
 
         Args:
-            prompt: as the client gave it, None for audio; `ids` are its token ids, see `prompt_ids`; with `encoder`, those of the decoder.
+            ids: of the prompt, see `prompt_ids`; with `encoder`, of the decoder.
             among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
             max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
             space: see `Sequence.space`; not used if API keys share what is learnt.
@@ -343,7 +341,7 @@ class Server(RequestReader):
         answer.num_image_bytes = num_image_bytes
         self.answers[answer.id] = answer
         self._num_submitted += params.n
-        worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning, encoder))
+        worker.send(Submit(answer.id, None, ids, params, reasoning, encoder))
         limits = [limit for limit in (max_time, self.limits.answer_seconds) if limit is not None]
         if limits:
             end = Cancel(answer.id, "length")
