@@ -403,7 +403,7 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=sent.append, load=Load())
         answers = []
         for prompt in ([5], [6]):
-            answers.append(server.submit(prompt, server.facts.defaults, among=answers))
+            answers.append(server.submit(prompt, server.facts.defaults.copy(lora="north"), among=answers))
         updates = server.updates(answers)
         began = time.monotonic()
         assert await anext(updates) is None and await anext(updates) is None
@@ -419,7 +419,10 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         server.release(answers)
         assert [type(each) for each in sent] == [Submit, Submit, Cancel] and sent[2].id == answers[0].id
         assert not server.answers
-        assert server.metrics.text().count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1
+        metrics = server.metrics.text()
+        assert metrics.count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1
+        for reason in (b"stop", b"abort"):  # both counted as the adapter's
+            assert b'hf_specdec_requests_total{finish_reason="%s",model_name="north"} 1.0' % reason in metrics
 
     asyncio.run(read())
 

@@ -402,7 +402,7 @@ class Server(RequestReader):
                 answer.deadline.cancel()
             if not answer.ended:
                 answer.ended = True
-                self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None)
+                self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None, answer.params.lora)
                 if self.worker is not None:
                     self.worker.send(Cancel(answer.id))
 
