@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(result: Measurement, results: list[Measurement]) -> dict[str, Any]:
+    """The figures of a result as values for JSON. The first of `results` is plain `generate()`."""
     plain = results[0]
     return {
         "speculative_config": result.variant.speculative_config,

@@ -115,6 +115,7 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
 
 
 def bundled_prompts(count: int) -> list[str]:
+    """Up to `count` of the bundled prompts, of all tasks."""
     return [row["prompt"] for row in options.spread(options.read_prompts(str(options.BUNDLED_PROMPTS)), count)]
 
 
@@ -149,6 +150,7 @@ def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int
 
 
 def stream(console: Output, model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, variant: Variant) -> None:
+    """Print the prompt, and then the answer as it is generated."""
     from .accepted_tokens import AcceptedTokens
 
     console.print(Text(f"\n▌ {prompt}", style="bold"))
@@ -183,6 +185,7 @@ def batch_variants(demo: DemoModel) -> list[Variant]:
 def compare(
     demo: DemoModel, prompts: list[str], variants: list[Variant], max_new_tokens: int, batch_size: int
 ) -> list[Measurement]:
+    """Measure the variants once, within the time limit of the batch size."""
     batches = options.encode_batches(demo.tokenizer, prompts, batch_size, None, demo.model.device)
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
     limit, title = SECONDS[batch_size], f"batch size {batch_size}"
@@ -209,6 +212,7 @@ def remark(demo: DemoModel, float32: bool) -> str:
 
 
 def all_variants() -> list[Variant]:
+    """The variants of --all, after those without drafts."""
     return [
         measure.PLAIN,
         measure.without_drafts({"method": "none"}),

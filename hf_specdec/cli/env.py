@@ -121,6 +121,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def text(values: dict[str, Any]) -> str:
+    """The values of `environment` as a line each."""
     lines = []
     for name, value in values.items():
         if isinstance(value, dict):

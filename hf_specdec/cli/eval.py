@@ -134,6 +134,8 @@ def summary(results: list[Measurement]) -> dict[str, Any]:
 
 
 def cells(task: str, figures: dict[str, Any]) -> list[str]:
+    """A task's row of the table; – for what was not measured."""
+
     def shown(name: str, form: str) -> str:
         return "–" if figures[name] is None else form.format(figures[name])
 
@@ -148,6 +150,7 @@ TITLES = ("task", "prompts", "τ", "accepted at 1, 2, ..", "× none", "× plain"
 
 
 def markdown(report: dict[str, Any], rows: list[list[str]]) -> str:
+    """The table for a model card, with what was measured and where."""
     settings, shown = report["settings"], {k: v for k, v in report["speculative_config"].items() if k != "model"}
     lines = [
         f"Measured ({'sampled' if settings['do_sample'] else 'greedy'}, {settings['max_new_tokens']} new tokens, batch size "
@@ -160,6 +163,7 @@ def markdown(report: dict[str, Any], rows: list[list[str]]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
+    """Draw τ by task and acceptance by position into a PNG file."""
     from matplotlib.figure import Figure
 
     from ..training.state import write_whole

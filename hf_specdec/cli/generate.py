@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(new_tokens: int, seconds: float, speculation: Any) -> str:
+    """What was generated, how fast, and what speculation did for it, on one line."""
     parts = [f"{new_tokens} tokens in {seconds:.2f} s", f"{new_tokens / seconds:.1f} tokens/s"]
     if speculation["num_draft_tokens"]:
         parts.append(f"τ {speculation['mean_accepted_length']:.2f} tokens per forward")

@@ -115,6 +115,7 @@ class Measurement:
         return self.accepted / self.drafted if self.drafted else None
 
     def repeat(self) -> None:
+        """Begin another repeat."""
         self.seconds.append(0.0)
         self.new_tokens.append(0)
         self.outputs.clear()
@@ -234,6 +235,7 @@ def equal_rows(result: Measurement, baseline: Measurement) -> int:
 
 
 def speed_up(result: Measurement, baseline: Measurement) -> float:
+    """How many times as fast as the baseline."""
     return result.tokens_per_second / baseline.tokens_per_second
 
 
@@ -283,6 +285,7 @@ def figures_table(titles: Sequence[str], rows: Sequence[Sequence[Any]], wrapped:
 
 
 def remarks(*tables: list[Measurement]) -> str:
+    """How to read tables of results, of which the first two rows are plain `generate()` and the loop without drafts."""
     marked = any(LOSES in times_none(result, results) for results in tables for result in results)
     plain, none = tables[0][:2]
     return reading(speed_up(none, plain), marked)
@@ -308,6 +311,7 @@ def environment(model: Any) -> dict[str, Any]:
 
 
 def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
     versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -322,6 +326,7 @@ def setup_line(where: dict[str, Any]) -> str:
 
 
 def device_name(device: torch.device) -> str:
+    """The name of a GPU's model, or of the processor."""
     if device.type == "cuda":
         import torch
 

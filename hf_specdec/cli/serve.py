@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from functools import partial
@@ -139,10 +140,9 @@ def run(args: argparse.Namespace) -> int:
         args.speculative_config = _with_corpora(args.speculative_config, args.lookup_corpus)
     if args.speculative_config is not None:
         hf_specdec.parse_config(args.speculative_config)  # report errors before the model is loaded
-    transfer = None
     if args.kv_transfer_config is not None:
-        transfer = json_object(args.kv_transfer_config, "--kv-transfer-config")
-        KVTransferConfig.of(transfer)  # report errors before the model is loaded
+        args.kv_transfer_config = json_object(args.kv_transfer_config, "--kv-transfer-config")
+        KVTransferConfig.of(args.kv_transfer_config)  # report errors before the model is loaded
     if args.replicas > 1:
         return _run_replicas(args)
     template = _text_of("--response-template", args.response_template)
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         loads_adapters=bool(args.allow_runtime_lora_updating), updates_weights=bool(args.enable_weight_updates),
         store=None if args.store is None else ResponseStore(args.store, args.store_bytes or _STORE_BYTES),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
-        speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
+        **_engine_arguments(args),
     )  # fmt: skip
     return 0
 
@@ -181,18 +181,18 @@ def _api_keys(args: argparse.Namespace) -> list[str] | None:
 
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `LLM` that have the same name as an option."""
-    names = (
-        "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "seed",
-        "tensor_parallel_size", "enable_expert_parallel", "revision", "trust_remote_code",
-    )  # fmt: skip
-    return {**{name: getattr(args, name) for name in names}, "lora_modules": _lora_modules(args.lora_modules)}
+    """The arguments of `LLM` that have the same name as an option, but for the model and its tokenizer."""
+    from ..serve.llm import LLM
+
+    names = inspect.signature(LLM).parameters.keys() - {"model", "tokenizer"}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    return {**given, "lora_modules": _lora_modules(args.lora_modules)}
 
 
 def _with_corpora(config: Any, given: list[str]) -> dict[str, Any]:
     """The speculative configuration with these files. Raises ValueError: two have one name, no method is to look into them, or it
     has some already."""
-    named = (each.partition("=") if "=" in each else (Path(each).stem, "=", each) for each in given)
+    named = (text.partition("=") if "=" in text else (Path(text).stem, "=", text) for text in given)
     files = {name: file for name, _, file in named}
     if len(files) < len(given):
         raise ValueError("--lookup-corpus: give files with different names, or NAME=FILE.")
@@ -206,13 +206,13 @@ def _with_corpora(config: Any, given: list[str]) -> dict[str, Any]:
 
 def _lora_modules(given: list[str]) -> dict[str, str]:
     """Paths by name. Raises ValueError: one is not NAME=PATH, or a name is given twice."""
-    found: dict[str, str] = {}
-    for each in given:
-        name, _, path = each.partition("=")
-        if not name or not path or name in found:
-            raise ValueError(f"--lora-modules {each!r}: give a new name and a path as NAME=PATH.")
-        found[name] = path
-    return found
+    modules: dict[str, str] = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        if not name or not path or name in modules:
+            raise ValueError(f"--lora-modules {text!r}: give a new name and a path as NAME=PATH.")
+        modules[name] = path
+    return modules
 
 
 def _run_replicas(args: argparse.Namespace) -> int:

@@ -147,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(trained: Trained) -> str:
+    """What was trained, on one line; with τ if there was held-out text."""
     parts = [f"{trained.folder}: {trained.steps} steps"]
     if trained.estimate is not None:
         rates = " ".join(f"{rate:.0%}" for rate in trained.estimate.acceptance)

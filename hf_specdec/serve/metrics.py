@@ -114,6 +114,7 @@ class Metrics:
         self.registry.register(self)  # type: ignore[arg-type]
 
     def tokens_written(self, count: int, num_rows: int) -> None:
+        """Count the new tokens of a step, and the rows that wrote some."""
         self._new_tokens.inc(count)
         self._steps.inc(num_rows)
 
@@ -162,6 +163,7 @@ class Metrics:
                 yield family
 
     def text(self) -> bytes:
+        """All metrics in Prometheus' form."""
         return generate_latest(self.registry)
 
     def snapshot(self) -> list[Metric]:

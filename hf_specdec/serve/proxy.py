@@ -78,6 +78,7 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def make_app(prefill: list[str], decode: list[str]) -> Any:
+    """The proxy as an ASGI application. `prefill`, `decode`: URLs of the servers of both kinds."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request

@@ -160,6 +160,7 @@ class Ingress:
         self._guard = Guard(self._answer, [], limits)
 
     async def serve(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Answer a request of ASGI, unless it is too large or too slow."""
         await self._guard(scope, receive, send)
 
     async def _answer(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -173,17 +174,16 @@ class Ingress:
             await unless_disconnected(receive, self._pass_on(plain, body, send))
 
     async def _pass_on(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
-        """Send a replica's answer, as a stream if wanted. If the replica dies before that began, another one gets the request."""
-        streams = _wants_stream(body)
+        """Send a replica's answer: events as they come, others whole. If the replica dies before that began, another gets the request."""
         for attempt in range(1, _ATTEMPTS + 1):
             held: list[dict[str, Any]] = []
-            begun, pieces = False, self.replicas.options(stream=True).stream.remote(scope, body)
+            streams, pieces = None, self.replicas.options(stream=True).stream.remote(scope, body)
             try:
                 async for piece in pieces:
                     message = {"type": "http.response.body", "body": piece, "more_body": True}
-                    if not begun:
+                    if streams is None:
                         message = {"type": "http.response.start", "status": piece[0], "headers": piece[1]}
-                    begun = True
+                        streams = dict(piece[1]).get(b"content-type", b"").startswith(b"text/event-stream")
                     await send(message) if streams else held.append(message)
                 for message in [*held, {"type": "http.response.body", "body": b""}]:
                     await send(message)
@@ -194,21 +194,13 @@ class Ingress:
             except RayError as error:
                 kind = type(error).__name__
                 logger.warning("A replica has died with a request (attempt %d of %d): %s", attempt, _ATTEMPTS, kind)
-                if streams and begun:
+                if streams:
                     await send({"type": "http.response.body", "body": b"data: " + _DIED + b"\n\ndata: [DONE]\n\n"})
                     return
                 if attempt < _ATTEMPTS:
                     await asyncio.sleep(_PAUSE)
         await send({"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": _DIED})
-
-
-def _wants_stream(body: bytes) -> bool:
-    """True if a request's body asks for a stream; False also for a body that is malformed."""
-    try:
-        return bool(json.loads(body).get("stream"))
-    except (ValueError, AttributeError, RecursionError):
-        return False
 
 
 async def _asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:

@@ -44,30 +44,33 @@ class Served:
     url: str
     headers: dict[str, str]
 
+    def ask(self, path, body=None, headers=None, method=None):
+        """(status, headers, text). `body`: bytes, or what is sent as JSON; without one and a `method` it is a GET."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **self.headers, **(headers or {})}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return answer.status, answer.headers, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, error.read().decode()
+
     def post(self, path, body, headers=None):
         """(status, headers, body)."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path,
-            data,
-            {"Content-Type": "application/json", **self.headers, **(headers or {})},
-            method="POST",
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.headers, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, error.headers, json.loads(error.read())
+        status, headers, text = self.ask(path, body, headers, "POST")
+        return status, headers, json.loads(text)
+
+    def streamed(self, path, body):
+        """The frames of a stream of OpenAI's API."""
+        _, headers, text = self.ask(path, {**body, "stream": True})
+        assert headers["Content-Type"].startswith("text/event-stream"), text
+        *frames, end = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        assert end == "[DONE]"
+        return [json.loads(frame) for frame in frames]
 
     def metrics(self):
-        request = urllib.request.Request(self.url + "/metrics", headers=self.headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        return {
-            line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])
-            for line in lines
-            if line[0] != "#"
-        }
+        lines = [line for line in self.ask("/metrics")[2].splitlines() if line[0] != "#"]
+        return {line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
 @contextlib.contextmanager

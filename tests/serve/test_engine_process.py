@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from helpers_server import Process, children
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("fastapi")
-pytest.importorskip("prometheus_client")
-
+from hf_specdec import LLM
+from hf_specdec.serve import SamplingParams, StructuredOutputsParams
+from hf_specdec.serve.http.errors import ApiError
+from hf_specdec.serve.http.server import Limits, Server
 from hf_specdec.serve.ipc.engine_process import Channel, portable
 
 pytestmark = pytest.mark.ci
@@ -113,15 +113,6 @@ def started():
             server.process.wait()
 
 
-def asked(server, path):
-    """The status of a GET."""
-    try:
-        with urllib.request.urlopen(server.url + path, timeout=5) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
 def test_an_engine_that_is_stopped_for_a_while_and_then_killed(started):
     """Stopped: /health and new requests get 503 meanwhile; an answer that had begun waits, and goes on. Killed: answers and server end."""
     server = started(before=IMPATIENT).wait()
@@ -131,7 +122,7 @@ def test_an_engine_that_is_stopped_for_a_while_and_then_killed(started):
 
     def health_becomes(status):
         deadline = time.monotonic() + 20
-        while asked(server, "/health") != status:
+        while server.ask("/health")[0] != status:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -140,7 +131,7 @@ def test_an_engine_that_is_stopped_for_a_while_and_then_killed(started):
         health_becomes(503)
         status, headers, answer = server.post("/v1/completions", LONG)
         assert (status, headers["Retry-After"]) == (503, "5") and "has said nothing" in answer["error"]["message"]
-        assert asked(server, "/v1/models") == 200
+        assert server.ask("/v1/models")[0] == 200
     finally:
         os.kill(engine, signal.SIGCONT)
     health_becomes(200)
@@ -254,10 +245,6 @@ def test_an_engine_that_raises_leaves_a_server_that_says_so(started):
 def test_an_engine_in_a_thread_serves_the_same_application(tiny_model, tiny_tokenizer):
     """As in Ray's replicas and in programs that build the application themselves."""
     pytest.importorskip("llguidance")
-    from hf_specdec import LLM
-    from hf_specdec.serve import SamplingParams, StructuredOutputsParams
-    from hf_specdec.serve.http.errors import ApiError
-    from hf_specdec.serve.http.server import Limits, Server
 
     async def serve():
         server = Server(tiny_tokenizer, ["tiny"], Limits())
@@ -268,7 +255,7 @@ def test_an_engine_in_a_thread_serves_the_same_application(tiny_model, tiny_toke
         wanted = StructuredOutputsParams(regex="(yes|no)!")
         await server.compile(wanted)
         params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=wanted)
-        answers = [server.submit("Lily", tiny_tokenizer("Lily")["input_ids"], params)]
+        answers = [server.submit(tiny_tokenizer("Lily")["input_ids"], params)]
         text = "".join([found[1].text async for found in server.updates(answers) if found is not None])
         server.release(answers)
         await asyncio.to_thread(server.stop)

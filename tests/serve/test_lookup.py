@@ -1,8 +1,6 @@
 """/v1/lookup: corpora of API keys, and what is wrong with them."""
 
 import json
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,14 +24,8 @@ def server(tmp_path_factory):
 
 
 def ask(server, method, path, body=None, key="first"):
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **server.headers}
-    data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    status, _, text = server.ask(path, body, {"Authorization": f"Bearer {key}"}, method)
+    return status, json.loads(text)
 
 
 def write(server, key="first", **more):

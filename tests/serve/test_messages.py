@@ -1,15 +1,13 @@
 """/v1/messages: whole, streamed, constrained, with thinking and tools; and with the anthropic client, if it is installed."""
 
 import json
-import urllib.request
 
 import pytest
 from helpers_server import in_thread
 from pydantic_core import from_json
 from test_tools import TEMPLATE, WEATHER
 
-pytest.importorskip("llguidance")
-pytest.importorskip("uvicorn")
+from hf_specdec.serve.http.messages import MessagesRequest
 
 CHAT, MESSAGES, COUNT_TOKENS = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
 STORY = {"role": "user", "content": "Tell me a story about a dog."}
@@ -29,10 +27,8 @@ def server():
 
 def streamed(server, body):
     """The events of a stream, each named by its type."""
-    headers = {"Content-Type": "application/json", **server.headers}
-    request = urllib.request.Request(server.url + MESSAGES, json.dumps({**body, "stream": True}).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        frames = [frame.split("\n") for frame in answer.read().decode().split("\n\n")[:-1]]
+    text = server.ask(MESSAGES, {**body, "stream": True})[2]
+    frames = [frame.split("\n") for frame in text.split("\n\n")[:-1]]
     events = [json.loads(data.removeprefix("data: ")) for _, data in frames]
     assert [f"event: {event['type']}" for event in events] == [name for name, _ in frames]
     return events
@@ -193,8 +189,6 @@ def shown(address):
     ],
 )  # fmt: skip
 def test_blocks_are_parts_of_chat_messages(role, content, messages):
-    from hf_specdec.serve.http.messages import MessagesRequest
-
     body = {"max_tokens": 1, "messages": [{"role": role, "content": content}]}
     chat = MessagesRequest.model_validate(body).to_chat(can_think=True)
     assert [message.model_dump(exclude_none=True) for message in chat.messages] == messages

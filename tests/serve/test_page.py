@@ -3,8 +3,6 @@
 import base64
 import json
 import re
-import urllib.error
-import urllib.request
 
 import pytest
 from helpers_browser import Browser, find_browser
@@ -35,11 +33,7 @@ def browser():
 def opened(server, key):
     """(status, headers, text) of the page."""
     headers = {} if key is None else {"Authorization": "Basic " + base64.b64encode(f"me:{key}".encode()).decode()}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(server.url + "/", headers=headers), timeout=60) as answer:
-            return answer.status, answer.headers, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.headers, error.read().decode()
+    return server.ask("/", headers=headers)
 
 
 def test_the_page_loads_nothing_from_elsewhere():

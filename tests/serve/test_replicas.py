@@ -178,6 +178,9 @@ def test_sglang_router_in_front_of_two_servers():
             process.wait(60)
 
 
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
 class Handle:
     """Stands in for Ray's handle of the replicas. `answers`: what the calls return, one by one; an error is raised, None never ends."""
 
@@ -258,6 +261,13 @@ def test_the_ingress_limits_bodies(replicas):
     assert sent[0]["status"] == 413 and b"1000 bytes" in sent[1]["body"] and not handle.asked
 
 
+def test_the_ingress_sends_events_as_they_come(replicas):
+    """Whatever asked for them: a recording is sent in a form, which is no JSON."""
+    handle = Handle([(200, EVENTS, b"data: first\n\n", None)])
+    sent, _ = answered(replicas, handle, [b"--form"], leaves_after=0.2)
+    assert [message.get("body") for message in sent] == [None, b"data: first\n\n"]
+
+
 @pytest.mark.parametrize("body", [b'{"prompt": "x"}', b'{"prompt": "x", "stream": true}'])
 def test_a_client_of_the_ingress_that_leaves_ends_its_request(replicas, body):
     handle = Handle([None])
@@ -280,6 +290,6 @@ def test_a_replica_that_dies_before_its_answer_has_begun_is_replaced(replicas, m
         handle = Handle([first, answers])
         sent, _ = answered(replicas, handle, [body])
         assert len(handle.asked) == 2 and [each.get("body") for each in sent] == [None, b"whole", b""]
-    handle = Handle([dies])
+    handle = Handle([(200, EVENTS, *dies[2:])])
     sent, _ = answered(replicas, handle, [b'{"stream": true}'])
     assert len(handle.asked) == 1 and sent[1]["body"] == b"half" and b"has died" in sent[2]["body"]

@@ -15,6 +15,8 @@ from hf_specdec.serve import LLM, SamplingParams, StructuredOutputsParams
 from hf_specdec.serve.engine import engine, request
 from hf_specdec.serve.engine.request import Request
 from hf_specdec.serve.engine.text import Detokenizer
+from hf_specdec.serve.http.errors import ApiError
+from hf_specdec.serve.http.server import Limits, Server
 from hf_specdec.serve.ipc.messages import Submit
 from hf_specdec.serve.ipc.worker import EngineWorker
 
@@ -155,8 +157,6 @@ def test_a_batch_keeps_the_answers_of_the_others(llm, others, monkeypatch):
 def test_text_that_is_made_for_the_client(tiny_model, tiny_tokenizer, monkeypatch, caplog):
     """Without stop texts the HTTP side makes the text: one client reads an error, the other its answer."""
     pytest.importorskip("fastapi")
-    from hf_specdec.serve.http.errors import ApiError
-    from hf_specdec.serve.http.server import Limits, Server
 
     original, params = Detokenizer.add, SamplingParams(temperature=0, max_tokens=8)
     bad_ids, good_ids = (tiny_tokenizer(text)["input_ids"] for text in ("A bad one", "A good one"))
@@ -167,7 +167,7 @@ def test_text_that_is_made_for_the_client(tiny_model, tiny_tokenizer, monkeypatc
         return original(text, token)
 
     async def read(server, ids):
-        answers = [server.submit(None, ids, params)]
+        answers = [server.submit(ids, params)]
         try:
             return "".join([found[1].text async for found in server.updates(answers) if found is not None])
         finally:

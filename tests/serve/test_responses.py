@@ -7,9 +7,7 @@ from helpers_server import in_thread
 from pydantic import BaseModel
 from test_tools import TEMPLATE, TOOLS, WEATHER
 
-pytest.importorskip("openai")
-pytest.importorskip("llguidance")
-pytest.importorskip("uvicorn")
+from hf_specdec.serve.http.responses import ResponsesRequest
 
 STORY = "Tell me a story about a dog."
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -169,8 +167,6 @@ def test_errors_in_a_stream(client):
 )
 def test_reasoning_stays_in_its_turn(kinds, roles, thoughts):
     """Also if an answer ends within it, or calls follow it."""
-    from hf_specdec.serve.http.responses import ResponsesRequest
-
     shapes = {
         "user": {"role": "user", "content": "x"}, "say": {"role": "assistant", "content": "x"},
         "call": {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},

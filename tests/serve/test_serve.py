@@ -13,14 +13,16 @@ import urllib.request
 import weakref
 from types import SimpleNamespace
 
+import openai
 import pytest
 import torch
 from helpers_server import Process
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("fastapi")
-pytest.importorskip("prometheus_client")
-openai = pytest.importorskip("openai")
+from hf_specdec.serve.http.endpoints import Completions
+from hf_specdec.serve.http.protocol import CompletionRequest
+from hf_specdec.serve.http.responses import Responses, ResponsesRequest
+from hf_specdec.serve.http.server import Limits, Server
+from hf_specdec.serve.ipc.messages import Cancel, Load, Submit, Update
 
 CONFIG = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
 SERVED = {
@@ -152,16 +154,8 @@ def test_stop_texts_are_never_shown(server):
     body = {"prompt": STORY, "max_tokens": 30, "temperature": 0, "stop": [stop]}
     _, _, cut = server.post("/v1/completions", body)
     assert cut["choices"][0]["text"] == text[: text.index(stop)] and cut["choices"][0]["finish_reason"] == "stop"
-    request = urllib.request.Request(
-        server.url + "/v1/completions",
-        json.dumps({**body, "stream": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert answer.headers["Content-Type"].startswith("text/event-stream")
-        frames = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
-    assert frames[-1] == "[DONE]"
-    assert "".join(json.loads(frame)["choices"][0]["text"] for frame in frames[:-1]) == text[: text.index(stop)]
+    frames = server.streamed("/v1/completions", body)
+    assert "".join(frame["choices"][0]["text"] for frame in frames) == text[: text.index(stop)]
 
 
 def test_prefixes_are_counted_as_cached(server):
@@ -401,8 +395,6 @@ def test_answers_that_do_not_end_in_time_end_with_an_error():
 
 def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
     """None after every so many seconds without an update, not before; who leaves before the end cancels what has not ended."""
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Cancel, Load, Submit, Update
 
     async def read():
         sent, silence = [], 0.05
@@ -411,7 +403,7 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=sent.append, load=Load())
         answers = []
         for prompt in ([5], [6]):
-            answers.append(server.submit(prompt, prompt, server.facts.defaults, among=answers))
+            answers.append(server.submit(prompt, server.facts.defaults.copy(lora="north"), among=answers))
         updates = server.updates(answers)
         began = time.monotonic()
         assert await anext(updates) is None and await anext(updates) is None
@@ -427,20 +419,20 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         server.release(answers)
         assert [type(each) for each in sent] == [Submit, Submit, Cancel] and sent[2].id == answers[0].id
         assert not server.answers
-        assert server.metrics.text().count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1
+        metrics = server.metrics.text()
+        assert metrics.count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1
+        for reason in (b"stop", b"abort"):  # both counted as the adapter's
+            assert b'hf_specdec_requests_total{finish_reason="%s",model_name="north"} 1.0' % reason in metrics
 
     asyncio.run(read())
 
 
 def test_nothing_is_kept_of_an_answer_that_has_been_read(tiny_tokenizer):
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Load, Update
-
     async def read():
         server = Server(tiny_tokenizer, ["tiny"], Limits(keep_alive_seconds=60))
         server.facts.max_model_len = 256
         server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=Load())
-        answers = [server.submit([5], [5], server.facts.defaults)]
+        answers = [server.submit([5], server.facts.defaults)]
         server._route([Update(answers[0].id, token_ids=[7], request_finished=True)])
         assert len([update.token_ids async for _, update in server.updates(answers)]) == 1
         server.release(answers)
@@ -455,11 +447,6 @@ def test_nothing_is_kept_of_an_answer_that_has_been_read(tiny_tokenizer):
 @pytest.mark.parametrize("path", ["completions", "responses"])
 def test_a_stream_in_which_the_server_fails(tiny_tokenizer, caplog, path):
     """It ends with an error, and the log has the traceback."""
-    from hf_specdec.serve.http.endpoints import Completions
-    from hf_specdec.serve.http.protocol import CompletionRequest
-    from hf_specdec.serve.http.responses import Responses, ResponsesRequest
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Load
 
     async def broken(answers):
         raise RuntimeError("a bug of ours")

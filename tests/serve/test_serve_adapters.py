@@ -5,8 +5,6 @@ import json
 import re
 import shutil
 import threading
-import urllib.error
-import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
 from random import Random
 from types import SimpleNamespace
@@ -27,7 +25,7 @@ from hf_specdec.serve.http.endpoints import Completions
 from hf_specdec.serve.http.protocol import CompletionRequest
 from hf_specdec.serve.http.reader import RequestReader
 from hf_specdec.serve.http.server import Server
-from hf_specdec.serve.ipc.messages import Facts, LoadAdapter
+from hf_specdec.serve.ipc.messages import Facts
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
@@ -293,13 +291,8 @@ def server(folders):
 
 def told(server, path, body):
     """(status, the line of text or the error's message) of a request whose answer may be no JSON."""
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"}, method="POST")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())["error"]["message"]
+    status, _, text = server.ask(path, body)
+    return status, text if status == 200 else json.loads(text)["error"]["message"]
 
 
 def test_requests_name_an_adapter_as_their_model(client, server, folders, three_prompts, expected, tiny_tokenizer):
@@ -333,16 +326,13 @@ def test_requests_name_an_adapter_as_their_model(client, server, folders, three_
         client.responses.create(model="north", input="Tell me a story.", temperature=0, max_output_tokens=12).model
         == "north"
     )
-    counted = [line for line in text_of_metrics(server) if line.startswith("vllm:spec_decode_num_drafts_total")]
+    counted = [
+        line for line in server.ask("/metrics")[2].splitlines() if line.startswith("vllm:spec_decode_num_drafts_total")
+    ]
     assert {line.partition('model_name="')[2].partition('"')[0] for line in counted} == {"base", "north", "south"}
     assert told(server, "/v1/unload_lora_adapter", {"lora_name": "south"})[0] == 200
     with pytest.raises(openai.NotFoundError, match="Served: base, north"):
         ask((0, "south"))
-
-
-def text_of_metrics(server):
-    with urllib.request.urlopen(server.url + "/metrics", timeout=60) as answer:
-        return answer.read().decode().splitlines()
 
 
 def test_an_adapter_is_replaced_and_refused(client, server, folders, three_prompts, expected, tiny_tokenizer, tmp_path):
@@ -451,7 +441,7 @@ def test_an_adapter_is_known_though_its_client_has_left():
     server.facts, server.names, server.loads_adapters = Facts(adapters=("south",)), ["base"], True
 
     async def leave():
-        request = asyncio.ensure_future(server.change_adapters(LoadAdapter("north", "folder", False)))
+        request = asyncio.ensure_future(server.change_adapters("north", "folder"))
         await asyncio.sleep(0)
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,7 @@ import hf_specdec
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 
-from hf_specdec.serve.http.weights import POSTS
+from hf_specdec.serve.http.weights import ROUTES
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -330,15 +328,14 @@ def walked(schema, parts, place=""):
 
 def fields_of(server):
     """{path: names of the fields of its body} of all endpoints that have one."""
-    with urllib.request.urlopen(server.url + "/openapi.json", timeout=60) as answer:
-        api = json.loads(answer.read())
+    api = json.loads(server.ask("/openapi.json")[2])
     found = {}
     for path, methods in api["paths"].items():
         for method in methods.values():
             # test_encoders.py has the forms of audio; tests of their own have those of adapters, corpora and training loops
             if (
                 "lora" not in path
-                and path not in (*POSTS, "/v1/lookup/{name}")
+                and path not in (*(route.path for route in ROUTES), "/v1/lookup/{name}")
                 and "application/json" in method.get("requestBody", {}).get("content", {})
             ):
                 schema = method["requestBody"]["content"]["application/json"]["schema"]
@@ -348,18 +345,12 @@ def fields_of(server):
 
 def asked(server, path, body):
     """(status, ignored fields, what an answer says apart from ids and times)."""
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text, ignored = answer.read().decode(), answer.headers["x-ignored-fields"] or ""
-            text = re.sub(CACHED, lambda counts: str(int(counts[1]) + int(counts[2])), text)
-            return (
-                200,
-                ignored.split(", "),
-                re.sub(r'"(id|item_id|call_id|\w+_ms|created|created_at|cached_tokens)":("[^"]*"|[\d.e-]+)', "", text),
-            )
-    except urllib.error.HTTPError as error:
-        return error.code, [], error.read().decode()
+    status, headers, text = server.ask(path, body)
+    if status != 200:
+        return status, [], text
+    text = re.sub(CACHED, lambda counts: str(int(counts[1]) + int(counts[2])), text)
+    text = re.sub(r'"(id|item_id|call_id|\w+_ms|created|created_at|cached_tokens)":("[^"]*"|[\d.e-]+)', "", text)
+    return status, (headers["x-ignored-fields"] or "").split(", "), text
 
 
 def test_every_field_of_every_endpoint_does_something(server):
@@ -431,10 +422,7 @@ def test_predictions_are_counted_and_change_no_text(server, more):
     """Also with options that OpenAI excludes; whole and streamed."""
 
     def ask(**fields):
-        body = json.dumps({**BASES[CHAT], "max_tokens": 60, **more, **fields}).encode()
-        request = urllib.request.Request(server.url + CHAT, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.read().decode()
+        return server.ask(CHAT, {**BASES[CHAT], "max_tokens": 60, **more, **fields})[2]
 
     def messages(answer):
         return [re.sub(r"call_\w+", "", json.dumps(choice["message"])) for choice in answer["choices"]]

@@ -11,11 +11,19 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
+from fastapi.testclient import TestClient
 from helpers_server import in_thread
 from tokenizers.processors import TemplateProcessing
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("llguidance")
+from hf_specdec import LLM
+from hf_specdec.serve import SamplingParams
+from hf_specdec.serve.http.api import ROUTES, make_app
+from hf_specdec.serve.http.endpoints import Completions
+from hf_specdec.serve.http.errors import ApiError
+from hf_specdec.serve.http.protocol import ChatRequest, TokenizeRequest
+from hf_specdec.serve.http.server import Limits, Privacy, Server
+from hf_specdec.serve.ipc.messages import Facts, Load, Submit, Update
+from hf_specdec.serve.ipc.worker import EngineWorker
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -29,17 +37,6 @@ def server():
     with in_thread(config, api_keys=["secret"], allowed_origins=[ORIGIN], **options) as made:
         made.headers = {"Authorization": "Bearer secret"}
         yield made
-
-
-def streamed(server, path, body):
-    """The frames of a stream."""
-    headers = {"Content-Type": "application/json", **server.headers}
-    request = urllib.request.Request(server.url + path, json.dumps({**body, "stream": True}).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    frames = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    assert frames[-1] == "[DONE]"
-    return [json.loads(frame) for frame in frames[:-1]]
 
 
 # ---- ignored fields -------------------------------------------------------------------------------------------------
@@ -88,9 +85,7 @@ def test_ignored_fields_are_named_wherever_they_are(server, path, body, names):
 def test_null_is_the_same_as_nothing(server, path, body):
     """Clients send null for what they leave open: OpenAI's fields may be null, `n`, `stream`, `echo` and penalties among them."""
     body = body if path == "/tokenize" else {**body, "temperature": 0}
-    request = urllib.request.Request(server.url + "/openapi.json", headers=server.headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        api = json.loads(answer.read())
+    api = json.loads(server.ask("/openapi.json")[2])
     reference = api["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     names = api["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
     assert len(names) > 4
@@ -135,7 +130,7 @@ def test_echoed_prompts_are_scored_in_every_form(server):
         assert len(choice["token_ids"]) == 6  # those of the answer
     for n in (1, 2):
         found = {}
-        for frame in streamed(server, COMPLETIONS, {**body, "n": n}):
+        for frame in server.streamed(COMPLETIONS, {**body, "n": n}):
             for choice in frame["choices"]:
                 into = found.setdefault(choice["index"], {name: [] for name in expected} | {"text": ""})
                 into["text"] += choice["text"]
@@ -172,7 +167,7 @@ def test_places_of_tokens_are_those_in_the_text(server, echo):
             assert not shown or whole["text"][place:].startswith(token), (token, place)
             text += token * shown
         assert len(text) > 20 or "regex" in str(body)
-        frames = streamed(server, COMPLETIONS, {**body, **more})
+        frames = server.streamed(COMPLETIONS, {**body, **more})
         choices = [choice for frame in frames for choice in frame["choices"]]
         assert "".join(choice["text"] for choice in choices) == whole["text"]
         assert [place for choice in choices for place in choice["logprobs"]["text_offset"]] == places
@@ -183,7 +178,7 @@ def test_scoring_alone_is_the_same_in_a_stream(server):
     body = {"prompt": "Once upon a time", "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
     answer = server.post(COMPLETIONS, body)[2]
     (whole,), usage = answer["choices"], answer["usage"]
-    frame, last = streamed(server, COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+    frame, last = server.streamed(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
     (choice,) = frame["choices"]
     for found in (usage, last["usage"]):
         assert (found["prompt_tokens"], found["completion_tokens"], found["total_tokens"]) == (4, 0, 4)
@@ -247,7 +242,7 @@ def test_ids_and_reasons_in_every_form(server):
     body = {"max_tokens": 20, "temperature": 0, "return_token_ids": True, "stop": [" "], "n": 2}
     for path, more in ((COMPLETIONS, {"prompt": ["Once upon", "Lily"]}), (CHAT, {"messages": USER})):
         whole = server.post(path, {**body, **more})[2]
-        prompts, frames = {}, streamed(server, path, {**body, **more})
+        prompts, frames = {}, server.streamed(path, {**body, **more})
         for choice in whole["choices"]:
             own = [(frame, each) for frame in frames for each in frame["choices"] if each["index"] == choice["index"]]
             assert [token for _, each in own for token in each.get("token_ids", [])] == choice["token_ids"] != []
@@ -365,9 +360,6 @@ def test_pages_of_allowed_origins_may_read_answers_and_errors(server):
 
 
 def test_no_page_may_read_unless_it_is_asked_for(tiny_tokenizer):
-    from hf_specdec.serve.http.api import make_app
-    from hf_specdec.serve.http.server import Limits, Server
-
     app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()))
 
     def answered(method, path, *headers):
@@ -394,11 +386,6 @@ def test_no_page_may_read_unless_it_is_asked_for(tiny_tokenizer):
 @pytest.mark.parametrize(("stream", "threads"), [(False, [False]), (True, [False, True])])
 def test_long_answers_are_made_off_the_event_loop(tiny_tokenizer, monkeypatch, stream, threads):
     """Whole ones, and frames that echo a prompt: with log-probabilities they may take seconds."""
-    from hf_specdec.serve.http.api import make_app
-    from hf_specdec.serve.http.endpoints import Completions
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Load, Update
-
     in_loop, name = [], "choice" if stream else "whole"
     made = getattr(Completions, name)
 
@@ -437,9 +424,6 @@ def test_long_answers_are_made_off_the_event_loop(tiny_tokenizer, monkeypatch, s
 
 def test_a_burst_does_not_overfill_the_queue(tiny_tokenizer):
     """Requests that came while the engine computes one step count, too; rows that are free do not make anybody wait."""
-    from hf_specdec.serve.http.errors import ApiError
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Load
 
     async def accepted(load, n=1):
         server = Server(tiny_tokenizer, ["tiny"], Limits(max_queued_requests=2))
@@ -448,7 +432,7 @@ def test_a_burst_does_not_overfill_the_queue(tiny_tokenizer):
         answers = []
         for _ in range(10):
             try:
-                answers.append(server.submit([5], [5], server.facts.defaults.copy(n=n)))
+                answers.append(server.submit([5], server.facts.defaults.copy(n=n)))
             except ApiError as error:
                 assert error.status == 429
         server.release(answers)
@@ -468,11 +452,6 @@ def test_a_burst_does_not_overfill_the_queue(tiny_tokenizer):
 
 def test_the_engine_tells_its_load_while_a_step_runs(tiny_model, tiny_tokenizer):
     """A request that was just scheduled does not count as waiting while its first step is computed."""
-    from hf_specdec import LLM
-    from hf_specdec.serve import SamplingParams
-    from hf_specdec.serve.ipc.messages import Submit
-    from hf_specdec.serve.ipc.worker import EngineWorker
-
     llm = LLM(tiny_model, tiny_tokenizer, {"method": "none"}, max_model_len=64, max_num_seqs=2)
     worker = EngineWorker(llm.engine, lambda updates: None, llm.engine)
     seen, step = [], llm.engine.decoder.step
@@ -490,11 +469,6 @@ def test_the_engine_tells_its_load_while_a_step_runs(tiny_model, tiny_tokenizer)
 
 
 def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tiny_tokenizer, caplog):
-    from hf_specdec.serve import SamplingParams
-    from hf_specdec.serve.http.protocol import ChatRequest
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.ipc.messages import Facts
-
     facts = Facts(SamplingParams(), 64, None)
     own = Server(tiny_tokenizer, ["tiny"], Limits())
     own.know(facts)
@@ -518,9 +492,6 @@ def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tin
 
 def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
     """Whatever a field does to the prompt of a chat request, it does here."""
-    from hf_specdec.serve.http.protocol import ChatRequest, TokenizeRequest
-    from hf_specdec.serve.http.server import Limits, Server
-
     shows_all = copy.deepcopy(tiny_tokenizer)
     shows_all.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | tojson }}{{ mood }}"
@@ -540,9 +511,6 @@ def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
 
 def test_openapi_describes_what_is_served(tiny_tokenizer):
     """Every path with its methods; schemathesis checks the rest."""
-    from hf_specdec.serve.http.api import make_app
-    from hf_specdec.serve.http.server import Limits, Server
-
     app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()), ["secret"])
     document = app.openapi()
     served = {(re.sub("{.*}", "{}", route.path), method) for route in app.routes for method in route.methods - {"HEAD"}}
@@ -562,11 +530,25 @@ def test_openapi_describes_what_is_served(tiny_tokenizer):
     assert "x-ignored-fields" in document["paths"]["/v1/lookup/{name}"]["put"]["responses"]["200"]["headers"]
 
 
+def test_an_empty_api_key_is_refused():
+    """A request without a key would have it: `--api-key "$UNSET"` would look like protection."""
+    for keys in ([""], ["secret", ""]):
+        with pytest.raises(ValueError, match="An API key is empty"):
+            Privacy().check(None, keys)
+
+
+def test_head_is_answered_wherever_get_is(tiny_tokenizer):
+    """With the same status, and no body."""
+    client = TestClient(make_app(Server(tiny_tokenizer, ["tiny"], Limits())))
+    paths = [route.path for route in ROUTES if route.method == "GET"]
+    assert {client.get(path).status_code for path in paths} >= {200, 403, 404, 503}
+    for path in paths:
+        answer = client.head(path)
+        assert (answer.status_code, answer.text) == (client.get(path).status_code, ""), path
+
+
 def test_long_texts_are_refused_before_they_are_tokenized(tiny_tokenizer):
     """Unless their tokens are long, too: then they are counted."""
-    from hf_specdec.serve.http.errors import ApiError
-    from hf_specdec.serve.http.server import Limits, Server
-
     server, sizes = Server(tiny_tokenizer, ["tiny"], Limits()), []
     server.facts.max_model_len, encode = 64, server.encode
     server.encode = lambda text, *more: sizes.append(len(text)) or encode(text, *more)

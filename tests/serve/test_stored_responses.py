@@ -3,14 +3,12 @@
 import errno
 import json
 import os
-import urllib.error
-import urllib.request
 
+import openai
 import pytest
 from helpers_server import in_thread
 
-openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
+from hf_specdec.serve.http.store import ResponseStore
 
 STORY = "Tell me a story about a dog."
 
@@ -20,8 +18,6 @@ def client_of(server, key="first"):
 
 
 def serving(folder, most_bytes=1 << 20):
-    from hf_specdec.serve.http.store import ResponseStore
-
     return in_thread(api_keys=["first", "second"], store=ResponseStore(folder, most_bytes))
 
 
@@ -191,10 +187,8 @@ def test_items_have_ids_of_their_own(server):
 def test_wrong_queries(server, query):
     kept = create(client_of(server))
     path = f"/v1/responses/{kept.id}" + ("" if "stream" in query else "/input_items")
-    request = urllib.request.Request(f"{server.url}{path}?{query}", headers={"x-api-key": "first"})
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(request)
-    assert error.value.code == 400 and query.partition("=")[0] in json.loads(error.value.read())["error"]["message"]
+    status, _, text = server.ask(f"{path}?{query}", headers={"x-api-key": "first"})
+    assert status == 400 and query.partition("=")[0] in json.loads(text)["error"]["message"]
 
 
 def test_without_a_store():

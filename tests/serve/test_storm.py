@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -217,14 +216,10 @@ def ask(server, ids, params, kind, wait):
             sock.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
             sock.recv(500)
         return None
-    request = urllib.request.Request(server.url + "/v1/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        text = answer.read().decode()
     if kind == "whole":
-        return json.loads(text)["choices"][0]["token_ids"]
-    frames = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-    assert frames[-1] == "[DONE]"
-    return [token for frame in frames[:-1] for token in json.loads(frame)["choices"][0]["token_ids"]]
+        return server.post("/v1/completions", body)[2]["choices"][0]["token_ids"]
+    frames = server.streamed("/v1/completions", json.loads(body))
+    return [token for frame in frames for token in frame["choices"][0]["token_ids"]]
 
 
 def held_by(server):

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import openai
 import pytest
 import torch
 from helpers_server import in_thread
@@ -21,10 +22,9 @@ from hf_specdec.serve.http.chat_parser import (
     tool_grammar,
     without_tools,
 )
-
-openai = pytest.importorskip("openai")
-pytest.importorskip("llguidance")
-pytest.importorskip("uvicorn")
+from hf_specdec.serve.http.errors import ApiError
+from hf_specdec.serve.http.protocol import ChatRequest
+from hf_specdec.serve.http.server import Limits, Server
 
 SPACES = {"226": 100, "453": 100}  # " " and ' "'
 TEMPLATE = {
@@ -311,9 +311,6 @@ TEXTS = ['{"city": "Os', "null", "5", "[1]", "Oslo", "[" * 2000, r'{"a": "\ud800
 
 def test_calls_are_shown_to_templates_as_they_were_written(tiny_tokenizer):
     """`arguments` are free text: an object if they are one, else the text, whatever the template does with it."""
-    from hf_specdec.serve.http.errors import ApiError
-    from hf_specdec.serve.http.protocol import ChatRequest
-    from hf_specdec.serve.http.server import Limits, Server
 
     def shown(template, arguments):
         tokenizer = copy.deepcopy(tiny_tokenizer)

@@ -8,6 +8,7 @@ import openai
 import pytest
 import torch
 import torch.distributed as dist
+from fastapi.testclient import TestClient
 from helpers_server import free_port, in_thread
 from helpers_weights import EAGLE3, plain
 from oracle import load_bundled
@@ -15,20 +16,17 @@ from torch.distributed import distributed_c10d as c10d
 
 import hf_specdec
 from hf_specdec.serve.engine.weights import broadcast
+from hf_specdec.serve.http.api import make_app
+from hf_specdec.serve.http.server import Limits, Server
+from hf_specdec.serve.http.weights import ROUTES
 from hf_specdec.serve.trainer import WeightSender
 
 
 def test_without_the_flag_every_path_is_refused(tiny_tokenizer):
-    from fastapi.testclient import TestClient
-
-    from hf_specdec.serve.http.api import make_app
-    from hf_specdec.serve.http.server import Limits, Server
-    from hf_specdec.serve.http.weights import GETS, POSTS
-
     client = TestClient(make_app(Server(tiny_tokenizer, ["tiny"], Limits())))
-    for path, ask in [*((path, client.post) for path in POSTS), *((path, client.get) for path in GETS)]:
-        answer = ask(path)
-        assert answer.status_code == 403, path
+    for route in ROUTES:
+        answer = client.request(route.method, route.path)
+        assert answer.status_code == 403, route.path
         message = "This needs a server that was started with --enable-weight-updates."
         assert answer.json()["error"]["message"] == message
 

@@ -19,7 +19,7 @@ from hf_specdec.model.prepare import prepare
 from hf_specdec.serve import SamplingParams
 from hf_specdec.serve.engine.control import Acceptance
 from hf_specdec.serve.engine.weights import Weights
-from hf_specdec.serve.ipc.messages import CallControl, Submit
+from hf_specdec.serve.ipc.messages import Call, Submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
@@ -278,7 +278,7 @@ class Running:
             self.reasons[update.id] = update.finish_reason
 
     def call(self, method, **arguments):
-        return self.worker.ask(CallControl(method, arguments))
+        return self.worker.ask(Call("control", method, arguments))
 
     def stop(self):
         self.worker.stop()

@@ -180,14 +180,14 @@ def _check_config(config: Any) -> None:
 
 def _compare(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Raise ValueError unless a file has the tensors that its configuration and this model ask for."""
-    found, wanted = (
+    stored, wanted = (
         {name.removeprefix(_PREFIX): tuple(tensor.shape) for name, tensor in names.items()}
         for names in (weights, expected)
     )
-    for name in (*wanted, *found):
-        if name not in found or name not in wanted:
+    for name in (*wanted, *stored):
+        if name not in stored or name not in wanted:
             where = "the file has no" if name in wanted else "the model or adapter_config.json has no place for its"
             raise ValueError(f"{where} {name}.")
-        if found[name] != wanted[name]:
-            shapes = f"{list(found[name])}, and this model and adapter_config.json ask for {list(wanted[name])}"
+        if stored[name] != wanted[name]:
+            shapes = f"{list(stored[name])}, and this model and adapter_config.json ask for {list(wanted[name])}"
             raise ValueError(f"{name} has the shape {shapes}.")

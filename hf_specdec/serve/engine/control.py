@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,7 +19,6 @@ from .weights import Weights
 
 logger = logging.getLogger(__name__)
 
-MODES = ("abort", "wait", "keep")
 _PARTS = ("weights", "kv_cache")
 
 
@@ -101,11 +100,9 @@ class Control:
         """True once no request that may run is left."""
         return self._scheduler.newest is not None and not self._scheduler.has_rows
 
-    def pause(self, mode: str = "abort") -> None:
+    def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
         """Let no further request run. With `mode` "wait" those that have come run to their end, and `is_paused` tells when; otherwise they
         stay as they are until `resume`. For "abort" the caller aborts them. A second pause lets no more run than the first."""
-        if mode not in MODES:
-            raise ValueError(f"mode {mode!r}: use one of {', '.join(MODES)}.")
         if mode != "wait":
             self._scheduler.newest = -1
         elif self._scheduler.newest is None:

@@ -158,6 +158,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """True once all choices have ended."""
         return all(choice.output.finished() for choice in self.choices)
 
     def result(self) -> RequestOutput:
@@ -325,10 +326,8 @@ class Admission:
             matcher, text_of = matcher and matcher.deep_copy(), lambda token: token_text(self.tokenizer, token) or ""
             size = self.grammars.vocab_size
             grammar = GrammarLogitsProcessor(matcher, size, length, frozenset(ends), reasoning, text_of, budget)
-        rules = [] if self.encoder is None or request.encoder is None else self.encoder.rules(request.encoder, prompt)
         sequence = Sequence(
-            list(prompt), length + new_tokens, frozenset(ends), params.do_sample, stream,
-            self._processors(params, prompt, ends, grammar, rules),
+            list(prompt), length + new_tokens, frozenset(ends), params.do_sample, stream, self._processors(request, ends, grammar),
             num_speculative_tokens=params.num_speculative_tokens, drafter=params.drafter,
             wants_prompt_logits=params.prompt_logprobs is not None and index == 0, is_shared=not params.private,
             space=params.space if params.lora is None else f"{params.space} {params.lora}",
@@ -341,16 +340,13 @@ class Admission:
         return RequestChoice(request, output, sequence, text, grammar)
 
     def _processors(
-        self,
-        params: SamplingParams,
-        prompt: list[int],
-        ends: set[int],
-        grammar: GrammarLogitsProcessor | None,
-        rules: list[Any],
+        self, request: Request, ends: set[int], grammar: GrammarLogitsProcessor | None
     ) -> NodeProcessors | None:
-        """The logits processors of a row, in vLLM's order; None if no parameter changes the logits. The model's own `rules` come first.
+        """The logits processors of a row, in vLLM's order; None if no parameter changes the logits. The model's own rules come first.
         Raises ValueError: an id is outside the vocabulary, or there are bad words and no tokenizer.
         """
+        params, prompt, given = request.params, request.prompt_token_ids, request.encoder
+        rules = [] if self.encoder is None or given is None else self.encoder.rules(given, prompt)
         processors, vocab_size = LogitsProcessorList(rules), self.decoder.target.vocab_size
         if params.logit_bias or params.allowed_token_ids is not None:
             processors.append(TokenBiasLogitsProcessor(vocab_size, params.logit_bias, params.allowed_token_ids))

@@ -147,6 +147,7 @@ class GrammarCompiler:
         return self.start(params).result().deep_copy()
 
     def close(self) -> None:
+        """End the thread; compiled grammars are kept."""
         with self._lock:
             if self._thread is not None:
                 self._thread.shutdown(wait=False)

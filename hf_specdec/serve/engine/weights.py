@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...core.errors import is_failure
 from ...model.adapters import lora_layers
 from ...model.packed_model import PackedModel
 from ...model.structure import place_of
@@ -197,7 +196,7 @@ class Weights:
             raise ValueError(f"{kind} is sharded (tensor_parallel_size): its weights cannot be updated.")
         if any(layer.merged for layer in lora_layers(model)):
             raise ValueError(f"An adapter is merged into {kind}: unmerge it before its weights are updated.")
-        found = {}
+        places = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if ".lora_" in name:
                 continue
@@ -206,10 +205,10 @@ class Weights:
                 raise ValueError(
                     f"{kind} has {what} weights ({name}), which cannot be updated: load it as plain tensors."
                 )
-            found[name.replace(".base_layer.", ".")] = tensor
+            places[name.replace(".base_layer.", ".")] = tensor
         if getattr(model, "hf_quantizer", None) is not None:
             raise ValueError(f"{kind} has quantized weights, which cannot be updated: load it as plain tensors.")
-        return found
+        return places
 
 
 def is_plain(tensor: Any) -> bool:
@@ -255,8 +254,6 @@ def read_folder(model: Any, places: dict[str, torch.Tensor], folder: str) -> dic
         options = {"config": copy.deepcopy(model.config), "dtype": model.dtype, "use_safetensors": True}
         loaded, report = type(model).from_pretrained(folder, output_loading_info=True, local_files_only=True, **options)
     except Exception as error:  # what transformers raises for files of another kind differs from version to version
-        if not is_failure(error):
-            raise
         raise ValueError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
     setting = _difference(model.config.to_dict(), given)
     if setting is not None:

@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from fastapi import Request
@@ -40,6 +40,7 @@ _LISTS = {"timestamp_granularities[]": "timestamp_granularities", "include[]": "
 class AudioRequest(Body):
     """POST /v1/audio/transcriptions and /v1/audio/translations, without the recording."""
 
+    media_type: ClassVar = "multipart/form-data"
     model: str | None = None
     language: str | None = None
     prompt: str | None = None
@@ -197,7 +198,7 @@ class Transcription:
             ids, beginning = speech.prompt(self.previous, self.beginning)
             given = EncoderInput([], speech.window(self.features, seek), beginning, self.has_timestamps)
             self.answers = [
-                self.server.submit(None, ids, self.params, space=space, max_time=left, encoder=given, waits=not seek)
+                self.server.submit(ids, self.params, space=space, max_time=left, encoder=given, waits=not seek)
             ]
             updates: list[Update] = []
             async for item in self.server.updates(self.answers):
@@ -219,6 +220,7 @@ class Transcription:
             seek += offset
 
     def decoded(self, tokens: list[int]) -> str:
+        """The text of these ids, without special tokens."""
         return self.server.tokenizer.decode(tokens, skip_special_tokens=True)
 
     async def stream(self, space: str) -> AsyncIterator[bytes]:
@@ -240,6 +242,7 @@ class Transcription:
             yield sse(shown(error).body)
 
     def usage(self) -> dict[str, Any]:
+        """The field `usage`: the recording's length."""
         return {"type": "duration", "seconds": math.ceil(self.seconds)}
 
     def answer(self, windows: list[Window], headers: dict[str, str]) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
@@ -57,6 +57,8 @@ class Part(BaseModel):
 
 class Body(Part):
     """Base of all request bodies."""
+
+    media_type: ClassVar = "application/json"
 
     @property
     def unknown_fields(self) -> list[str]:

@@ -50,7 +50,6 @@ class Endpoint(ABC):
     def __init__(self, server: Server, body: Any, space: str):
         self.server, self.body, self.space = server, body, space
         server.check_model(body.model)
-        self.prompts: list[str | list[int]] = []  # as the client gave them, or as the chat template made them
         self.ids: list[list[int]] = []  # of the prompts
         self.images: EncoderInput | None = None  # of the prompt, as the model reads them
         self.fetched: dict[str, bytes] = {}  # images that were named by an address
@@ -87,11 +86,11 @@ class Endpoint(ABC):
     def submit(self) -> None:
         """Send the prompts to the engine, each as a request of its own, and set `answers`. Errors: see `Server.submit`."""
         more = (self.params, self.reasoning, self.answers, self.body.max_time, self.space)
-        for prompt, ids in zip(self.prompts, self.ids, strict=True):
+        for ids in self.ids:
             begins, given = ids, self.images
             if self.decoder_prompt is not None:
                 begins, given = self.decoder_prompt, EncoderInput(ids)
-            self.answers.append(self.server.submit(prompt, begins, *more, encoder=given))
+            self.answers.append(self.server.submit(begins, *more, encoder=given))
 
     def is_long(self, answer: Answer, update: Update) -> bool:
         """Whether the events of an update may be long, so that a thread has to make them."""
@@ -114,9 +113,8 @@ class Endpoint(ABC):
         _ = server.running_worker  # before the model is loaded, the length of prompts is not known
         given = cls, raw, dict(request.headers), request.scope.get(SPACE, "")
         self = await server.lanes.run(len(raw), _prepared, *given)
-        if isinstance(
-            self, list
-        ):  # few bytes may be a large image, or name a long text: short bodies do not wait for it
+        if isinstance(self, list):
+            # few bytes may be a large image, or name a long text: short bodies do not wait for it
             fetched = await server.media.fetch({url for url in self if not url.startswith("data:")})
             self = await server.lanes.run(max(len(raw), LONG_BYTES + 1), _prepared, *given, fetched)
         self.server = server
@@ -191,9 +189,11 @@ class Endpoint(ABC):
             yield self.end(shown(error))
 
     def begin(self) -> bytes:
+        """The events before the first update."""
         return b""
 
     def events(self, answer: Answer, update: Update) -> bytes:
+        """The events of an update."""
         handed = {} if update.kv_transfer_params is None else {"kv_transfer_params": update.kv_transfer_params}
         index = answer.number * self.body.n + update.index
         return self._frame([{"index": index, **self.choice(answer.number, update)}], **handed)
@@ -254,7 +254,7 @@ class Completions(Endpoint):
         counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
         scored = max((count for count in counts if count is not None), default=None)
         self.set_params(1 if body.max_tokens == 0 else body.max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
-        self.prompts = body.prompts()
+        self.prompts = body.prompts()  # texts or ids, as the client gave them
         self.ids = [self.server.prompt_ids(prompt, "prompt") for prompt in self.prompts]
         self.offsets: dict[tuple[int, int], TextOffsets] = {}  # by number of the prompt and index of the choice
         self.special_ids = set(self.server.tokenizer.all_special_ids)
@@ -336,13 +336,14 @@ class Completions(Endpoint):
 
 
 class Chat(Endpoint):
-    """POST /v1/chat/completions. The text is parsed by `template`; if that is None, all of it is content. `prefix`: the prompt's text."""
+    """POST /v1/chat/completions. The text is parsed by `template`; if that is None, all of it is content."""
 
     form: type[Body] = ChatRequest
     object = "chat.completion.chunk"
     prefix = "chatcmpl"
     effort_field = "reasoning_effort"
     template: dict | None
+    prompt_text: str  # with its special tokens; "" without a template
     parsers: list[MessageParser]
 
     def prepare(self) -> None:
@@ -359,7 +360,7 @@ class Chat(Endpoint):
             self.ignored_fields.append("image_url.detail")
         ids, self.images = self.server.chat_ids(body, self.fetched)
         self.fetched = {}
-        self.prompts, self.ids = [ids], [ids]
+        self.ids = [ids]
         self.reasoning = self._choose_template(ids)
         if self.template is not None:  # the marks it looks for may be special tokens
             self.params = self.params.copy(skip_special_tokens=False)
@@ -369,13 +370,13 @@ class Chat(Endpoint):
     def submit(self) -> None:
         body, make = self.body, None
         if self.template is not None:
-            of_text = {"prefix": self.prefix, "tools": body.offered_tools}
+            of_text = {"prefix": self.prompt_text, "tools": body.offered_tools}
             make = partial(self.server.tokenizer.get_response_parser, self.template, **of_text)
         self.parsers = [MessageParser(make, body.forced_tool, body.parallel_tool_calls) for _ in range(body.n)]
         super().submit()
 
     def _choose_template(self, ids: list[int]) -> Reasoning | None:
-        """Set `template` and `prefix`. Returns the reasoning before a grammar's text. Raises ApiError: 400, no template has tool calls."""
+        """Set `template` and `prompt_text`. Returns the reasoning before a grammar. Raises ApiError 400: no template has tool calls."""
         body, tokenizer = self.body, self.server.tokenizer
         template, tools = self.server.response_template, body.offered_tools
         if tools and body.forced_tool is None and "tool_calls" not in (template or {"fields": ()})["fields"]:
@@ -384,14 +385,14 @@ class Chat(Endpoint):
                 "tool_choice, or set it to 'none'.", "tools",
             )  # fmt: skip
         template = self.template = template if tools and self.grammar is None else without_tools(template)
-        self.prefix = "" if template is None else tokenizer.decode(ids)
+        self.prompt_text = "" if template is None else tokenizer.decode(ids)
         is_limited = self.params.thinking_token_budget is not None
         if is_limited and reasoning_marks(template) is None:
             message = "The server does not know how this model marks its reasoning (--response-template)."
             raise bad_request(message, "thinking_token_budget")
         if self.grammar is None and not is_limited:
             return None
-        return reasoning_before(tokenizer, template, self.prefix, is_constrained=self.grammar is not None)
+        return reasoning_before(tokenizer, template, self.prompt_text, is_constrained=self.grammar is not None)
 
     def answer(self, results: list[list[Update]]) -> dict[str, Any]:
         scored = prompt_logprobs(self.answers[0].prompt_logprobs, self.ids[0], self.body.prompt_logprobs)

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -29,11 +29,15 @@ def space_of(key: bytes) -> str:
 
 class Guard:
     """Rejects a request with a wrong key, or with a body that is too large or too slow, before the application sees it. Chooses the
-    look-up tables of a request by its key. `keys`: any of them is accepted; an empty list accepts every request.
+    look-up tables of a request by its key.
+
+    Args:
+        keys: any of them is accepted; an empty list accepts every request.
+        open_paths: paths that need no key.
     """
 
-    def __init__(self, app: Callable, keys: list[bytes], limits: Limits):
-        self.app, self.keys, self.limits = app, keys, limits
+    def __init__(self, app: Callable, keys: list[bytes], limits: Limits, open_paths: Collection[str] = ()):
+        self.app, self.keys, self.limits, self.open_paths = app, keys, limits, open_paths
         self.spaces = [space_of(key) for key in keys]
 
     async def __call__(self, scope, receive, send) -> None:
@@ -42,7 +46,7 @@ class Guard:
             return
         headers = dict(scope["headers"])
         try:
-            if self.keys and scope["path"] != "/health":
+            if self.keys and scope["path"] not in self.open_paths:
                 key = self._key(headers)
                 if key is None:  # for the page, a browser then prompts for the key
                     scheme = "Basic realm=API-key-as-password" if scope["path"] == "/" else "Bearer"

@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from ...candidate_generators.corpora import ids_of
-from ..ipc.messages import ChangeCorpus
 from .bodies import Body, Items, read_body
 from .endpoints import ignored_header
 from .errors import ApiError, bad_request
@@ -34,8 +33,8 @@ def _space(server: Server, request: Request) -> str:
 
 def _corpora(server: Server, request: Request) -> dict[str, dict[str, Any]]:
     """The corpora that a client's requests look into, as they are shown, by name: its own before the server's."""
-    own = server.corpora.get(_space(server, request), {})
-    owners = ((server.facts.corpora, "server"), (own, "client"))
+    added = server.corpora.get(_space(server, request), {})
+    owners = ((server.facts.corpora, "server"), (added, "client"))
     return {name: _shown(name, size, owner) for sizes, owner in owners for name, size in sizes.items()}
 
 
@@ -53,7 +52,7 @@ async def put_corpus(server: Server, request: Request, raw: bytes) -> Response:
     if not 0 < len(name) <= _MOST_CHARACTERS_OF_NAMES:
         raise bad_request(f"The name must have 1 to {_MOST_CHARACTERS_OF_NAMES} characters, not {len(name)}.")
     ids, unknown = await server.lanes.run(len(raw), _read, raw, dict(request.headers))
-    await server.change_corpus(ChangeCorpus(_space(server, request), name, ids))
+    await server.change_corpus(_space(server, request), name, ids)
     return JSONResponse(_shown(name, len(ids), "client"), headers=ignored_header(unknown))
 
 
@@ -80,7 +79,7 @@ async def delete_corpus(server: Server, request: Request, raw: bytes) -> Respons
     name = corpus["id"]
     if corpus["owned_by"] == "server":
         raise ApiError(403, f"{name!r} was given to the server when it started (lookup_corpus), and stays.")
-    await server.change_corpus(ChangeCorpus(_space(server, request), name, None))
+    await server.change_corpus(_space(server, request), name, None)
     return JSONResponse({"id": name, "object": "lookup.deleted", "deleted": True})
 
 

@@ -33,9 +33,8 @@ class Media:
 
     def __init__(self, hosts: list[str], most_bytes: int):
         self.hosts, self.most_bytes = frozenset(host.lower() for host in hosts), most_bytes
-        self._pool = ThreadPoolExecutor(
-            _MOST_AT_ONCE, "hf-specdec-media"
-        )  # of its own: slow hosts must not delay answers
+        # of its own: slow hosts must not delay answers
+        self._pool = ThreadPoolExecutor(_MOST_AT_ONCE, "hf-specdec-media")
 
     async def fetch(self, urls: set[str]) -> dict[str, bytes]:
         """The contents of these addresses. Raises ApiError: 400, one of them cannot be fetched."""

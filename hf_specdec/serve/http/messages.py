@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictInt
+from pydantic import Field
 from pydantic_core import from_json
 
 from ..engine.structured import reasoning_marks
@@ -169,7 +169,7 @@ class Thinking(Part):
 
 class LimitedThinking(Part):
     type: Literal["enabled"]
-    budget_tokens: StrictInt = Field(ge=1)
+    budget_tokens: int = Field(ge=1)
 
 
 class OutputConfig(Part):
@@ -215,7 +215,7 @@ class MessagesRequest(CountTokensRequest, TranslatedRequest):
     """POST /v1/messages."""
 
     not_served: ClassVar = ("container", "context_management", "mcp_servers", "response_format")
-    max_tokens: StrictInt = Field(ge=1)
+    max_tokens: int = Field(ge=1)
     stop: Items[str] | None = Field(None, alias="stop_sequences")  # type: ignore[assignment]
 
     def to_chat(self, can_think: bool) -> ChatRequest:

@@ -6,7 +6,7 @@ import json
 from dataclasses import fields
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..engine.params import OF_MODELS, SamplingParams
 from ..engine.structured import WHITE_SPACE, StructuredOutputsParams
@@ -42,9 +42,9 @@ class SpeculationField(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     method: str | None = None
-    num_speculative_tokens: StrictInt | None = Field(default=None, ge=0)
+    num_speculative_tokens: int | None = Field(default=None, ge=0)
     enabled: bool = True
-    private: StrictBool = False
+    private: bool = False
 
 
 class JsonSchema(Part):
@@ -89,7 +89,7 @@ class SamplingFields(Body):
 
     model: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    n: StrictInt = Field(1, ge=1, le=128)
+    n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -99,18 +99,18 @@ class SamplingFields(Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
-    seed: StrictInt | None = None
+    seed: int | None = None
     stop: str | Items[str] | None = None
-    stop_token_ids: Items[StrictInt] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: StrictInt = 0
+    min_tokens: int = 0
     logit_bias: dict[str, float] | None = Field(None, max_length=_MOST_BIASES)
-    allowed_token_ids: Items[StrictInt] | None = None
+    allowed_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
     skip_special_tokens: bool = True
-    prompt_logprobs: StrictInt | None = Field(None, ge=0, le=20)
-    priority: StrictInt = 0
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    priority: int = 0
     max_time: float | None = Field(None, gt=0, allow_inf_nan=False)
     speculative_config: SpeculationField | None = None
     prediction: PredictionField | None = None
@@ -185,11 +185,11 @@ _SHARED = {field.name for field in fields(SamplingParams)} & SamplingFields.mode
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | Items[str] | Items[StrictInt] | Items[Items[StrictInt]]
-    max_tokens: StrictInt | None = Field(16, ge=0)
-    logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    decoder_prompt: str | Items[StrictInt] | None = None
+    decoder_prompt: str | Items[int] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -329,12 +329,12 @@ class Conversation(Body):
 class ChatRequest(Conversation, SamplingFields):
     """POST /v1/chat/completions."""
 
-    max_tokens: StrictInt | None = Field(None, ge=1)
-    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     parallel_tool_calls: bool = True
-    thinking_token_budget: StrictInt | None = Field(None, ge=-1)
+    thinking_token_budget: int | None = Field(None, ge=-1)
 
     @property
     def forced_tool(self) -> str | None:
@@ -405,4 +405,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Items[StrictInt]
+    tokens: Items[int]

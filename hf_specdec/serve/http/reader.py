@@ -77,6 +77,7 @@ class RequestReader:
         }  # fmt: skip
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text of any length."""
         options = {"return_attention_mask": False, "return_token_type_ids": False}
         return self.tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
 

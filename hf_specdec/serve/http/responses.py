@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictInt
+from pydantic import Field
 
 from ..ipc.messages import Update
 from .bodies import Items, Part, checked
@@ -66,7 +66,7 @@ class TranslatedRequest(SamplingFields):
 
     not_served: ClassVar[tuple[str, ...]]  # names of fields that would change the answer
     chat_template_kwargs: dict[str, Any] | None = None
-    thinking_token_budget: StrictInt | None = Field(None, ge=-1)
+    thinking_token_budget: int | None = Field(None, ge=-1)
 
     @property
     def without_effect(self) -> list[str]:
@@ -95,7 +95,7 @@ class ResponsesRequest(TranslatedRequest):
     )  # fmt: skip
     input: str | Annotated[Items[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: StrictInt | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1)
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool = True
@@ -192,6 +192,7 @@ class ResponseItems:
         self._open: dict[str, Any] | None = None
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:
+        """Append what one update adds: reasoning, then text, then calls."""
         events = self._write("reasoning", "reasoning_text", delta.reasoning) if delta.reasoning else []
         events += self._write("message", "output_text", delta.content) if delta.content else []
         return events + [event for call in delta.tool_calls for event in self._call(call)]

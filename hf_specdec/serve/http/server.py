@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ...candidate_generators import parse_config
 from ...core.errors import is_failure
 from ...sampling.grammar import Reasoning
@@ -22,7 +24,7 @@ from ..engine.request import Logprob
 from ..engine.structured import StructuredOutputsParams
 from ..engine.text import Detokenizer
 from ..ipc.engine_process import EngineProcess
-from ..ipc.messages import CallControl, Cancel, ChangeCorpus, Facts, Load, LoadAdapter, Submit, UnloadAdapter, Update
+from ..ipc.messages import Call, Cancel, Facts, Load, Submit, Update
 from ..ipc.worker import EngineWorker
 from ..llm import LLM
 from ..metrics import Metrics
@@ -70,7 +72,10 @@ class Privacy:
     shares_across_keys: bool = False
 
     def check(self, speculative_config: Any, api_keys: list[str] | None) -> None:
-        """Refuse that one API key's requests shape another's drafts, unless allowed. Raises ValueError: a head would learn from both."""
+        """Refuse that one API key's requests shape another's drafts, unless allowed. Raises ValueError: a head would learn from both; or a
+        key is empty."""
+        if "" in (api_keys or []):
+            raise ValueError("An API key is empty, so that every request has it: give a key, or leave the option out.")
         config = None if speculative_config is None else parse_config(speculative_config)
         keeps_apart = len(set(api_keys or [])) > 1 and not (self.private or self.shares_across_keys)
         if keeps_apart and getattr(config, "learn", False):
@@ -101,6 +106,7 @@ class Answer:
     texts: dict[int, Detokenizer] = field(default_factory=dict)  # by choice; none if the engine makes the text
 
     def make_text(self, update: Update, tokenizer: Any) -> None:
+        """Set an update's text, unless the engine has made it."""
         if self.params.detokenize:
             return
         if update.index not in self.texts:
@@ -212,6 +218,7 @@ class Server(RequestReader):
             raise stopped()
 
     def deliver(self, updates: list[Update]) -> None:
+        """Pass updates on to the loop's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: there are no readers any more
             self.loop.call_soon_threadsafe(self._route, updates)
 
@@ -232,7 +239,8 @@ class Server(RequestReader):
         ApiError: 400, it is malformed or too complex; 503, see `running_worker`.
         """
         if grammar is not None:
-            await self._done(self.running_worker.ask(grammar), "structured_outputs")
+            call = Call("grammars", "start", {"params": grammar})
+            await self._done(self.running_worker.ask(call), "structured_outputs")
 
     async def _done(self, asked: Future, param: str | None, then: Callable[[], object] = lambda: None) -> None:
         """Wait for what the engine was asked to do, and do what follows `then`, even if the client leaves. Raises ApiError: 400, the
@@ -249,24 +257,26 @@ class Server(RequestReader):
         except ChildProcessError:
             raise stopped() from None
 
-    async def change_adapters(self, wish: LoadAdapter | UnloadAdapter) -> None:
-        """Load or unload a LoRA adapter. Answers that use it end as they began. Raises ApiError: 403, this server does not do it;
-        400, the adapter cannot be loaded; 404, there is none; 503, see `running_worker`."""
+    async def change_adapters(self, name: str, path: str | None, replaces: bool = False) -> None:
+        """Load a LoRA adapter (see `Adapters.load`), or unload it (`path` None). Answers that use it end as they began. Raises ApiError:
+        403, this server does not do it; 400, the adapter cannot be loaded; 404, there is none; 503, see `running_worker`."""
         worker, names = self.running_worker, self.facts.adapters
         if not self.loads_adapters:
             raise ApiError(
                 403, "Adapters are loaded on request if the server was started with --allow-runtime-lora-updating."
             )
-        others = tuple(name for name in names if name != wish.name)
-        if isinstance(wish, UnloadAdapter):
-            if wish.name not in names:
+        if path is None:
+            if name not in names:
                 raise ApiError(
-                    404, f"The lora adapter {wish.name!r} cannot be found.", param="lora_name", code="model_not_found"
+                    404, f"The lora adapter {name!r} cannot be found.", param="lora_name", code="model_not_found"
                 )
-            self.facts = replace(self.facts, adapters=others)  # before it has gone
-        elif not wish.name or wish.name in self.names:
-            raise bad_request(f"lora_name {wish.name!r} is empty or the name of the model.", "lora_name")
-        await self._done(worker.ask(wish), "lora_path", partial(self._note_adapter, wish))
+            self._note_adapters(name)  # before it has gone
+            await self._done(worker.ask(Call("adapters", "unload", {"name": name})), "lora_path")
+            return
+        if not name or name in self.names:
+            raise bad_request(f"lora_name {name!r} is empty or the name of the model.", "lora_name")
+        asked = worker.ask(Call("adapters", "load", {"name": name, "path": path, "replaces": replaces}))
+        await self._done(asked, "lora_path", partial(self._note_adapters, name, name))
 
     def check_control(self) -> EngineWorker | EngineProcess:
         """The worker. Raises ApiError: 403, this server's clients may not control the engine; 503, see `running_worker`."""
@@ -276,32 +286,31 @@ class Server(RequestReader):
 
     async def control(self, method: str, arguments: dict[str, Any]) -> None:
         """Call a method of the engine's `Control`. Raises ApiError: see `check_control`; 400, it cannot be done."""
-        await self._done(self.check_control().ask(CallControl(method, arguments)), None)
+        await self._done(self.check_control().ask(Call("control", method, arguments)), None)
 
-    def _note_adapter(self, wish: LoadAdapter | UnloadAdapter) -> None:
-        if isinstance(wish, LoadAdapter):
-            others = tuple(name for name in self.facts.adapters if name != wish.name)  # they may have changed
-            self.facts = replace(self.facts, adapters=(*others, wish.name))
+    def _note_adapters(self, gone: str, *new: str) -> None:
+        self.facts = replace(self.facts, adapters=(*(name for name in self.facts.adapters if name != gone), *new))
 
-    async def change_corpus(self, wish: ChangeCorpus) -> None:
-        """Add a corpus of a space, or remove it. Raises ApiError: 400, it cannot be added; 503, see `running_worker`."""
-        await self._done(self.running_worker.ask(wish), "text", partial(self._note_corpus, wish))
+    async def change_corpus(self, space: str, name: str, ids: np.ndarray | None) -> None:
+        """Add a corpus of a space, int32 [n], or remove it (None). Raises ApiError: 400, it cannot be added; 503, see `running_worker`."""
 
-    def _note_corpus(self, wish: ChangeCorpus) -> None:
-        of_space = self.corpora.setdefault(wish.space, {})
-        of_space.pop(wish.name, None)
-        if wish.ids is not None:
-            of_space[wish.name] = len(wish.ids)
+        def note() -> None:
+            of_space = self.corpora.setdefault(space, {})
+            of_space.pop(name, None)
+            if ids is not None:
+                of_space[name] = len(ids)
+
+        call = Call("corpora", "start", {"space": space, "name": name, "ids": ids})
+        await self._done(self.running_worker.ask(call), "text", note)
 
     def submit(
-        self, prompt: str | list[int] | None, ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None,
-        among: list[Answer] | None = None, max_time: float | None = None, space: str = "", encoder: EncoderInput | None = None,
-        waits: bool = True
+        self, ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None, among: list[Answer] | None = None,
+        max_time: float | None = None, space: str = "", encoder: EncoderInput | None = None, waits: bool = True
     ) -> Answer:  # fmt: skip
         """Send one prompt to the engine.
 
         Args:
-            prompt: as the client gave it, None for audio; `ids` are its token ids, see `prompt_ids`; with `encoder`, those of the decoder.
+            ids: of the prompt, see `prompt_ids`; with `encoder`, of the decoder.
             among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
             max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
             space: see `Sequence.space`; not used if API keys share what is learnt.
@@ -332,7 +341,7 @@ class Server(RequestReader):
         answer.num_image_bytes = num_image_bytes
         self.answers[answer.id] = answer
         self._num_submitted += params.n
-        worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning, encoder))
+        worker.send(Submit(answer.id, None, ids, params, reasoning, encoder))
         limits = [limit for limit in (max_time, self.limits.answer_seconds) if limit is not None]
         if limits:
             end = Cancel(answer.id, "length")
@@ -393,7 +402,7 @@ class Server(RequestReader):
                 answer.deadline.cancel()
             if not answer.ended:
                 answer.ended = True
-                self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None)
+                self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None, answer.params.lora)
                 if self.worker is not None:
                     self.worker.send(Cancel(answer.id))
 

@@ -6,17 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field, StrictInt, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..engine.weights import GROUP_NAME
 from .bodies import Body, Part, checked, parsed
-from .endpoints import ignored_header, served
+from .endpoints import ignored_header
 from .errors import bad_request
+from .routes import Route, holding
 from .server import Server
 
-_Sizes = list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
+_Sizes = list[Annotated[int, Field(ge=0, lt=1 << 63)]]
 
 
 class Group(Part):
@@ -28,7 +29,7 @@ class Group(Part):
     world_size: int = 2
     group_name: str = GROUP_NAME
     backend: Literal["gloo", "nccl"] | None = None
-    packed: Literal[False] = False
+    packed: Literal[False] = Field(False, exclude=True)
 
 
 class Tensors(Part):
@@ -38,7 +39,7 @@ class Tensors(Part):
     names: list[str] | None = None
     dtype_names: list[str] = []
     shapes: list[_Sizes] = []
-    packed: Literal[False] = False
+    packed: Literal[False] = Field(False, exclude=True)
 
     @model_validator(mode="after")
     def _check_form(self) -> Tensors:
@@ -50,7 +51,7 @@ class Tensors(Part):
         """The method of `Control`, and its arguments."""
         if self.path is not None:
             return "update", {"weights": self.path}
-        return "receive", {"names": self.names, "dtype_names": self.dtype_names, "shapes": self.shapes}
+        return "receive", self.model_dump(include={"names", "dtype_names", "shapes"})
 
 
 class InitRequest(Body):
@@ -73,14 +74,14 @@ class BroadcastRequest(Body):
     """POST /update_weights_from_distributed, SGLang's."""
 
     names: list[str]
-    dtypes: list[str]
+    dtype_names: list[str] = Field(alias="dtypes")
     shapes: list[_Sizes]
 
 
 class DiskRequest(Body):
     """POST /update_weights_from_disk, SGLang's."""
 
-    model_path: str
+    weights: str = Field(alias="model_path")
 
 
 class PauseRequest(Body):
@@ -92,7 +93,7 @@ class PauseRequest(Body):
 class SleepRequest(Body):
     """POST /sleep."""
 
-    level: Literal[1, 2, "1", "2"] = 1
+    level: Annotated[Literal[1, 2, "1", "2"], AfterValidator(int)] = 1  # in a query it is a text
 
 
 class WakeRequest(Body):
@@ -105,78 +106,71 @@ class EmptyRequest(Body):
     """A request without fields."""
 
 
-def _join(info: Group) -> tuple[str, dict[str, Any]]:
-    names = "master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"
-    return "join", {name: getattr(info, name) for name in names}
-
-
 # In vLLM's shape: log-probabilities are those before temperature and penalties.
 _SERVER = {
     "weight_transfer_config": {"backend": "torch.distributed"},
     "model_config": {"logprobs_mode": "raw_logprobs"},
 }
 _SUCCESS = {"success": True, "message": "Succeeded."}
-# body, what it does, the method of `Control` with its arguments, the answer
 _Call = Callable[[Any], tuple[str, dict[str, Any]]]
-_CALLS: dict[str, tuple[type[Body], str, _Call, dict[str, Any]]] = {
-    "/pause": (PauseRequest, "Let no request run", lambda body: ("pause", {"mode": body.mode}), {"status": "paused"}),
-    "/resume": (EmptyRequest, "Let requests run again", lambda _: ("resume", {}), {"status": "resumed"}),
-    "/sleep": (SleepRequest, "Abort requests; free memory", lambda body: ("sleep", {"level": int(body.level)}), {}),
-    "/wake_up": (WakeRequest, "Undo /sleep", lambda body: ("wake_up", {"tags": body.tags}), {}),
-    "/reset_prefix_cache": (EmptyRequest, "Drop cached prefixes", lambda _: ("reset_prefix_cache", {}), {"success": True}),
-    "/init_weight_transfer_engine": (
-        InitRequest, "Join the trainer's process group", lambda body: _join(body.init_info), {"message": "Weight transfer initialized"},
-    ),
-    "/start_weight_update": (EmptyRequest, "Begin an update", lambda _: ("start_update", {}), {"message": "Weight update started"}),
-    "/update_weights": (UpdateRequest, "Replace weights", lambda body: body.update_info.call(), {"message": "Weights updated"}),
-    "/finish_weight_update": (EmptyRequest, "End an update", lambda _: ("finish_update", {}), {"message": "Weight update finished"}),
-    "/init_weights_update_group": (GroupRequest, "Join the trainer's process group", _join, _SUCCESS),
-    "/update_weights_from_distributed": (
-        BroadcastRequest, "Replace weights by those that the trainer broadcasts",
-        lambda body: ("receive", {"names": body.names, "dtype_names": body.dtypes, "shapes": body.shapes}), _SUCCESS,
-    ),
-    "/update_weights_from_disk": (
-        DiskRequest, "Replace all weights by a folder's", lambda body: ("update", {"weights": body.model_path}), _SUCCESS,
-    ),
-}  # fmt: skip
-POSTS = {path: (form, summary, {name: {} for name in answer}) for path, (form, summary, _, answer) in _CALLS.items()}
-GETS = {
-    "/is_paused": "Whether no request may run", "/is_sleeping": "Whether the engine sleeps",
-    "/get_world_size": "Number of ranks of the engine", "/server_info": "How weights can be transferred",
-}  # fmt: skip
 
 
-def add_weight_routes(app: FastAPI, server: Server) -> None:
-    """Serve these paths, which answer 403 unless the server allows them."""
-    for path in _CALLS:
-        app.add_route(path, partial(served, partial(_called, path), server), methods=["POST"])
-    answers: dict[str, Callable[[], dict[str, Any]]] = {
-        "/is_paused": lambda: {"is_paused": server.running_worker.load.is_paused},
-        "/is_sleeping": lambda: {"is_sleeping": server.running_worker.load.is_asleep},
-        "/get_world_size": lambda: {"world_size": 1},
-        "/server_info": lambda: {"vllm_config": _SERVER},
-    }
+def _with_fields(method: str, part: Part) -> tuple[str, dict[str, Any]]:
+    """A method of `Control`, and a part's fields as its arguments."""
+    return method, part.model_dump(include=set(type(part).model_fields))
 
-    async def told(request: Request) -> Response:
+
+def _post(path: str, form: type[Body], summary: str, call: str | _Call, answer: dict[str, Any]) -> Route:
+    """A path that calls a method of `Control`. `call`: the method, whose arguments are the body's fields; or makes both of a body."""
+    call = partial(_with_fields, call) if isinstance(call, str) else call
+    schema = holding(**{name: {} for name in answer})
+    return Route("POST", path, partial(_called, form, call, answer), summary, schema, form, errors=(403, 404, 503))
+
+
+def _get(path: str, summary: str, told: Callable[[Server], dict[str, Any]]) -> Route:
+    async def work(server: Server, request: Request, raw: bytes) -> Response:
         server.check_control()
-        return JSONResponse(answers[request.url.path]())
+        return JSONResponse(told(server))
 
-    for path in GETS:
-        app.add_route(path, told, methods=["GET"])
+    return Route("GET", path, work, summary, {"type": "object"}, errors=(403, 503))
 
 
-async def _called(path: str, server: Server, request: Request, raw: bytes) -> Response:
+async def _called(
+    form: type[Body], call: _Call, answer: dict[str, Any], server: Server, request: Request, raw: bytes
+) -> Response:
     """Answer a request whose fields are in its body, in its query, or in both."""
     server.check_control()
-    form, _, call, answer = _CALLS[path]
-    query = {name: values if len(values) > 1 or name == "tags" else values[0] for name, values in _query(request)}
+    query = {name: request.query_params.getlist(name) for name in request.query_params}
     given = parsed(raw, request.headers) if raw else {}
     if not isinstance(given, dict):
         raise bad_request("The body must be a JSON object.")
-    body = checked(form, {**given, **query})
+    one = {name: values if len(values) > 1 or name == "tags" else values[0] for name, values in query.items()}
+    body = checked(form, {**given, **one})
     await server.control(*call(body))
     return JSONResponse(answer, headers=ignored_header(body.unknown_fields))
 
 
-def _query(request: Request) -> list[tuple[str, list[str]]]:
-    return [(name, request.query_params.getlist(name)) for name in request.query_params]
+# Paths that answer 403 unless the server allows them.
+ROUTES = (
+    _post("/pause", PauseRequest, "Let no request run", "pause", {"status": "paused"}),
+    _post("/resume", EmptyRequest, "Let requests run again", "resume", {"status": "resumed"}),
+    _post("/sleep", SleepRequest, "Abort requests; free memory", "sleep", {}),
+    _post("/wake_up", WakeRequest, "Undo /sleep", "wake_up", {}),
+    _post("/reset_prefix_cache", EmptyRequest, "Drop cached prefixes", "reset_prefix_cache", {"success": True}),
+    _post(
+        "/init_weight_transfer_engine", InitRequest, "Join the trainer's process group", lambda body: _with_fields("join", body.init_info),
+        {"message": "Weight transfer initialized"},
+    ),
+    _post("/start_weight_update", EmptyRequest, "Begin an update", "start_update", {"message": "Weight update started"}),
+    _post("/update_weights", UpdateRequest, "Replace weights", lambda body: body.update_info.call(), {"message": "Weights updated"}),
+    _post("/finish_weight_update", EmptyRequest, "End an update", "finish_update", {"message": "Weight update finished"}),
+    _post("/init_weights_update_group", GroupRequest, "Join the trainer's process group", "join", _SUCCESS),
+    _post(
+        "/update_weights_from_distributed", BroadcastRequest, "Replace weights by those that the trainer broadcasts", "receive", _SUCCESS,
+    ),
+    _post("/update_weights_from_disk", DiskRequest, "Replace all weights by a folder's", "update", _SUCCESS),
+    _get("/is_paused", "Whether no request may run", lambda server: {"is_paused": server.running_worker.load.is_paused}),
+    _get("/is_sleeping", "Whether the engine sleeps", lambda server: {"is_sleeping": server.running_worker.load.is_asleep}),
+    _get("/get_world_size", "Number of ranks of the engine", lambda _: {"world_size": 1}),
+    _get("/server_info", "How weights can be transferred", lambda _: {"vllm_config": _SERVER}),
+)  # fmt: skip

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..llm import LLM
-from .messages import Ask, Cancel, Done, Ended, Facts, Load, Submit, Update, Wish
+from .messages import Ask, Call, Cancel, Done, Ended, Facts, Load, Submit, Update
 from .worker import EngineWorker
 
 SECONDS_TO_END = 10.0  # for a process to end after it was told to; it is then killed
@@ -71,12 +71,12 @@ class EngineProcess(threading.Thread):
         """True if the process, which is alive, has said nothing for so long that it must be stopped (SIGSTOP), or be waiting for memory."""
         return time.monotonic() - self.heard > MOST_SILENT_SECONDS
 
-    def ask(self, wish: Wish) -> Future[None]:
+    def ask(self, call: Call) -> Future[None]:
         """See `EngineWorker.ask`. The future's error is also ChildProcessError if the engine ends."""
         future, number = Future(), next(self._numbers)
         future.set_running_or_notify_cancel()  # so that it cannot be cancelled
         self._asked[number] = future
-        self._channel.put(Ask(number, wish))
+        self._channel.put(Ask(number, call))
         if self._has_ended:  # perhaps `_give_up` ran before this future was added
             self._give_up()
         return future
@@ -283,7 +283,7 @@ class _Reader(threading.Thread):
                 if message is None:
                     self._end()
                 elif self.worker is not None and isinstance(message, Ask):
-                    self.worker.ask(message.wish).add_done_callback(partial(self._tell, message.number))
+                    self.worker.ask(message.call).add_done_callback(partial(self._tell, message.number))
                 elif self.worker is not None:
                     self.worker.send(message)
         except EOFError:

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any, Literal, NamedTuple
 
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderFacts, EncoderInput
 from ..engine.params import SamplingParams
 from ..engine.request import Logprob
-from ..engine.structured import StructuredOutputsParams, response_template_of
+from ..engine.structured import response_template_of
 
 
 class Submit(NamedTuple):
@@ -33,43 +31,19 @@ class Cancel(NamedTuple):
     reason: str | None = None
 
 
-class LoadAdapter(NamedTuple):
-    """Load a LoRA adapter. See `Adapters.load`."""
+class Call(NamedTuple):
+    """Call a method of a part of the engine. "join" is a method of the control's `weights`."""
 
-    name: str
-    path: str
-    replaces: bool = False
-
-
-class UnloadAdapter(NamedTuple):
-    """Forget a LoRA adapter. See `Adapters.unload`."""
-
-    name: str
-
-
-class CallControl(NamedTuple):
-    """Call a method of `Control`; or "join" of `Weights`."""
-
+    part: Literal["grammars", "corpora", "adapters", "control"]
     method: str
     arguments: dict[str, Any]
 
 
-class ChangeCorpus(NamedTuple):
-    """Add a corpus of a space. See `Corpora.add`. `ids`: int32 [n]; None: remove it."""
-
-    space: str
-    name: str
-    ids: np.ndarray | None
-
-
-Wish = StructuredOutputsParams | LoadAdapter | UnloadAdapter | ChangeCorpus | CallControl
-
-
 class Ask(NamedTuple):
-    """Compile a grammar, change the adapters or a corpus, or control the engine; `Done` with the same number is the answer."""
+    """A call, to which `Done` with the same number is the answer."""
 
     number: int
-    wish: Wish
+    call: Call
 
 
 @dataclass

@@ -14,11 +14,10 @@ from ...core.errors import is_failure
 from ...core.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.request import Request
-from ..engine.structured import StructuredOutputsParams
-from .messages import CallControl, Cancel, ChangeCorpus, Load, LoadAdapter, Submit, UnloadAdapter, Update, Wish
+from .messages import Call, Cancel, Load, Submit, Update
 
 logger = logging.getLogger(__name__)
-_Change = tuple[LoadAdapter | UnloadAdapter | CallControl, Future]
+_Change = tuple[Call, Future]
 _POLL_TRANSFERS_SECONDS = 0.2  # how often transfers are polled while no request is running
 _POLL_OFTEN_SECONDS = 0.005  # the same while a decode server is about to ask for blocks
 
@@ -60,20 +59,20 @@ class EngineWorker(threading.Thread):
     def send(self, message: Submit | Cancel) -> None:
         self._inbox.put(message)
 
-    def ask(self, wish: Wish) -> Future:
-        """Begin to compile a grammar, to change the adapters or a corpus, or to control the engine. Any thread may call it. The future's
-        error is ValueError for what is malformed, too large or too complex, and for what cannot be done."""
-        if isinstance(wish, StructuredOutputsParams):
-            return self.engine.grammars.start(wish)
+    def ask(self, call: Call) -> Future:
+        """Begin a call. Any thread may do that. The future's error is ValueError for what is malformed, too large or too complex, and for
+        what cannot be done."""
+        if call.part == "grammars":
+            return self.engine.grammars.start(**call.arguments)
         future: Future = Future()
         if self.ranks is not None:
             future.set_exception(ValueError("The model is sharded: this needs a whole model (tensor_parallel_size 1)."))
-        elif isinstance(wish, ChangeCorpus):
-            return self.engine.corpora.start(*wish)
-        elif isinstance(wish, CallControl) and wish.method == "join":  # it waits for the trainer, and steps go on
-            threading.Thread(target=self._change, args=(wish, future), name="hf-specdec-join", daemon=True).start()
+        elif call.part == "corpora":
+            return self.engine.corpora.start(**call.arguments)
+        elif call.method == "join":  # it waits for the trainer, and steps go on
+            threading.Thread(target=self._change, args=(call, future), name="hf-specdec-join", daemon=True).start()
         else:
-            self._inbox.put((wish, future))
+            self._inbox.put((call, future))
         return future
 
     def stop(self) -> None:
@@ -106,34 +105,32 @@ class EngineWorker(threading.Thread):
                 self.engine.free_adapters()
             self._end_pauses()
 
-    def _change(self, wish: LoadAdapter | UnloadAdapter | CallControl, future: Future) -> None:
+    def _change(self, call: Call, future: Future) -> None:
         """Do what was asked. A pause is done once no request that may run is left."""
         try:
-            if isinstance(wish, CallControl):
-                self._control(wish)
-            elif isinstance(wish, LoadAdapter):
-                self.engine.adapters.load(*wish)
+            if call.part == "control":
+                self._control(call.method, call.arguments)
             else:
-                self.engine.adapters.unload(wish.name)
+                getattr(self.engine.adapters, call.method)(**call.arguments)
         except Exception as error:
             logger.warning("%s", error)
             future.set_exception(error)
             return
-        if isinstance(wish, CallControl) and wish.method == "pause":
+        if call.method == "pause":
             self._pausing.append(future)
         else:
             future.set_result(None)
 
-    def _control(self, call: CallControl) -> None:
-        control, ends = self.engine.control, call.method == "sleep" or call.arguments.get("mode") == "abort"
-        if call.method == "join":
-            control.weights.join(**call.arguments)
+    def _control(self, method: str, arguments: dict[str, Any]) -> None:
+        control, ends = self.engine.control, method == "sleep" or arguments.get("mode") == "abort"
+        if method == "join":
+            control.weights.join(**arguments)
             return
-        if call.method == "sleep":
-            control.check_sleep(**call.arguments)
+        if method == "sleep":
+            control.check_sleep(**arguments)
         for name in list(self._requests) if ends else ():
             self._cancel(Cancel(name, "abort"))
-        getattr(control, call.method)(**call.arguments)
+        getattr(control, method)(**arguments)
         self._note_load()
 
     def _end_pauses(self) -> None:

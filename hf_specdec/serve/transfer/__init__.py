@@ -96,5 +96,6 @@ class Transfers:
         return bool(self.producer.prompts or self.consumer.pulling or self.consumer.stopped)
 
     def close(self) -> None:
+        """Free what is held, and give up what is pulled."""
         self.producer.close()
         self.consumer.close()

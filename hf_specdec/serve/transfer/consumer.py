@@ -36,10 +36,12 @@ class Pull:
 
     @property
     def name(self) -> str:
+        """By which the producer knows the prompt."""
         return self.params["remote_request_id"]
 
     @property
     def peer(self) -> str:
+        """The producer's address."""
         return self.params["remote_agent"]
 
 
@@ -102,10 +104,12 @@ class Consumer:
                 pull.refused = True
 
     def refused(self, name: str) -> None:
+        """The producer no longer has this prompt."""
         for pull in self.pulling:
             pull.refused |= pull.name == name
 
     def cancel(self, choice: RequestChoice) -> bool:
+        """Stop pulling for a choice that has ended. False: it did not pull."""
         pull = next((pull for pull in self.pulling if pull.choice is choice), None)
         if pull is None:
             return False
@@ -127,9 +131,8 @@ class Consumer:
                 if not self._advance(pull):
                     continue
                 seq, count = pull.choice.sequence, pull.params["num_tokens"]
-                for (
-                    cache
-                ) in self.pools.caches:  # the row continues after the pulled tokens, and other rows may share them
+                # The row continues after the pulled tokens, and other rows may share them.
+                for cache in self.pools.caches:
                     cache.tables[seq.id].length = count
                     cache.register_prefix(seq.id, seq.tokens, count)
                 self.pools.decoder.statistics[seq.id].num_cached_tokens = count
@@ -237,6 +240,7 @@ class Consumer:
             pull.choice.is_added = False
 
     def close(self) -> None:
+        """Give up all pulls."""
         for pull in self.pulling:
             self._give_up(pull)
         self.pulling.clear()

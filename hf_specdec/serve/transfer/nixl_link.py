@@ -95,6 +95,7 @@ class NixlLink:
         return True
 
     def messages(self) -> list[str]:
+        """The messages that peers have sent since the last call."""
         return [message.decode(errors="replace") for sent in self.agent.get_new_notifs().values() for message in sent]
 
     def _name_of(self, peer: str) -> str:

@@ -97,6 +97,7 @@ class MovedPools:
         return self._registered[1]
 
     def addresses(self) -> list[list[int]]:
+        """The pools' addresses in this process's memory, by cache."""
         return [[pool.data_ptr() for pool in _pools(cache)] for cache in self.caches]
 
     def num_blocks(self, count: int) -> int:

@@ -36,9 +36,8 @@ class Producer:
     def __init__(self, pools: MovedPools, engine_id: str, hold_seconds: float, statistics: TransferStatistics):
         self.pools, self.id, self.hold_seconds, self.statistics = pools, engine_id, hold_seconds, statistics
         self.prompts: dict[str, OfferedPrompt] = {}
-        self.unwanted: list[
-            RequestChoice
-        ] = []  # still being read, but their consumers have given up; the engine takes them
+        # still being read, but their consumers have given up; the engine takes them
+        self.unwanted: list[RequestChoice] = []
 
     def _prompt(self, choice: RequestChoice) -> OfferedPrompt:
         name = f"{self.id}/{choice.sequence.id}"
@@ -172,6 +171,7 @@ class Producer:
         )
 
     def close(self) -> None:
+        """Free all prompts."""
         for name in list(self.prompts):
             self.done(name)
         self.unwanted.clear()
