@@ -36,7 +36,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     written while drafting. While drafting, the head's own output takes the place of the feature.
 
     A subclass calls `use` in its `__init__`, or sets `vocabulary`, `lm_head` and `head` (see `captured`). It overrides `logits` (with
-    `scoring_modules`), `fed_back` and (with `taps`) `features` where it differs from EAGLE-1.
+    `scoring_modules`) and (with `taps`) `features` where it differs from EAGLE-1.
 
     Attributes:
         unread: per sequence, features [n, F] that the head has not read yet.
@@ -80,10 +80,6 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
         self.lm_head = rows(self.lm_head)
-
-    def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The feature [n, F] used in place of the target's while drafting, from the head's hidden states [n, H]."""
-        return hidden
 
     def captured(self, head: Head, native: bool = True, graphs: bool = True) -> Head:
         """The head with `draft_window`, and with CUDA graphs if the configuration asks for them, or if it leaves the choice and the head
@@ -180,12 +176,10 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
             self._sort_newest()
             self._sort_in(sequences, taken.split(counts))
         chunk = self.config.prefill_chunk_size
-        long = [seq for seq in sequences if self.num_unread(seq) > chunk]
-        while long:
+        while long := [seq for seq in sequences if self.num_unread(seq) > chunk]:
             if not all(self.try_reserve(seq, self.num_read(seq) + chunk) for seq in long):
                 break  # no free blocks: keep the features
             self.read(long, chunk)
-            long = [seq for seq in long if self.num_unread(seq) > chunk]
         if self.outlives_texts:
             self._read_ended([seq for seq in sequences if seq.finished])
 
@@ -296,7 +290,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         (hidden,) = roots
-        self.state = self.fed_back(hidden)[:, None]
+        self.state = hidden[:, None]
         return self.score(hidden)
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
@@ -308,7 +302,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         else:
             inputs = self.node_inputs(level, level.tokens, level.ancestors)
             hidden = self.head.forward(inputs, features, self.cache)
-        self.state = self.fed_back(hidden).view(rows, count, -1)
+        self.state = hidden.view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)
 
 
