@@ -10,18 +10,12 @@ from torch import nn
 from transformers import LlamaConfig
 
 from ..candidate_generators.checkpoints.layers import Embeddings
-from ..candidate_generators.hydra import HydraHeads
+from ..candidate_generators.hydra.head import LLAMA_LIKE, HydraHeads, prefix_config
 from .base import Exported, register
 from .batch import Batch, Places
 from .draft_layer import rotary_for
 from .losses import LogitsOf, StepTrainer, follow_text
 from .options import HydraOptions, TrainingError
-
-_LAYER_KEYS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
-    "max_position_embeddings", "rope_parameters",
-)  # fmt: skip
-_LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
 @register(HydraOptions)
@@ -60,11 +54,10 @@ class HydraTrainer(StepTrainer):
     def _prefix_config(self) -> LlamaConfig:
         """The prefix layer's configuration: one Llama layer with the target's settings, as loading assumes."""
         theirs = self.target.config
-        if theirs.model_type not in _LLAMA_LIKE:
-            kinds = ", ".join(_LLAMA_LIKE)
+        if theirs.model_type not in LLAMA_LIKE:
+            kinds = ", ".join(LLAMA_LIKE)
             raise TrainingError(f"--prefix-layer needs a target of type {kinds}; this one is {theirs.model_type!r}.")
-        values = {key: getattr(theirs, key) for key in _LAYER_KEYS if getattr(theirs, key, None) is not None}
-        config = LlamaConfig(**values, num_hidden_layers=1)
+        config = prefix_config(theirs, getattr(theirs, "head_dim", None), theirs.intermediate_size)
         config._attn_implementation = "sdpa"
         return config
 

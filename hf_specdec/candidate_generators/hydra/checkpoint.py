@@ -11,16 +11,11 @@ from ..checkpoints.files import Checkpoint, Plan, counted, register_format, shar
 from ..checkpoints.keys import FLAG, Key, Table, one_of
 from ..checkpoints.layers import RotaryPositions, embeddings_of, fit_biases
 from ..checkpoints.target_parts import built, check_target, device_and_dtype
-from .head import HydraHeads
+from .head import LLAMA_LIKE, HydraHeads, prefix_config
 
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)$")
 _LM_HEAD = re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)$")
 _PREFIX = re.compile(r"prefix_embed+ing_layer\.(.+)$")  # the original code spells it with one d
-_LLAMA_LIKE = ("llama", "mistral", "qwen2")
-_LAYER_KEYS = (
-    "hidden_size", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings",
-    "rope_parameters",
-)  # fmt: skip
 _TABLE = Table(
     {"arch": Key(one_of("mlp", "prefix-mlp"), places=("hydra_head_arch",)), "grounded_heads": Key(FLAG)},
     only={"hidden_state_offset": 0},
@@ -92,16 +87,14 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
 
 
 def _prefix_config(checkpoint: Checkpoint, target: PackedModel, plan: Plan) -> LlamaConfig:
-    """The prefix layer's configuration: a Llama layer with the target's settings, since checkpoints have none of their own."""
+    """The configuration of the file's prefix layer."""
     gate, queries = (f"prefix.layers.0.{name}.weight" for name in ("mlp.gate_proj", "self_attn.q_proj"))
     model = target.config
-    if model.model_type not in _LLAMA_LIKE:
+    if model.model_type not in LLAMA_LIKE:
         raise checkpoint.error(
             f"has a prefix layer, which takes its settings from a target like Llama; this one's model_type is {model.model_type!r}."
         )
     for name in (gate, queries):
         if name not in plan:
             raise checkpoint.error(f"has no {name.replace('prefix.', 'prefix_embeding_layer.')}.")
-    values = {key: getattr(model, key) for key in _LAYER_KEYS}
-    head_dim = plan.matrix(queries)[0] // model.num_attention_heads
-    return LlamaConfig(**values, head_dim=head_dim, intermediate_size=plan.matrix(gate)[0], num_hidden_layers=1)
+    return prefix_config(model, plan.matrix(queries)[0] // model.num_attention_heads, plan.matrix(gate)[0])

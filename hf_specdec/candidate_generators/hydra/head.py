@@ -5,10 +5,22 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from ..checkpoints.layers import Embeddings, RotaryPositions
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2")  # types of targets whose settings a prefix layer can have
+_LAYER_KEYS = (
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings",
+    "rope_parameters",
+)  # fmt: skip
+
+
+def prefix_config(target: PretrainedConfig, head_dim: int | None, intermediate_size: int) -> LlamaConfig:
+    """The prefix layer's configuration: a Llama layer with the target's settings, since checkpoints have none of their own."""
+    values = {key: getattr(target, key) for key in _LAYER_KEYS}
+    return LlamaConfig(**values, head_dim=head_dim, intermediate_size=intermediate_size, num_hidden_layers=1)
 
 
 class HydraBlock(nn.Module):
