@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
-
-from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..checkpoints.files import Checkpoint, Plan, one_copy, register_format
 from ..checkpoints.keys import FLAG, Key, Kind, Table, integer, list_of, one_of
 from ..checkpoints.target_parts import built, check_target
-from .head import GATES, LSTMSpeculator, ScaledNorm, Speculator, SumSpeculator
+from .head import GATES, LSTMSpeculator, Speculator, SumSpeculator
 
 
 def _widths(value: Any) -> list[int] | None:
@@ -101,34 +98,16 @@ def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
 def _load_sum(
     checkpoint: Checkpoint, target: PackedModel, given: Any, inner: list[int], stacks: tuple[int, int] | None
 ) -> Speculator:
-    """Load a SumSpeculator.
-
-    Args:
-        stacks: number of further layers after each embedding and after each projection; None: no stacks, and other names of tensors.
-    """
-    n_predict, vocab_size, tied = given.n_predict, given.vocab_size, given.tie_weights
-    hidden_size, width = target.config.hidden_size, inner[0]
+    n_predict, tied = given.n_predict, given.tie_weights
     heads = {match[1] for name in checkpoint.names() if (match := re.match(r"head\.(\d+)\.", unprefixed(name)))}
     if not tied and n_predict > len(heads):
         raise checkpoint.error(
             f"config.json has n_predict = {n_predict}, but the file has the heads of {len(heads)} steps."
         )
-    count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
-
-    def make() -> Speculator:
-        emb: list[nn.Module] = [nn.Embedding(vocab_size, width) for _ in range(count)]
-        proj: list[nn.Module] = [
-            nn.Linear(inner[-1] if i else hidden_size, width, bias=False) for i in range(num_projections)
-        ]
-        if stacks is not None:
-            emb = [_layers(table, stacks[0], width) for table in emb]
-            proj = [_layers(first, stacks[1], width) for first in proj]
-        ln = [ScaledNorm(width) if stacks is None else _norms(inner) for _ in range(count)]
-        head = [nn.Linear(inner[-1], vocab_size, bias=False) for _ in range(count)]
-        return SumSpeculator(n_predict, width, given.scale_input, emb, proj, ln, head)
-
+    sizes = n_predict, target.config.hidden_size, inner, given.vocab_size
     rename = one_copy(checkpoint, lambda name: tied_name(unprefixed(name), n_predict)) if tied else unprefixed
-    return built(checkpoint, Plan(checkpoint, rename), target, make)
+    plan = Plan(checkpoint, rename)
+    return built(checkpoint, plan, target, lambda: SumSpeculator(*sizes, given.scale_input, tied, stacks))
 
 
 def _lstm_name(name: str, n_predict: int, tie_embeddings: bool) -> str:
@@ -146,20 +125,6 @@ def _load_lstm(checkpoint: Checkpoint, target: PackedModel, given: Any, width: i
     speculator = built(checkpoint, plan, target, lambda: LSTMSpeculator(*sizes, given.scale_input, tied_embeddings))
     speculator.fuse()
     return speculator
-
-
-def _layers(first: nn.Module, count: int, width: int) -> nn.Sequential:
-    """`first`, then norm, GELU and a linear layer, `count` times."""
-    more = [m for _ in range(count) for m in (ScaledNorm(width), nn.GELU(), nn.Linear(width, width, bias=False))]
-    return nn.Sequential(first, *more)
-
-
-def _norms(sizes: list[int]) -> nn.Sequential:
-    """A norm; then GELU, a linear layer and a norm for each further width."""
-    modules: list[nn.Module] = [ScaledNorm(sizes[0])]
-    for before, size in itertools.pairwise(sizes):
-        modules += [nn.GELU(), nn.Linear(before, size, bias=False), ScaledNorm(size)]
-    return nn.Sequential(*modules)
 
 
 def unprefixed(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 
@@ -63,13 +64,28 @@ class SumSpeculator(Speculator):
     """s' = GELU(norm_i(proj_i(s) + scale * emb_i(token))), logits = head_i(s').
 
     Args:
-        emb, proj, ln, head: one module per step; with fewer, the last one is used for the remaining steps.
+        inner: widths of the sum and of the layers after it; the last is that of the state.
+        tied: one module each for all steps, but the first step's projection. Otherwise one for each step.
+        stacks: number of further layers after each embedding and after each projection; None: no stacks, and other names of tensors.
     """
 
-    def __init__(self, n_predict: int, width: int, scale_input: bool, emb: list, proj: list, ln: list, head: list):
+    def __init__(
+        self, n_predict: int, hidden_size: int, inner: list[int], vocab_size: int, scale_input: bool, tied: bool,
+        stacks: tuple[int, int] | None = None,
+    ):  # fmt: skip
+        width, size = inner[0], inner[-1]
         super().__init__(n_predict, width, scale_input)
+        count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
+        emb: list[nn.Module] = [nn.Embedding(vocab_size, width) for _ in range(count)]
+        proj: list[nn.Module] = [
+            nn.Linear(size if i else hidden_size, width, bias=False) for i in range(num_projections)
+        ]
+        if stacks is not None:
+            emb = [_layers(table, stacks[0], width) for table in emb]
+            proj = [_layers(first, stacks[1], width) for first in proj]
         self.emb, self.proj = nn.ModuleList(emb), nn.ModuleList(proj)
-        self.ln, self.head = nn.ModuleList(ln), nn.ModuleList(head)
+        self.ln = nn.ModuleList(ScaledNorm(width) if stacks is None else _norms(inner) for _ in range(count))
+        self.head = nn.ModuleList(nn.Linear(size, vocab_size, bias=False) for _ in range(count))
 
     def step(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         emb, proj, ln, head = (
@@ -78,6 +94,20 @@ class SumSpeculator(Speculator):
         projected = proj(self.entered(state) if index == 0 else state)
         state = F.gelu(ln(torch.add(projected, emb(tokens), alpha=self.embedding_scale)))
         return head(state), state
+
+
+def _layers(first: nn.Module, count: int, width: int) -> nn.Sequential:
+    """`first`, then norm, GELU and a linear layer, `count` times."""
+    more = [m for _ in range(count) for m in (ScaledNorm(width), nn.GELU(), nn.Linear(width, width, bias=False))]
+    return nn.Sequential(first, *more)
+
+
+def _norms(sizes: list[int]) -> nn.Sequential:
+    """A norm; then GELU, a linear layer and a norm for each further width."""
+    modules: list[nn.Module] = [ScaledNorm(sizes[0])]
+    for before, size in itertools.pairwise(sizes):
+        modules += [nn.GELU(), nn.Linear(before, size, bias=False), ScaledNorm(size)]
+    return nn.Sequential(*modules)
 
 
 class LSTMSpeculator(Speculator):
