@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import Gemma4TextConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, rotate_half
 
 from ...cache import PagedStaticCache
@@ -288,6 +288,21 @@ class DFlashDrafter(nn.Module):
         """The head that corrects the logits along a path, if there is one."""
         return self.markov_head or self.domino or self.candidate_selector
 
+    def context_keys_values(
+        self, index: int, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values [B, heads, S, D] from context features [B, S, H] (no input norm), with cos and sin [1, 1, S, D]."""
+        attention: Any = self.layers[index].self_attn
+        shape = (*features.shape[:2], -1, attention.head_dim)
+        to_keys = getattr(attention, "k_proj_target", attention.k_proj)
+        to_values = getattr(attention, "v_proj_target", attention.v_proj)
+        keys = to_keys(features).view(shape)
+        values = keys if to_values is None else to_values(features).view(shape)
+        if hasattr(attention, "v_norm"):  # Gemma 4's
+            values = attention.v_norm(values)
+        keys, values = attention.k_norm(keys).transpose(1, 2), values.transpose(1, 2)
+        return keys * cos + rotate_half(keys) * sin, values
+
     def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the language-model head reads: the block's hidden states, which have had the last norm."""
         return hidden
@@ -342,17 +357,9 @@ class BlockHead(PackedHead):
         cos, sin = (x[:, None] for x in self.module.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
         parts = features.split(self.config.hidden_size, dim=1)
         with batch.cache.running(batch):
-            for index, layer in enumerate(self.module.layers):
-                attention: Any = layer.self_attn
-                part, shape = parts[index % len(parts)], (1, len(features), -1, attention.head_dim)
-                to_keys = getattr(attention, "k_proj_target", attention.k_proj)
-                to_values = getattr(attention, "v_proj_target", attention.v_proj)
-                keys = to_keys(part).view(shape)
-                values = keys if to_values is None else to_values(part).view(shape)
-                if isinstance(self.config, Gemma4TextConfig):
-                    values = attention.v_norm(values)
-                keys, values = attention.k_norm(keys).transpose(1, 2), values.transpose(1, 2)
-                batch.cache.update(keys * cos + rotate_half(keys) * sin, values, index)
+            for index in range(len(self.module.layers)):
+                part = parts[index % len(parts)][None]
+                batch.cache.update(*self.module.context_keys_values(index, part, cos, sin), index)
         return features
 
     @torch.no_grad()
