@@ -44,10 +44,10 @@ class MtpTrainer(StepTrainer):
         for part in module.modules():
             target.model._init_weights(part)
         with torch.no_grad():
-            copy_weights(family.norm, module.norm)
+            module.norm.load_state_dict(family.norm.state_dict())
             source = last_like(target, module) if options.copy_layer else None
             if source is not None:
-                copy_weights(source, module.layer)
+                module.layer.load_state_dict(source.state_dict())
             half = 0.5 * torch.eye(target.hidden_size, device=target.device)
             module.eh_proj.weight += torch.cat([half, half], dim=1)
         with torch.device(target.device):
@@ -171,10 +171,3 @@ def last_like(target: TargetModel, module: MtpModule) -> nn.Module | None:
         if {name: value.shape for name, value in layer.state_dict().items()} == shapes:
             return layer
     return None
-
-
-def copy_weights(source: nn.Module, into: nn.Module) -> None:
-    """Copy tensors by name, converted to the dtype of the destination."""
-    values = source.state_dict()
-    for name, value in into.state_dict(keep_vars=True).items():
-        value.copy_(values[name])
