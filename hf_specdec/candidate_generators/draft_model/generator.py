@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,15 +57,11 @@ class DraftModelConfig(TreeDraftingConfig):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, os.PathLike):
-            self.model = os.fspath(self.model)
-        if self.model is not None and not isinstance(self.model, str):
-            hint = (
-                "pass a loaded model as generate(assistant_model=...)"
-                if callable(self.model)
-                else f"not {self.model!r}"
+        if callable(self.model):
+            raise SpeculativeConfigError(
+                "speculative_config['model'] must be the name or folder of a model; pass a loaded model as "
+                "generate(assistant_model=...)."
             )
-            raise SpeculativeConfigError(f"speculative_config['model'] must be the name or folder of a model; {hint}.")
         super().__post_init__()
         if self.model is not None and self.early_exit is not None:
             raise self.fail("early_exit", "cannot be combined with 'model': the target drafts for itself.")
