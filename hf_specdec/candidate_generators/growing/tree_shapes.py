@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -264,7 +264,6 @@ class DynamicTree:
 
 TreeShape = TreeTemplate | DynamicTree
 _MOST_CANDIDATES = 2**20  # most nodes that a dynamic tree is chosen from
-_TREE_KEYS = ("branching_factors", "speculative_token_tree", "top_k")  # at most one may be given
 
 
 def has_too_many_nodes(widths: list[int]) -> bool:
@@ -283,6 +282,11 @@ class TreeDraftingConfig(SpeculativeConfig):
     """Keys of methods that can draft chains, static trees and dynamic trees."""
 
     has_weights = True
+    tree_keys: ClassVar[tuple[str, ...]] = (
+        "branching_factors",
+        "speculative_token_tree",
+        "top_k",
+    )  # at most one is given
 
     depth: int | None = config_key(
         None, "longest path of a tree: another name for num_speculative_tokens (EAGLE's)", minimum=1
@@ -334,7 +338,7 @@ class TreeDraftingConfig(SpeculativeConfig):
                     "depth", f"is {self.depth}, but num_speculative_tokens is {self.num_speculative_tokens}."
                 )
             self.num_speculative_tokens = self.depth
-        given = [key for key in _TREE_KEYS if getattr(self, key) is not None]
+        given = [key for key in self.tree_keys if getattr(self, key) not in (None, False)]
         if len(given) > 1:
             raise self.fail(given[1], f"cannot be combined with {given[0]!r}: both give the tree's shape.")
         self._check_factors("branching_factors")
@@ -362,7 +366,7 @@ class TreeDraftingConfig(SpeculativeConfig):
     @property
     def tree_key(self) -> str | None:
         """The key that gives the shape of a tree; None for chains."""
-        return next((key for key in _TREE_KEYS if getattr(self, key) is not None), None)
+        return next((key for key in self.tree_keys if getattr(self, key) is not None), None)
 
     def _check_factors(self, key: str) -> None:
         """Check children per node at each depth, which fix the draft's depth."""

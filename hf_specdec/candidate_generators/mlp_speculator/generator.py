@@ -18,8 +18,6 @@ from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..registry import register
 from .checkpoint import TABLE, kind_of, load_speculator
 
-_SHAPE_KEYS = ("branching_factors", "speculative_token_tree", "top_k", "total_tokens")
-
 
 @dataclass
 class MLPSpeculatorConfig(LastHiddenConfig):
@@ -31,6 +29,7 @@ class MLPSpeculatorConfig(LastHiddenConfig):
 
     name = "mlp_speculator"
     requires = ("an MLP speculator (IBM accelerator, Arctic speculator) trained for the target: 'model'",)
+    tree_keys = (*LastHiddenConfig.tree_keys, "use_checkpoint_tree", "top_k_tokens_per_head")
 
     top_k_tokens_per_head: list[int] | None = config_key(
         None, "children per node at each depth, e.g. [4, 3, 2, 2]: draft a tree instead of a chain"
@@ -44,15 +43,7 @@ class MLPSpeculatorConfig(LastHiddenConfig):
 
     def __post_init__(self) -> None:
         self.check_keys()
-        shape_key = "top_k_tokens_per_head" if self.top_k_tokens_per_head is not None else None
-        if self.use_checkpoint_tree:
-            if shape_key:
-                raise self.fail(shape_key, "cannot be combined with 'use_checkpoint_tree': both give the tree's shape.")
-            shape_key = "use_checkpoint_tree"
-        for key in _SHAPE_KEYS:
-            if shape_key and getattr(self, key) is not None:
-                raise self.fail(shape_key, f"cannot be combined with {key!r}: both give the tree's shape.")
-        if self.n_candidates is not None and not shape_key:
+        if self.n_candidates is not None and self.top_k_tokens_per_head is None and not self.use_checkpoint_tree:
             raise self.fail("n_candidates", "is for trees: give 'top_k_tokens_per_head', or set 'use_checkpoint_tree'.")
         self._check_factors("top_k_tokens_per_head")
         super().__post_init__()
