@@ -40,7 +40,10 @@ def load_once(config: Any, target: PackedModel, load: Callable[[], Loaded], *mor
     """
     versions = config.model and versions_of(config.model)
     quantization = config.quantization and (config.quantization, quantizes_natively(config))
-    key = config.method, config.model, config.revision, versions, quantization, target.model.dtype, target.device, *more
+    key = (
+        config.method, config.model, config.revision, versions, quantization, config.prepack_weights, target.model.dtype, target.device,
+        *more,
+    )  # fmt: skip
     loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
     made = loaded.get(key)
     if made is None:
