@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from ..candidate_generators.checkpoints.layers import Embeddings
-from ..candidate_generators.hydra.head import LLAMA_LIKE, HydraHeads, prefix_config
+from ..candidate_generators.hydra import LLAMA_LIKE, HydraHeads, prefix_config
 from .base import Exported, register
 from .batch import Batch, Places
 from .draft_layer import rotary_for

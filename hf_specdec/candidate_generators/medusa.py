@@ -1,17 +1,85 @@
-"""Medusa checkpoints, original, merged (Medusa-2), converted for vLLM, and of speculators: how they are recognised and loaded."""
+"""Medusa (Cai et al. 2024): one head per depth reads the target's last hidden state; heads do not see drafted tokens; method `medusa`."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from ...core.output import Taps
-from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, counted, one_copy, register_format, share_equal
-from ..checkpoints.keys import FLAG, NUMBER, Key, Table, integer, one_of
-from ..checkpoints.target_parts import built, check_target, checked_ids, mapped_ids, shared_head
-from .head import MedusaHeads
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..core.output import Taps
+from ..model.packed_model import PackedModel
+from .base import DrafterContext
+from .checkpoints.config import proposed_length
+from .checkpoints.files import Checkpoint, Plan, counted, one_copy, register_format, share_equal
+from .checkpoints.keys import FLAG, NUMBER, Key, Table, integer, one_of
+from .checkpoints.target_parts import (
+    DraftVocabulary,
+    built,
+    check_target,
+    checked_ids,
+    load_once,
+    mapped_ids,
+    shared_head,
+)
+from .growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
+from .growing.tree_growth import DraftLevel
+from .registry import register
+
+
+class ResidualBlocks(nn.Module):
+    """A stack of residual blocks u + SiLU(W u + b)."""
+
+    def __init__(self, hidden_size: int, num_blocks: int, bias: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(num_blocks))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[.., H] to the same."""
+        for layer in self.layers:
+            hidden = hidden + F.silu(layer(hidden))
+        return hidden
+
+
+class MedusaHeads(nn.Module):
+    """All heads of a checkpoint, with the names of vLLM's layout.
+
+    Args:
+        vocab_sizes: those of the language-model heads: one per head, one for all, or none (then all use the target's).
+        target_head: the target's language-model head, for heads that have none.
+
+    Attributes:
+        target_ids: int64 [Vd], the target's id of each token in the heads' vocabulary; None: the same ids.
+        taps: the target's state that the heads read.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_blocks: int, vocab_sizes: list[int], bias: bool, target_head: nn.Module,
+        scale: float = 1.0,
+    ):  # fmt: skip
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlocks(hidden_size, num_blocks, bias) for _ in range(num_heads))
+        self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, size, bias=False) for size in vocab_sizes)
+        self.scale = scale
+        self.target_ids: torch.Tensor | None = None
+        self.taps = Taps(last_hidden=True, newest_only=True)
+        self._target_head = [target_head]  # in a list, so that it is not a submodule
+
+    def scoring(self) -> Sequence[nn.Module]:
+        """The language-model heads: one per head, or one for all."""
+        return list(self.lm_heads) or self._target_head
+
+    def forward(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [.., Vd] of head `index` from hidden states [.., H]."""
+        lm_heads = self.scoring()
+        logits = lm_heads[min(index, len(lm_heads) - 1)](self.blocks[index](hidden))
+        return logits if self.scale == 1.0 else logits * self.scale
+
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +188,46 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     if given.kind is not None:  # trained on the last layer's output before the last norm
         heads.taps = Taps(layers=(target.config.num_hidden_layers,), newest_only=True)
     return heads
+
+
+@dataclass
+class MedusaConfig(LastHiddenConfig):
+    """Medusa: several heads on the target's last hidden state each guess one of the next tokens. A chain by default; heads
+    are made for trees: `speculative_token_tree` "medusa_mc_sim_7b_63", or one measured with `hf-specdec calibrate`.
+
+    `max_paths` and `topk` in a converted checkpoint's config.json bound the trees of an engine that built them from it; they
+    say nothing about the weights and are not used here.
+    """
+
+    name = "medusa"
+    requires = ("Medusa heads trained for the target: 'model'",)
+
+    def open(self, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
+        """The checkpoint. If it is merged with the target (Medusa-2), shards that hold only the target are left out."""
+        return super().open(wanted or (lambda name: not name.startswith(("model.", "transformer."))))
+
+
+@register(MedusaConfig)
+class MedusaGenerator(LastHiddenGenerator):
+    """Drafts with Medusa heads: head i predicts the token i + 1 places after the newest, the same for all nodes of a depth."""
+
+    def __init__(self, config: MedusaConfig, target: PackedModel, context: DrafterContext | None = None):
+        checkpoint = config.open_head(lambda head: is_original(head) or is_converted(head))
+        self.heads = load_once(config, target, lambda: load_medusa(checkpoint, target))
+        config = config.with_default_length(proposed_length(checkpoint))
+        super().__init__(config, target, self.heads, len(self.heads.blocks))
+        self.taps = self.heads.taps
+        self.vocabulary = DraftVocabulary(target.vocab_size, self.heads.target_ids)
+
+    def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
+        self.heads = self.use_heads("lm_heads", map(rows, self.heads.scoring()))
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        hidden, _ = roots
+        self.state = hidden[:, None]
+        return self.heads(0, hidden)
+
+    def expand(self, level: DraftLevel) -> torch.Tensor:
+        """The next head's logits [R, 1, Vd], which depend on the text only."""
+        self.state = self.remaining(level)
+        return self.heads(level.depth, self.state)
