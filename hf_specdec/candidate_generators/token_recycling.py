@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -83,6 +83,7 @@ class TokenRecyclingConfig(LookupCacheConfig):
 
     @property
     def depth(self) -> int:
+        """Nodes on the tree's longest path."""
         return max(map(len, self.paths))
 
     @property
@@ -105,6 +106,7 @@ class SuccessorMatrices:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all matrices and of what writing needs."""
         return self.rows.nbytes + self._latest.nbytes
 
     def resize(self, count: int) -> None:
@@ -130,6 +132,7 @@ class SuccessorMatrices:
         return matrix
 
     def copy(self, matrix: int = 0) -> int:
+        """Take a matrix with the content of this one; returns its number."""
         copy = self._taken()
         self.rows[copy] = self.rows[matrix]
         return copy
@@ -265,21 +268,10 @@ class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
         wanted = self.tree.depths[: tokens.shape[1]] <= np.asarray(limits)[:, None]
         if self.chains_only:
             wanted &= self.tree.on_first_path[: tokens.shape[1]]
-        return self._pruned(tokens, known & wanted)
-
-    def _pruned(self, tokens: np.ndarray, keep: np.ndarray) -> DraftTrees:
-        """The nodes int64 [B, N] to keep, bool [B, N], moved to the front (parents of kept nodes are kept)."""
-        lengths = keep.sum(1)
-        width = int(lengths.max())
-        order = np.argsort(~keep, axis=1, kind="stable")[:, :width]
-        is_node = np.take_along_axis(keep, order, axis=1)
-        tokens = np.where(is_node, np.take_along_axis(tokens, order, axis=1), 0)
-        parents = None
-        if not self.tree.is_chain:
-            old = self.tree.parents[order]
-            moved = np.take_along_axis(keep.cumsum(1) - 1, np.maximum(old, 0), axis=1)
-            parents = np.where(is_node & (old >= 0), moved, -1)
-        return DraftTrees(torch.from_numpy(tokens).to(self.target.device), lengths.tolist(), parents)
+        keep, (rows, count) = known & wanted, tokens.shape
+        parents = None if self.tree.is_chain else np.tile(self.tree.parents[:count], (rows, 1))
+        trees = DraftTrees(torch.from_numpy(np.where(keep, tokens, 0)), [count] * rows, parents).kept(keep)
+        return replace(trees, tokens=trees.tokens.to(self.target.device))
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
