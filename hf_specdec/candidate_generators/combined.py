@@ -201,6 +201,7 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
     # ---- what became of drafts --------------------------------------------------------------------------------------
 
     def note(self, index: int, sequences: list[Sequence], trees: DraftTrees) -> None:
+        """Note the trees that a part proposes in this step."""
         self.proposed[index] = {seq.id: (trees, i) for i, seq in enumerate(sequences) if trees.lengths[i]}
 
     def as_seen_by(self, index: int, outcome: StepOutcome) -> StepOutcome:

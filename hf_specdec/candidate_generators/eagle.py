@@ -85,6 +85,7 @@ _TABLE = Table(
 
 
 def is_eagle(checkpoint: Checkpoint) -> bool:
+    """Whether it is an EAGLE-1 head: `fc` reads an embedding and a feature, and there is no `hidden_norm`."""
     plan = Plan(checkpoint, _canonical)
     if "fc.weight" not in plan or "layers.0.self_attn.q_proj.weight" not in plan or "hidden_norm.weight" in plan:
         return False

@@ -128,6 +128,7 @@ _TABLE = Table(
 
 
 def is_hydra(checkpoint: Checkpoint) -> bool:
+    """Whether it is a file of Hydra heads."""
     return checkpoint.any(r"hydra_mlp\.\d+\.\d+\.linear\.weight$")
 
 
@@ -258,9 +259,6 @@ class HydraPrefixGenerator(HydraDrafting, FeatureGenerator):
             PackedHead(heads, heads.prefix_config, num_layers=1, prepack_weights=config.prepack_weights),
             native=False,  # most of the work is in the heads, which prepacked weights serve
         )
-
-    def modules(self) -> list[nn.Module]:
-        return [self.heads, *super().modules()]
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
         """Empty: only the text has keys and values."""

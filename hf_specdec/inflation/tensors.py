@@ -146,6 +146,7 @@ class Inflation:
         return torch.empty(shape, dtype=self.dtype).normal_(std=FILL_STD, generator=self.generator)
 
     def zeros(self, *shape: int) -> Tensor:
+        """Zeros of `shape` in the new dtype."""
         return torch.zeros(shape, dtype=self.dtype)
 
     def parameter(self, tensor: Tensor) -> nn.Parameter:
@@ -190,6 +191,7 @@ class Inflation:
             getattr(layer, name).weight = self.residual_norm(source and getattr(source, name).weight)
 
     def fill_mixer(self, layer: Any, source: Any) -> None:
+        """Set the part of a layer that mixes tokens, inflated from `source`'s; None: an idle one."""
         self.fill_attention(layer.self_attn, source and source.self_attn)
 
     def fill_attention(self, attention: Any, source: Any) -> None:

@@ -58,7 +58,7 @@ class DraftVocabulary:
         target_ids: int64 [Vd], the target's id of each draft token; None: they are the same (Vd may be padded).
     """
 
-    in_target_vocabulary = True
+    in_target_vocabulary = True  # if False, processors and noise, which refer to the target's tokens, are not applied
 
     def __init__(self, vocab_size: int, target_ids: torch.Tensor | None = None):
         self.vocab_size, self.target_ids = vocab_size, target_ids
@@ -212,21 +212,15 @@ def target_embeddings(target: PackedModel) -> nn.Module:
 
 def target_head(target: PackedModel) -> nn.Module:
     """The target's language-model head; a whole copy of it if it is sharded. Every supported target has one."""
-    return whole(_own_head(target))
-
-
-def _own_head(target: PackedModel) -> nn.Module:
-    head = target.model.get_output_embeddings()
-    assert head is not None
-    return head
+    head: Any = target.model.get_output_embeddings()
+    return whole(head)
 
 
 def device_and_dtype(target: PackedModel) -> tuple[torch.device, torch.dtype]:
     """Device and dtype for heads: those of the target's language-model head, where its features are."""
-    weight = _own_head(target).weight
-    assert isinstance(weight, torch.Tensor)
-    device = target.device if weight.device.type == "meta" else weight.device
-    return device, target.model.dtype
+    head: Any = target.model.get_output_embeddings()
+    device = head.weight.device
+    return target.device if device.type == "meta" else device, target.model.dtype
 
 
 def built(checkpoint: Checkpoint, plan: Plan, target: PackedModel, make: Callable[[], Head]) -> Head:

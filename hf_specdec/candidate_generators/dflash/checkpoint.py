@@ -88,6 +88,7 @@ _TABLE = Table(
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
+    """Whether it is in one of the formats of DFlash and its relatives."""
     if is_streams(checkpoint):
         return True
     kind = checkpoint.config.get("speculators_model_type")

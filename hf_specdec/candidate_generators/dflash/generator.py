@@ -56,7 +56,7 @@ class DFlashGenerator(FeatureGenerator):
     Attributes:
         hidden: [R, depths, H], of the current round, for the heads.
         base: [R, depths, Vd], the block's own logits.
-        survival: [R, F], log-probabilities that the token after a node is accepted.
+        survival: the confidence head's estimates, if the checkpoint has one.
     """
 
     hidden: torch.Tensor
@@ -79,7 +79,6 @@ class DFlashGenerator(FeatureGenerator):
         self.sequential, self.confidence = self.block.module.sequential, self.block.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(layout.tapped)))
         self.num_slots = shape.depth + (not layout.from_anchor)
-        self.survival: torch.Tensor | None = None
 
     def moved_caches(self) -> None:
         """None: moving the rows of its cache is not supported."""
@@ -119,7 +118,7 @@ class DFlashGenerator(FeatureGenerator):
         hidden: torch.Tensor = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
-        self.base = self.layout.capped(self.lm_head(self.block.module.before_head(self.hidden)))
+        self.base = self.layout.capped(self.lm_head(self.hidden))
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
         self.state = hidden.new_zeros(len(sequences), 1, size)
@@ -168,7 +167,3 @@ class DFlashGenerator(FeatureGenerator):
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device
         return self.block.module.embeddings(ids[None].to(device), self.head)[0]
-
-    def log_survival(self) -> torch.Tensor | None:
-        """The confidence head's estimates, if the checkpoint has one."""
-        return self.survival

@@ -303,10 +303,6 @@ class DFlashDrafter(nn.Module):
         keys, values = attention.k_norm(keys).transpose(1, 2), values.transpose(1, 2)
         return keys * cos + rotate_half(keys) * sin, values
 
-    def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the language-model head reads: the block's hidden states, which have had the last norm."""
-        return hidden
-
     def confidence_features(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """What the confidence head reads [..], from hidden states [.., H] and the tokens before [..]."""
         if not self.confidence_reads_markov or self.markov_head is None:

@@ -125,6 +125,7 @@ class SharedVocabulary(DraftVocabulary):
         return trees
 
     def forget(self, seq: Sequence) -> None:
+        """The sequence has left: drop what is known of its text."""
         self.checked.pop(seq.id, None)
 
 

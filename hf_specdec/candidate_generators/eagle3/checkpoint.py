@@ -57,6 +57,7 @@ _TABLE = Table(
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:
+    """Whether it is an EAGLE-3 head, by its first layer's `hidden_norm`."""
     plan = Plan(checkpoint, canonical_name)
     return "layers.0.hidden_norm.weight" in plan and "layers.0.self_attn.o_proj.weight" in plan
 
@@ -101,13 +102,14 @@ def load_eagle3(
         checkpoint, plan, target, config, lambda size: Eagle3Head(config, plan, options, *sizes), run, stated
     )
     if options.mask_token is not None:
-        rows = len(loaded.module.embeddings.table.weight)
+        head: Any = loaded.head.module
+        rows = len(head.embeddings.table.weight)
         if options.mask_token >= rows:
             raise checkpoint.error(
                 f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
             )
         with torch.no_grad():
-            loaded.module.mask_features = loaded.module.fuse(loaded.module.mask_hidden.flatten())
+            head.mask_features = head.fuse(head.mask_hidden.flatten())
     return loaded
 
 

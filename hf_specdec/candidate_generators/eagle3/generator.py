@@ -64,7 +64,8 @@ class Eagle3Generator(FeatureGenerator, HasHead):
         loaded = load_once(
             config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *given), *given
         )
-        self.head_module, options = loaded.module, loaded.module.options
+        self.head_module = loaded.head.module
+        options = self.head_module.options
         self.mask_token, self.window_stays = options.mask_token, options.window_stays
         drafts_at_once = self.mask_token is not None
         if config.parallel_drafting not in (None, drafts_at_once):

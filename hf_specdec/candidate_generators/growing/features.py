@@ -71,6 +71,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         return self.lm_head(hidden)
 
     def scoring_modules(self) -> list[nn.Module]:
+        """The modules that `logits` calls."""
         return [self.lm_head]
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,8 +107,9 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         return self.head
 
     def modules(self) -> list[nn.Module]:
-        """The head's layers, and modules it may share with the target."""
-        return self.and_shared(self.head.module, getattr(self, "lm_head", None))
+        """As in the base, and the head's layers and its language-model head."""
+        lm_heads = [self.lm_head] if hasattr(self, "lm_head") else []
+        return [self.head.module, *lm_heads, *super().modules()]
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -250,11 +252,11 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         return hidden.index_select(0, upload(last, hidden.device))
 
     def has_read(self, seq: Sequence, end: int) -> None:
-        """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them."""
-        cache = self.cache
-        cache.tables[seq.id].length = end
+        """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them, once all
+        heads have read their tokens for a block."""
+        self.cache.tables[seq.id].length = end
         if seq.is_text:  # otherwise equal ids do not mean equal texts
-            cache.register_prefix(seq.id, seq.tokens, end)
+            self.cache.register_prefix(seq.id, seq.tokens, end + 1 - self.num_heads)
 
     def read_all_but_last_chunk(self, sequences: list[Sequence]) -> None:
         """Read long texts until each has at most one chunk left."""

@@ -53,6 +53,7 @@ class TemplateLevel:
         return children[:, self.slots, self.ranks]
 
     def on(self, device: torch.device) -> TemplateLevel:
+        """The same with tensors on a device."""
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return dataclasses.replace(self, **tensors)
 
@@ -197,6 +198,7 @@ class TreeTemplate:
 
     @cached_property
     def levels(self) -> list[TemplateLevel]:
+        """The levels, from the first depth on."""
         has_children = np.isin(np.arange(len(self.parents)), self.expanded)
         levels, frontier, start = [], np.array([-1]), 0
         for end in self.level_ends:
@@ -251,14 +253,17 @@ class DynamicTree:
         return self.top_k
 
     def num_nodes(self, depth: int) -> int:
+        """See TreeTemplate."""
         if depth == 0:
             return 0
         return min(self.total_tokens - 1, self.top_k + (depth - 1) * self.top_k**2)
 
     def num_expanded(self, depth: int) -> int:
+        """See TreeTemplate."""
         return self.top_k * max(depth - 1, 0)
 
     def expanded_nodes(self, depth: int) -> tuple[np.ndarray, None]:
+        """See TreeTemplate."""
         return np.repeat(np.arange(1, depth), self.top_k), None
 
 
@@ -398,6 +403,7 @@ class TreeDraftingConfig(SpeculativeConfig):
         self.num_speculative_tokens = depth
 
     def shape(self) -> TreeShape:
+        """The shape that the keys give."""
         depth = self.longest_draft
         if self.top_k is not None and self.total_tokens is not None:
             return DynamicTree(depth, self.top_k, self.total_tokens)

@@ -128,6 +128,7 @@ def _load_lstm(checkpoint: Checkpoint, target: PackedModel, given: Any, width: i
 
 
 def unprefixed(name: str) -> str:
+    """A tensor's name without the prefix that some files have."""
     return name.removeprefix("speculator.")
 
 

@@ -207,10 +207,9 @@ class MtpGenerator(FeatureGenerator):
         self.boundaries.forget()
 
     def has_read(self, seq: Sequence, end: int) -> None:
-        """As in the base, but a block can be shared only once all modules have read their tokens for it."""
-        self.cache.tables[seq.id].length = end
+        """As in the base. The modules' states are kept where others may share rows."""
+        super().has_read(seq, end)
         if seq.is_text:
-            self.cache.register_prefix(seq.id, seq.tokens, end + 1 - self.num_heads)
             self.boundaries.keep(seq.id, self.cache)
 
     # ---- reading the text -------------------------------------------------------------------------------------------

@@ -159,6 +159,7 @@ class TargetFamily:
         )
 
     def new_norm(self) -> nn.Module:
+        """A norm like the model's last, on the meta device."""
         return copy.deepcopy(self.norm).to("meta")
 
     def new_layer(self, config: PretrainedConfig, index: int) -> nn.Module:

@@ -41,6 +41,7 @@ class BlockEnds:
         return next((i for i, key in enumerate(hashes) if key not in self._kept), len(hashes))
 
     def at(self, key: bytes) -> list[torch.Tensor]:
+        """The states at the end of the block with this hash."""
         return self._kept[key]
 
     def drop(self, seq_id: int) -> None:
