@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ...config import MOST_DRAFT_NODES, MOST_DRAFT_TOKENS, SpeculativeConfig, config_key, nearest_hint
+from ...core.draft_trees import DraftTrees
 from ...kernels.attention.inputs import Window
 
 
@@ -123,6 +124,12 @@ class TreeTemplate:
         return cls.from_paths(chosen)
 
     @cached_property
+    def _draft(self) -> DraftTrees:
+        """A whole draft of one row, whose tokens mean nothing."""
+        count = len(self.parents)
+        return DraftTrees(torch.zeros(1, count, dtype=torch.long), [count], self.parents[None])
+
+    @cached_property
     def depths(self) -> np.ndarray:
         """int64 [N]: 1 for the root's children."""
         return self.ancestors.sum(axis=1)
@@ -130,13 +137,7 @@ class TreeTemplate:
     @cached_property
     def ancestors(self) -> np.ndarray:
         """bool [N, N]: `ancestors[i, j]` if node j is i or on the path to it."""
-        nodes, above = np.arange(len(self.parents)), np.arange(len(self.parents))
-        ancestors = np.zeros((len(nodes), len(nodes)), dtype=bool)
-        while len(nodes):
-            ancestors[nodes, above] = True
-            above = self.parents[above]
-            nodes, above = nodes[above >= 0], above[above >= 0]
-        return ancestors
+        return self._draft.ancestors[0, 1:, 1:]
 
     @property
     def depth(self) -> int:
@@ -157,10 +158,7 @@ class TreeTemplate:
     def on_first_path(self) -> np.ndarray:
         """bool [N]: the first child of the root, its first child, and so on to a leaf."""
         path = np.zeros(len(self.parents), dtype=bool)
-        node = -1
-        while len(children := np.flatnonzero(self.parents == node)):
-            node = children[0]
-            path[node] = True
+        path[self._draft.first_path(0)] = True
         return path
 
     @property
