@@ -124,6 +124,6 @@ class EagleGenerator(FeatureGenerator):
     """Drafts with an EAGLE-1/2 head. Logits come from the target's language-model head, or the checkpoint's own."""
 
     def __init__(self, config: EagleConfig, target: PackedModel, context: DrafterContext | None = None):
-        checkpoint = config.open_head(is_eagle)
+        checkpoint = config.open_head()
         super().__init__(config.with_default_length(proposed_length(checkpoint)), target, context)
         self.use(load_once(config, target, lambda: load_eagle(checkpoint, target, config.prepack_weights)))

@@ -44,15 +44,10 @@ TABLE = Table(
 )
 
 
-def is_assistant(checkpoint: Checkpoint) -> bool:
-    """Whether it is a Gemma 4 assistant."""
-    return checkpoint.config.get("model_type") in TYPES
-
-
 register_format(
     "Gemma 4 assistant (google/gemma-4-*-it-assistant: model_type gemma4_assistant, pre_projection, post_projection)",
     "gemma4_assistant",
-    is_assistant,
+    lambda checkpoint: checkpoint.config.get("model_type") in TYPES,
 )
 
 
@@ -150,7 +145,7 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
     config: Gemma4AssistantConfig
 
     def __init__(self, config: Gemma4AssistantConfig, target: PackedModel, context: DrafterContext | None = None):
-        checkpoint = config.open_head(is_assistant)
+        checkpoint = config.open_head()
         self.assistant: Any = load_once(config, target, lambda: load_assistant(checkpoint, target))
         settings: GenerationConfig = self.assistant.generation_config
         config = config.with_default_length(settings.num_assistant_tokens)

@@ -127,12 +127,11 @@ _TABLE = Table(
 )
 
 
-def is_hydra(checkpoint: Checkpoint) -> bool:
-    """Whether it is a file of Hydra heads."""
-    return checkpoint.any(r"hydra_mlp\.\d+\.\d+\.linear\.weight$")
-
-
-register_format("Hydra, Hydra++ (ankner/hydra-*: hydra_mlp.{head}.{block}, hydra_lm_head.{head})", "hydra", is_hydra)
+register_format(
+    "Hydra, Hydra++ (ankner/hydra-*: hydra_mlp.{head}.{block}, hydra_lm_head.{head})",
+    "hydra",
+    lambda checkpoint: checkpoint.any(r"hydra_mlp\.\d+\.\d+\.linear\.weight$"),
+)
 
 
 def _canonical(name: str, places: list[int]) -> str | None:
@@ -216,7 +215,7 @@ class HydraConfig(LastHiddenConfig):
 @register(HydraConfig)
 def make_hydra(config: HydraConfig, target: PackedModel, context: DrafterContext | None = None) -> CandidateGenerator:
     """The generator for heads with or without a prefix layer."""
-    checkpoint = config.open_head(is_hydra)
+    checkpoint = config.open_head()
     heads = load_once(config, target, lambda: load_hydra(checkpoint, target))
     return (HydraGenerator if heads.prefix is None else HydraPrefixGenerator)(config, target, heads)
 

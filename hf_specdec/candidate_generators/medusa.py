@@ -102,25 +102,15 @@ _TABLE = Table(
 )  # fmt: skip
 
 
-def is_original(checkpoint: Checkpoint) -> bool:
-    """True for FasterDecoding's layout: `{head}.{block}.linear`, alone or merged into the target's checkpoint."""
-    return checkpoint.any(r"(medusa_heads?\.)?\d+\.\d+\.linear\.weight$")
-
-
-def is_converted(checkpoint: Checkpoint) -> bool:
-    """True for vLLM's layout: `blocks.{head}.layers.{block}`."""
-    return checkpoint.any(r"(medusa_heads?\.)?blocks\.\d+\.layers\.\d+\.weight$")
-
-
 register_format(
     "Medusa (FasterDecoding/medusa-*: {head}.{block}.linear; medusa-1.0-*: medusa_head.* merged with the target)",
     "medusa",
-    is_original,
+    lambda checkpoint: checkpoint.any(r"(medusa_heads?\.)?\d+\.\d+\.linear\.weight$"),
 )
 register_format(
     "Medusa as converted for vLLM, and of speculators (abhigoyal/vllm-medusa-*: blocks.{head}.layers.{block})",
     "medusa",
-    is_converted,
+    lambda checkpoint: checkpoint.any(r"(medusa_heads?\.)?blocks\.\d+\.layers\.\d+\.weight$"),
 )
 
 
@@ -212,7 +202,7 @@ class MedusaGenerator(LastHiddenGenerator):
     """Drafts with Medusa heads: head i predicts the token i + 1 places after the newest, the same for all nodes of a depth."""
 
     def __init__(self, config: MedusaConfig, target: PackedModel, context: DrafterContext | None = None):
-        checkpoint = config.open_head(lambda head: is_original(head) or is_converted(head))
+        checkpoint = config.open_head()
         self.heads = load_once(config, target, lambda: load_medusa(checkpoint, target))
         config = config.with_default_length(proposed_length(checkpoint))
         super().__init__(config, target, self.heads, len(self.heads.blocks))

@@ -92,16 +92,15 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         self.clock = clock_for(target.device)
         self.search = find_drafters(config, target, context)
         made = self._make_parts(self.search, context)
-        lookups = {name: part for name, part in made.items() if not part.config.has_weights}
-        self.by_name = {**lookups, **{name: part for name, part in made.items() if name not in lookups}}
-        self.drafters, self.num_lookups = list(self.by_name), len(lookups)
+        self.by_name = dict(sorted(made.items(), key=lambda item: item[1].config.has_weights))
+        self.drafters = list(self.by_name)
         self.combine(list(self.by_name.values()))
-        self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
-        longest = int(max(self.longest, default=0))  # drafts are no longer than the longest that a part can make
+        self.num_lookups = sum(not part.config.has_weights for part in self.parts)
+        longest = max(self.longest, default=0)  # drafts are no longer than the longest that a part can make
         if 0 < longest < config.longest_draft:
             self.config = dataclasses.replace(config, num_speculative_tokens=longest)
         known = [
-            Drafter(name, int(longest), not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5)
+            Drafter(name, longest, not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5)
             for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)
         ]  # fmt: skip
         self.memory = AutoMemory.of(config, target, self.by_name)
@@ -145,11 +144,6 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
                 name, number = f"{config.method}-{number}", number + 1
             made[name] = part
         return made
-
-    @property
-    def max_draft_nodes(self) -> int:
-        """The nodes of the largest tree."""
-        return max((part.max_draft_nodes for part in self.parts), default=0)
 
     # ---- who follows which text -------------------------------------------------------------------------------------
 

@@ -71,12 +71,12 @@ class Format:
     last: bool = False
 
 
-_FORMATS: list[Format] = []
+FORMATS: list[Format] = []
 
 
 def register_format(name: str, method: str, matches: Callable[[Checkpoint], bool], last: bool = False) -> None:
     """Declare a format of a method, so that the method can be found from the checkpoint."""
-    _FORMATS.append(Format(name, method, matches, last))
+    FORMATS.append(Format(name, method, matches, last))
 
 
 class Checkpoint:
@@ -341,11 +341,11 @@ def refused_kind(checkpoint: Checkpoint) -> str | None:
 def infer_format(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint. Raises CheckpointError: no format matches (the message lists those tried), or several do, which is a
     bug."""
-    fitting = [form for form in _FORMATS if not form.last and form.matches(checkpoint)]
-    fitting = fitting or [form for form in _FORMATS if form.last and form.matches(checkpoint)]
+    fitting = [form for form in FORMATS if not form.last and form.matches(checkpoint)]
+    fitting = fitting or [form for form in FORMATS if form.last and form.matches(checkpoint)]
     if len({form.method for form in fitting}) == 1:
         return fitting[0]
-    tried = "; ".join(form.name for form in _FORMATS)
+    tried = "; ".join(form.name for form in FORMATS)
     if fitting:
         raise checkpoint.error(f"fits several formats ({'; '.join(f.name for f in fitting)}): name the 'method'.")
     if what := refused_kind(checkpoint):

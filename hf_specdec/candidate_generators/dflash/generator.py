@@ -16,11 +16,12 @@ from ...kernels.transfer import upload
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
 from ..checkpoints.config import HeadConfig, proposed_length
+from ..checkpoints.layers import capped
 from ..checkpoints.target_parts import gather_features, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.tree_growth import DraftLevel
 from ..registry import register
-from .checkpoint import is_dflash, load_dflash, read_layout
+from .checkpoint import load_dflash, read_layout
 from .streams import is_streams, load_streams, read_streams
 
 
@@ -65,7 +66,7 @@ class DFlashGenerator(FeatureGenerator):
     tokens_ahead = 0
 
     def __init__(self, config: DFlashConfig, target: PackedModel, context: DrafterContext | None = None):
-        checkpoint = config.open_head(is_dflash)
+        checkpoint = config.open_head()
         scale = config.input_embedding_scale
         has_streams = is_streams(checkpoint)
         layout = read_streams(checkpoint, target) if has_streams else read_layout(checkpoint, target, scale)
@@ -118,7 +119,7 @@ class DFlashGenerator(FeatureGenerator):
         hidden: torch.Tensor = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
-        self.base = self.layout.capped(self.lm_head(self.hidden))
+        self.base = capped(self.lm_head(self.hidden), self.layout.logit_scale, self.layout.softcap)
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
         self.state = hidden.new_zeros(len(sequences), 1, size)

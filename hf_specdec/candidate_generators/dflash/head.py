@@ -22,7 +22,7 @@ from ...kernels.transfer import upload
 from ...model.graphs import CapturedBatch, GraphRunner
 from ...model.packed_batch import PackedBatch
 from ...model.packed_head import PackedHead
-from ..checkpoints.layers import Embeddings, RotaryPositions, capped, decoder_layer
+from ..checkpoints.layers import Embeddings, RotaryPositions, decoder_layer
 from .convolved import ConvolvedLayer
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class DFlashLayout:
         heads: keys of the DSpark, Domino or DFlash2 parts; `projector_type` tells which.
         draft_vocab_size: number of logits that the configuration states, if it does.
         embedding_scale: of the embedding rows of the block's tokens; None: as the target's first layer reads them.
-        logit_scale, softcap: of `layers.capped`.
+        logit_scale, softcap: of `layers.capped`, for the block's logits before heads correct them.
         value_scale: factor of attention's values.
         sinks: layers whose attention has a sink, a logit per head that no key has.
         fused_by_layer: a layer reads a weighted sum of the tapped states (DFlare), not a projection that all layers share.
@@ -79,10 +79,6 @@ class DFlashLayout:
     def num_tokens(self) -> int:
         """Tokens that a whole block drafts."""
         return self.block_size - (not self.from_anchor)
-
-    def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """The block's logits before heads correct them."""
-        return capped(logits, self.logit_scale, self.softcap)
 
 
 # ---- heads that correct a block's logits for the tokens chosen earlier on a path ---------------------------------

@@ -20,7 +20,7 @@ from ..checkpoints.target_parts import gather_features, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.tree_growth import AllDepths, DraftLevel
 from ..registry import register
-from .checkpoint import is_eagle3, load_eagle3
+from .checkpoint import load_eagle3
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Eagle3Generator(FeatureGenerator, HasHead):
     """
 
     def __init__(self, config: Eagle3Config, target: PackedModel, context: DrafterContext | None = None):
-        checkpoint = config.open_head(is_eagle3)
+        checkpoint = config.open_head()
         given = config.mask_token_id, config.recycle_normed
         loaded = load_once(
             config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *given), *given

@@ -16,7 +16,7 @@ from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from ..growing.tree_growth import DraftLevel
 from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..registry import register
-from .checkpoint import TABLE, kind_of, load_speculator
+from .checkpoint import TABLE, load_speculator
 
 
 @dataclass
@@ -29,6 +29,7 @@ class MLPSpeculatorConfig(LastHiddenConfig):
 
     name = "mlp_speculator"
     requires = ("an MLP speculator (IBM accelerator, Arctic speculator) trained for the target: 'model'",)
+    reads_too = ("mlp_speculator", "arctic")
     tree_keys = (*LastHiddenConfig.tree_keys, "use_checkpoint_tree", "top_k_tokens_per_head")
 
     top_k_tokens_per_head: list[int] | None = config_key(
@@ -69,7 +70,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
     config: MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig, target: PackedModel, context: DrafterContext | None = None):
-        checkpoint = config.open_head(lambda checkpoint: kind_of(checkpoint) is not None)
+        checkpoint = config.open_head()
         self.head_module = self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
         super().__init__(config, target, self.speculator, self.speculator.n_predict)
         given = TABLE.read(checkpoint)
