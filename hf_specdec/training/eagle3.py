@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
+from ..candidate_generators.eagle3 import Eagle3Head, Eagle3Options
 from ..core.output import Taps
 from .base import Exported, register
 from .batch import Batch, Places

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..candidate_generators.mlp_speculator.head import SumSpeculator
+from ..candidate_generators.mlp_speculator import SumSpeculator
 from .base import Exported, register
 from .batch import Batch, Places
 from .draft_layer import embedding_table, main_directions
