@@ -12,12 +12,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ..model.packed_head import PackedHead
 from ..model.packed_model import PackedModel
 from .base import DrafterContext
-from .checkpoints import layers, target_parts
 from .checkpoints.config import HeadConfig, proposed_length
 from .checkpoints.files import Checkpoint, Plan, register_format, renaming
 from .checkpoints.keys import FLAG, LAYERS, Key, Table, integer, one_of
-from .checkpoints.layers import LayeredHead, add_tables, decoder_layer
-from .checkpoints.target_parts import load_once
+from .checkpoints.layers import LayeredHead, LoadedHead, add_tables, decoder_layer, loaded, read_layer_config
+from .checkpoints.target_parts import check_target, load_once
 from .growing.features import FeatureGenerator
 from .registry import register
 
@@ -96,15 +95,15 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
 register_format("EAGLE-1/2, HASS (yuhuili/EAGLE-*: fc [H, 2H], layers.0; speculators: fusion_fc)", "eagle", is_eagle)
 
 
-def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None) -> layers.LoadedHead:
+def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None) -> LoadedHead:
     """Load an EAGLE-1/2 head on the target's device, in its dtype."""
     plan = Plan(checkpoint, _canonical)
     settings = _TABLE.read(checkpoint, plan)
-    config = layers.read_layer_config(checkpoint, plan)
+    config = read_layer_config(checkpoint, plan)
     has_embeddings = "embed_tokens.weight" in plan
     vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else settings.vocab_size
-    target_parts.check_target(checkpoint, target, config.hidden_size, vocab_size)
-    return layers.loaded(
+    check_target(checkpoint, target, config.hidden_size, vocab_size)
+    return loaded(
         checkpoint, plan, target, config, lambda size: EagleHead(config, plan),
         lambda head: PackedHead(head, config, config.num_hidden_layers, prepack_weights),
     )  # fmt: skip

@@ -112,7 +112,8 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             self.policy if ranks is None else AgreedChoice(ranks, self.policy)
         )
         self._heads = [part for part in self.parts if part.taps.whole_text]
-        self._others_tap = any(part.taps != Taps() for part in self.parts if part not in self._heads)
+        self._others = [part for part in self.parts if part not in self._heads]
+        self._others_tap = any(part.taps != Taps() for part in self._others)
         learning = [i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe]
         # Indices of the parts that learn: heads, parts that may miss steps, and the others, which see every step.
         self._learning_heads = [i for i in learning if self.parts[i] in self._heads]
@@ -161,7 +162,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         has the name that the sequence gives."""
         check_drafter(seq, self.drafters)
         if self._rests(seq, begins=True):
-            self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
+            self._blind[seq.id] = self._others
         try:
             super().start(seq)
         except BaseException:
@@ -187,7 +188,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             if seq.id not in self._blind and self._rests(seq):
                 for head in self._heads:
                     head.stop(seq)
-                self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
+                self._blind[seq.id] = self._others
 
     def follows(self, index: int, seq: Sequence) -> bool:
         """Whether a part can draft for a sequence."""

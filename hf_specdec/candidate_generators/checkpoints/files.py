@@ -392,11 +392,14 @@ class Plan:
         return self.checkpoint.tensor(self.sources[canonical])
 
 
-def load_module(module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def load_module(
+    module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype, precise: Iterable[str] = ()
+) -> nn.Module:
     """Fill a module built on the meta device. All names and shapes are checked before any tensor is read.
 
     Args:
         plan: its canonical names are those of the module's `state_dict`.
+        precise: parts of names of tensors that stay in float32.
 
     Raises:
         CheckpointError: tensors that are missing, unused or of another shape, by their names in the file.
@@ -420,7 +423,8 @@ def load_module(module: nn.Module, plan: Plan, device: torch.device, dtype: torc
             raise checkpoint.error(
                 f"{plan.sources[name]} is quantized ({kind}), and config.json has no quantization_config that says how."
             )
-        state[name] = value.to(device, dtype if value.is_floating_point() else None)
+        kind = torch.float32 if any(part in name for part in precise) else dtype
+        state[name] = value.to(device, kind if value.is_floating_point() else None)
     module.load_state_dict(state, strict=False, assign=True)
     return module.requires_grad_(False).eval()
 

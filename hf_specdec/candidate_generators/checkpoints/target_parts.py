@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -223,12 +223,14 @@ def device_and_dtype(target: PackedModel) -> tuple[torch.device, torch.dtype]:
     return target.device if device.type == "meta" else device, target.model.dtype
 
 
-def built(checkpoint: Checkpoint, plan: Plan, target: PackedModel, make: Callable[[], Head]) -> Head:
-    """A head that `make` builds, filled from its checkpoint, on the device and in the dtype for heads. Raises CheckpointError:
-    config.json describes no module that can be built, or the tensors do not fit it."""
+def built(
+    checkpoint: Checkpoint, plan: Plan, target: PackedModel, make: Callable[[], Head], precise: Iterable[str] = ()
+) -> Head:
+    """A head that `make` builds, filled from its checkpoint, on the device and in the dtype for heads (`precise`: see `load_module`).
+    Raises CheckpointError: config.json describes no module that can be built, or the tensors do not fit it."""
     with checkpoint.building():
         module = make()
-    load_module(module, plan, *device_and_dtype(target))
+    load_module(module, plan, *device_and_dtype(target), precise)
     return module
 
 

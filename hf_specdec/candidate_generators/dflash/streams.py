@@ -170,12 +170,9 @@ def load_streams(
     checkpoint = TargetTensors(source, dtype, {"gate_up_proj", "down_proj"}, "holds no tensors of DSpark.")
     plan, rank = Plan(checkpoint, _canonical), layout.heads["markov_rank"]
     module: Any = target_parts.built(
-        checkpoint, plan, target, lambda: StreamDrafter(model, config, len(layout.tapped), rank)
-    )
-    precise = tuple(model._keep_in_fp32_modules_strict or ())
-    for name, value in module.state_dict(keep_vars=True).items():
-        if any(part in name for part in precise):
-            value.data = plan.tensor(name).to(device, torch.float32)
+        checkpoint, plan, target, lambda: StreamDrafter(model, config, len(layout.tapped), rank),
+        tuple(model._keep_in_fp32_modules_strict or ()),
+    )  # fmt: skip
     decoder: Any = architectures.decoder_of(model)
     with torch.device(device):
         module.rotary = type(decoder.rotary_emb)(config)

@@ -109,10 +109,7 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
             modules.append(MtpModule(family, layout, i, sparse, given))
         filled = MtpModules(modules)
     _rename_parts(plan, set(filled.state_dict()))
-    load_module(filled, plan, device, dtype)
-    for name, value in filled.state_dict(keep_vars=True).items():
-        if any(part in name for part in family.float32):
-            value.data = plan.tensor(name).to(device, torch.float32)
+    load_module(filled, plan, device, dtype, family.float32)
     has_own = all(f"{i}.lm_head.weight" in shapes for i in range(count))
     lm_head = target_head(target) if has_own else shared_head(source, target, ids)
     for module in modules:
