@@ -133,12 +133,9 @@ class DFlashGenerator(FeatureGenerator):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""
         state, survival = self.carried(level), self.survival
-        if len(level.kept) < len(self.base):
-            kept = upload(level.kept, self.base.device)
-            self.base, self.hidden = self.base[kept], self.hidden[kept]
-            survival = survival[kept] if survival is not None else None
+        self.base, self.hidden = level.keep(self.base), level.keep(self.hidden)
         if survival is not None:
-            survival = survival.gather(1, level.parents)
+            survival = level.keep(survival).gather(1, level.parents)
         return self._follow_paths(level.depth + 1, level.tokens, state, survival)
 
     def _follow_paths(self, depth: int, previous: torch.Tensor, state: torch.Tensor, survival) -> torch.Tensor:

@@ -99,7 +99,7 @@ class GrowsDrafts(ABC):
     def remaining(self, level: DraftLevel) -> torch.Tensor:
         """`state` [R, F of the last level, S] of the rows that are still drafting."""
         assert self.state is not None
-        return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
+        return level.keep(self.state)
 
     def carried(self, level: DraftLevel) -> torch.Tensor:
         """The state [R, F, S] of each node's parent."""

@@ -47,6 +47,12 @@ class DraftLevel:
     ancestors: np.ndarray | torch.Tensor
     depths: np.ndarray
 
+    def keep(self, values: torch.Tensor) -> torch.Tensor:
+        """The values [R, ..] of these rows, from those of all rows of the previous level."""
+        if len(self.kept) == len(values):
+            return values
+        return values.index_select(0, upload(self.kept, values.device))
+
 
 class AllDepths:
     """Logits of all depths of a round, which one forward has made: all nodes of one depth share them.
