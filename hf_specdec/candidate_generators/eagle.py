@@ -14,7 +14,7 @@ from ..model.packed_model import PackedModel
 from .base import DrafterContext
 from .checkpoints.config import HeadConfig, proposed_length
 from .checkpoints.files import Checkpoint, Plan, register_format, renaming
-from .checkpoints.keys import FLAG, LAYERS, Key, Table, integer, one_of
+from .checkpoints.keys import FLAG, KIND, LAYERS, Key, Table, integer, one_of
 from .checkpoints.layers import LayeredHead, LoadedHead, add_tables, decoder_layer, loaded, read_layer_config
 from .checkpoints.target_parts import check_target, load_once
 from .growing.features import FeatureGenerator
@@ -58,18 +58,15 @@ class EagleHead(LayeredHead):
 
 # Names as in EAGLE's own files; speculators v0.1 has others.
 _canonical = renaming(
-    {
-        "fusion_fc.": "fc.",
-        "transformer.": "layers.0.",
-        "embedding_layernorm.": "enorm.",
-        "pre_lm_head_layernorm.": "norm.",
-    }
+    (r"model\.", ""),
+    (r"fusion_fc\.", "fc."),
+    (r"transformer\.", "layers.0."),
+    (r"embedding_layernorm\.", "enorm."),
+    (r"pre_lm_head_layernorm\.", "norm."),
 )
 _TABLE = Table(
     {
-        "speculators_model_type": Key(
-            one_of("eagle"), places=(".speculators_model_type", "speculators_config.algorithm")
-        ),
+        "speculators_model_type": Key(one_of("eagle"), places=KIND),
         "vocab_size": Key(integer(), places=("vocab_size", f"{LAYERS}.vocab_size")),
         "bias": Key(FLAG, tensor="fc.bias"),
         "fusion_bias": Key(FLAG, tensor="fc.bias"),

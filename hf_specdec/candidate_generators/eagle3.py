@@ -22,7 +22,7 @@ from .checkpoints import layers as head_layers
 from .checkpoints import target_parts
 from .checkpoints.config import HeadConfig, proposed_length
 from .checkpoints.files import Checkpoint, Plan, register_format, renaming
-from .checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
+from .checkpoints.keys import FLAG, IDS, KIND, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
 from .checkpoints.layers import LayeredHead, add_tables, capped, decoder_layer
 from .checkpoints.target_parts import gather_features, load_once, trained_for
 from .growing.features import FeatureGenerator
@@ -151,10 +151,10 @@ class Eagle3Head(LayeredHead):
 
 _SPECFORGE = {"LlamaForCausalLMEagle3", "DeepseekV3ForCausalLMEagle3"}
 _IDS = "eagle_aux_hidden_state_layer_ids"
-canonical_name = renaming({"midlayer.": "layers.0."})
+canonical_name = renaming((r"model\.", ""), (r"midlayer\.", "layers.0."))
 _TABLE = Table(
     {
-        "kind": Key(one_of("eagle3", "peagle"), places=(".speculators_model_type", "speculators_config.algorithm")),
+        "kind": Key(one_of("eagle3", "peagle"), places=KIND),
         "architectures": Key(NAMES, default=[], places=(".architectures",)),
         "vocab_size": Key(integer(), places=(".vocab_size", f"{LAYERS}.vocab_size")),
         "draft_vocab_size": Key(integer(), places=("draft_vocab_size", "truncated_vocab_size")),

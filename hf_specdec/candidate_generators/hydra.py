@@ -17,7 +17,7 @@ from ..model.draft_loop import LevelForward
 from ..model.packed_head import PackedHead
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
-from .checkpoints.files import Checkpoint, Plan, counted, register_format, share_equal
+from .checkpoints.files import Checkpoint, Plan, counted, register_format, renaming, share_equal
 from .checkpoints.keys import FLAG, Key, Table, one_of
 from .checkpoints.layers import Embeddings, RotaryPositions, embeddings_of, fit_biases
 from .checkpoints.target_parts import DraftVocabulary, built, check_target, device_and_dtype, load_once
@@ -116,9 +116,12 @@ class HydraHeads(nn.Module):
         return torch.cat([state, self.embeddings(tokens, state)], dim=-1) if self.grounded else state
 
 
-_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)$")
-_LM_HEAD = re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)$")
-_PREFIX = re.compile(r"prefix_embed+ing_layer\.(.+)$")  # the original code spells it with one d
+_PREFIX = r"prefix_embed+ing_layer\."  # the original code spells it with one d
+_RULES = (
+    (r"hydra_lm_head\.(\d+)\.(\d+\.)?(weight|bias)$", r"heads.\1.lm_head.\3"),
+    (_PREFIX + r"embed_tokens\.weight$", None),  # stored as a whole one-layer model; its embeddings are not used
+    (_PREFIX, "prefix."),
+)
 _TABLE = Table(
     {"arch": Key(one_of("mlp", "prefix-mlp"), places=("hydra_head_arch",)), "grounded_heads": Key(FLAG)},
     only={"hidden_state_offset": 0},
@@ -134,17 +137,6 @@ register_format(
 )
 
 
-def _canonical(name: str, places: list[int]) -> str | None:
-    """The module's name of a tensor; `places` are the blocks' indices in a head, ascending, where dropout modules count too."""
-    if match := _BLOCK.match(name):
-        return f"heads.{match[1]}.blocks.{places.index(int(match[2]))}.{match[3]}"
-    if match := _LM_HEAD.match(name):
-        return f"heads.{match[1]}.lm_head.{match[2]}"
-    if match := _PREFIX.match(name):  # stored as a whole one-layer model; its embeddings are not used
-        return None if match[1] == "embed_tokens.weight" else f"prefix.{match[1]}"
-    return name
-
-
 def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     """Load the heads of a checkpoint on the target's device, in its dtype. Raises CheckpointError: an architecture other than "mlp" and
     "prefix-mlp", tensors that do not fit, or heads for another target."""
@@ -152,14 +144,18 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
         raise checkpoint.error(
             "is of speculators type 'hydra', whose trainer shows a head the token that it predicts: it cannot draft."
         )
-    has_prefix = checkpoint.any(_PREFIX.pattern)
+    has_prefix = checkpoint.any(_PREFIX)
     kind = "prefix-mlp" if has_prefix else "mlp"
     given = _TABLE.read(checkpoint)
     if given.arch not in (None, kind):
         raise checkpoint.error(f"has hydra_head_arch = {given.arch!r} and tensors of {kind!r}.")
-    matches = [match for match in map(_BLOCK.match, checkpoint.names()) if match]
-    places = sorted({int(match[2]) for match in matches})
-    plan = Plan(checkpoint, lambda name: _canonical(name, places))
+    names = checkpoint.names()
+    matches = [match for name in names if (match := re.match(r"hydra_mlp\.(\d+)\.(\d+)\.", name))]
+    places = sorted(
+        {int(match[2]) for match in matches}
+    )  # the blocks' indices in a head, where dropout modules count too
+    blocks = [(rf"hydra_mlp\.(\d+)\.{place}\.", rf"heads.\1.blocks.{i}.") for i, place in enumerate(places)]
+    plan = Plan(checkpoint, renaming(*blocks, *_RULES))
     first, lm_head = "heads.0.blocks.0.linear.weight", "heads.0.lm_head.weight"
     for canonical, name in ((first, f"hydra_mlp.0.{places[0]}.linear.weight"), (lm_head, "hydra_lm_head.0.weight")):
         if canonical not in plan:

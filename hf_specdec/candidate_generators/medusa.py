@@ -16,8 +16,8 @@ from ..core.output import Taps
 from ..model.packed_model import PackedModel
 from .base import DrafterContext
 from .checkpoints.config import proposed_length
-from .checkpoints.files import Checkpoint, Plan, counted, one_copy, register_format, share_equal
-from .checkpoints.keys import FLAG, NUMBER, Key, Table, integer, one_of
+from .checkpoints.files import Checkpoint, Plan, counted, one_copy, register_format, renaming, share_equal
+from .checkpoints.keys import FLAG, KIND, NUMBER, Key, Table, integer, one_of
 from .checkpoints.target_parts import (
     DraftVocabulary,
     built,
@@ -84,9 +84,11 @@ class MedusaHeads(nn.Module):
 logger = logging.getLogger(__name__)
 
 _PREFIX = re.compile(r"medusa_heads?\.")
+# To vLLM's layout; original language-model heads (`{head}.{last}`) keep their names.
+_CONVERTED = ((_PREFIX.pattern, ""), (r"(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2."))
 _TABLE = Table(
     {
-        "kind": Key(one_of("medusa"), places=(".speculators_model_type", "speculators_config.algorithm")),
+        "kind": Key(one_of("medusa"), places=KIND),
         "num_heads": Key(integer(), places=("medusa_num_heads", "num_heads")),
         "original_lm_head": Key(FLAG),
         "medusa_fc_bias": Key(FLAG, tensor="blocks.0.layers.0.bias"),
@@ -114,17 +116,12 @@ register_format(
 )
 
 
-def _converted(name: str) -> str:
-    """A tensor's name in vLLM's layout; original language-model heads (`{head}.{last}`) keep their names."""
-    return re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", _PREFIX.sub("", name, count=1))
-
-
 def _planned(checkpoint: Checkpoint, has_one_head: bool) -> tuple[Plan, int, int, int]:
     """The tensors under the names of vLLM's layout; the numbers of heads and blocks, counted because original config.json files say 2
     heads where there are 5; and that of language-model heads (0: the target's is used; 1: all heads share one)."""
     if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
         checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
-    names = [_converted(name) for name in checkpoint.names()]
+    names = list(map(renaming(*_CONVERTED), checkpoint.names()))
     matches = [match for match in (re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name) for name in names) if match]
     num_heads, num_blocks = (
         counted(checkpoint, (int(match[group]) for match in matches), what)
@@ -134,10 +131,9 @@ def _planned(checkpoint: Checkpoint, has_one_head: bool) -> tuple[Plan, int, int
         "lm_head.weight" in names and not any(name.startswith("lm_heads.") for name in names)
     )
 
-    def canonical(name: str) -> str:
-        name = re.sub(rf"^(\d+)\.{num_blocks}\.weight$", r"lm_heads.\1.weight", _converted(name))
-        return re.sub(r"^lm_heads?\.(\d+\.)?weight$", "lm_heads.0.weight", name) if one_for_all else name
-
+    rules = [*_CONVERTED, (rf"(\d+)\.{num_blocks}\.weight$", r"lm_heads.\1.weight")]
+    rules += [(r"lm_heads?\.(\d+\.)?weight$", "lm_heads.0.weight")] if one_for_all else []
+    canonical = renaming(*rules)
     plan = Plan(checkpoint, one_copy(checkpoint, canonical) if one_for_all else canonical)
     has_own = any(name.startswith("lm_heads.") for name in plan.sources)
     return plan, num_heads, num_blocks, has_own * (1 if one_for_all else num_heads)

@@ -17,7 +17,7 @@ from torch import nn
 from ..config import config_key
 from ..model.packed_model import PackedModel
 from .base import DrafterContext, HasHead
-from .checkpoints.files import Checkpoint, Plan, one_copy, register_format
+from .checkpoints.files import Checkpoint, Plan, one_copy, register_format, renaming
 from .checkpoints.keys import FLAG, Key, Kind, Table, integer, list_of, one_of
 from .checkpoints.target_parts import built, check_target, load_once
 from .growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
@@ -203,9 +203,13 @@ TABLE = Table(
 )
 
 
+_PREFIX = (r"speculator\.", "")  # which some files have
+_unprefixed = renaming(_PREFIX)
+
+
 def kind_of(checkpoint: Checkpoint) -> str | None:
     """ "mlp" (IBM's format), "sum_lstm" or "sum_rnn" by the tensors' names; None: another format."""
-    names = set(map(unprefixed, checkpoint.names()))
+    names = set(map(_unprefixed, checkpoint.names()))
     if any(name.startswith(("forget_emb.", "forget_proj.")) for name in names):
         return "sum_lstm"
     if any(re.match(r"(emb|proj|ln)\.\d+\.\d+\.", name) for name in names):
@@ -262,46 +266,32 @@ def _load_sum(
     checkpoint: Checkpoint, target: PackedModel, given: Any, inner: list[int], stacks: tuple[int, int] | None
 ) -> Speculator:
     n_predict, tied = given.n_predict, given.tie_weights
-    heads = {match[1] for name in checkpoint.names() if (match := re.match(r"head\.(\d+)\.", unprefixed(name)))}
+    heads = {match[1] for name in checkpoint.names() if (match := re.match(r"head\.(\d+)\.", _unprefixed(name)))}
     if not tied and n_predict > len(heads):
         raise checkpoint.error(
             f"config.json has n_predict = {n_predict}, but the file has the heads of {len(heads)} steps."
         )
     sizes = n_predict, target.config.hidden_size, inner, given.vocab_size
-    rename = one_copy(checkpoint, lambda name: tied_name(unprefixed(name), n_predict)) if tied else unprefixed
+    rename = _unprefixed
+    if tied:  # later steps have the tensors of step 0, or their projections those of step 1
+        steps = "|".join(map(str, range(n_predict)))
+        rules = (rf"(\w*proj)\.(?!0\.)({steps})\.", r"\1.1."), (rf"(?!\w*proj\.)(\w+)\.({steps})\.", r"\1.0.")
+        rename = one_copy(checkpoint, renaming(_PREFIX, *rules))
     plan = Plan(checkpoint, rename)
     return built(checkpoint, plan, target, lambda: SumSpeculator(*sizes, given.scale_input, tied, stacks))
-
-
-def _lstm_name(name: str, n_predict: int, tie_embeddings: bool) -> str:
-    if tie_embeddings and name in {f"{gate}_emb.0.weight" for gate in GATES}:
-        return f"{GATES[0]}_emb.0.weight"
-    return tied_name(name, n_predict) if name.startswith("head.") else name
 
 
 def _load_lstm(checkpoint: Checkpoint, target: PackedModel, given: Any, width: int) -> Speculator:
     if not given.tie_weights:
         raise checkpoint.error("config.json has no tie_weights = true, but all steps of an LSTM share their weights.")
     tied_embeddings, sizes = given.tie_lstm_embs, (given.n_predict, target.config.hidden_size, width, given.vocab_size)
-    rename = one_copy(checkpoint, lambda name: _lstm_name(unprefixed(name), given.n_predict, tied_embeddings))
-    plan = Plan(checkpoint, rename)
+    rules = [_PREFIX, (rf"head\.({'|'.join(map(str, range(given.n_predict)))})\.", "head.0.")]
+    if tied_embeddings:
+        rules.append((rf"({'|'.join(GATES)})_emb\.0\.weight$", f"{GATES[0]}_emb.0.weight"))
+    plan = Plan(checkpoint, one_copy(checkpoint, renaming(*rules)))
     speculator = built(checkpoint, plan, target, lambda: LSTMSpeculator(*sizes, given.scale_input, tied_embeddings))
     speculator.fuse()
     return speculator
-
-
-def unprefixed(name: str) -> str:
-    """A tensor's name without the prefix that some files have."""
-    return name.removeprefix("speculator.")
-
-
-def tied_name(name: str, n_predict: int) -> str:
-    """The name under which tied weights are loaded: that of step 0, or step 1 for the projections of later steps."""
-    match = re.fullmatch(r"(\w+)\.(\d+)\.(.+)", name)
-    if match is None or int(match[2]) >= n_predict:
-        return name
-    first = min(int(match[2]), 1) if match[1].endswith("proj") else 0
-    return f"{match[1]}.{first}.{match[3]}"
 
 
 @dataclass

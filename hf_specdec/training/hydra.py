@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from ..candidate_generators.checkpoints.files import renaming
 from ..candidate_generators.checkpoints.layers import Embeddings
 from ..candidate_generators.hydra import LLAMA_LIKE, HydraHeads, prefix_config
 from .base import Exported, register
@@ -77,17 +78,14 @@ class HydraTrainer(StepTrainer):
 
     def exported(self, form: str) -> Exported:
         """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`. In Hydra++ files, dropout modules count as places too."""
-        options, tensors = self.options, {}
-        has_prefix = self.head.prefix is not None
-        for i, head in enumerate(self.head.heads):
-            for j, block in enumerate(head.blocks):
-                place = 2 * j + 1 if has_prefix else j
-                tensors |= {f"hydra_mlp.{i}.{place}.{name}": tensor for name, tensor in block.state_dict().items()}
-            name = f"hydra_lm_head.{i}.1" if has_prefix else f"hydra_lm_head.{i}"
-            tensors |= {f"{name}.{kind}": tensor for kind, tensor in head.lm_head.state_dict().items()}
-        if self.head.prefix is not None:
-            prefix = self.head.prefix.state_dict()
-            tensors |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in prefix.items()}
+        options, has_prefix = self.options, self.head.prefix is not None
+        places = [2 * j + 1 if has_prefix else j for j in range(options.num_layers)]
+        rename = renaming(
+            *((rf"heads\.(\d+)\.blocks\.{j}\.", rf"hydra_mlp.\1.{place}.") for j, place in enumerate(places)),
+            (r"heads\.(\d+)\.lm_head\.", r"hydra_lm_head.\1." + ("1." if has_prefix else "")),
+            (r"prefix\.", "prefix_embeding_layer."),
+        )
+        tensors = {rename(name): tensor for name, tensor in self.head.state_dict().items()}
         config = {
             "base_model_name_or_path": self.target.name,
             "hydra_num_heads": options.num_heads,

@@ -36,7 +36,9 @@ class MtpTrainer(StepTrainer):
         self.prefix = f"model.layers.{target.num_layers}."
         layout = find_layout([self.prefix + "shared_head.norm.weight"], target.num_layers)
         assert layout is not None
-        family = family_of(target)
+        family = TargetFamily.of(target.model, _refusal)
+        if family.rotary is None:
+            raise _refusal(f"{type(target.model).__name__} has layers of blocks, which no trainer builds.")
         sparse = any(".experts." in f".{name}" for name in family.last_layer.state_dict())
         with torch.device("meta"):
             module = MtpModule(family, layout, 0, sparse, shapes={})
@@ -151,16 +153,8 @@ def steps_mask(length: int, step: int, window: int | None, device: torch.device)
     return torch.cat(seen, dim=1)
 
 
-def family_of(target: TargetModel) -> TargetFamily:
-    """The parts of the target's layers. Raises TrainingError: its decoder lacks the usual parts."""
-    decoder = architectures.decoder_of(target.model)
-    layers, norm, rotary = (getattr(decoder, name, None) for name in ("layers", "norm", "rotary_emb"))
-    if layers is None or norm is None or rotary is None:
-        raise TrainingError(
-            f"{type(target.model).__name__} has no layers, norm and rotary_emb, which an MTP module is built from: train "
-            "another kind of head for it."
-        )
-    return TargetFamily(target.config, layers[-1], norm, type(rotary), float32=())
+def _refusal(what: str) -> TrainingError:
+    return TrainingError(f"{what} Train another kind of head for this target.")
 
 
 def last_like(target: TargetModel, module: MtpModule) -> nn.Module | None:

@@ -307,13 +307,17 @@ def _unwrapped(names: Iterable[str]) -> list[str]:
     )
 
 
-def renaming(prefixes: dict[str, str]) -> Callable[[str], str]:
-    """A renaming for `Plan`, by the beginnings of names without the prefix `model.`, which some files have."""
+def renaming(*rules: tuple[str, str | None]) -> Callable[[str], Any]:
+    """A renaming for `Plan`. Each rule in turn replaces what its regular expression matches at a name's beginning; None: a tensor that is
+    not used."""
 
-    def canonical(name: str) -> str:
-        name = name.removeprefix("model.")
-        old = next(filter(name.startswith, prefixes), None)
-        return name if old is None else prefixes[old] + name.removeprefix(old)
+    def canonical(name: str) -> str | None:
+        for pattern, replacement in rules:
+            if match := re.match(pattern, name):
+                if replacement is None:
+                    return None
+                name = match.expand(replacement) + name[match.end() :]
+        return name
 
     return canonical
 

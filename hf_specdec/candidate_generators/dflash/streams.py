@@ -17,7 +17,7 @@ from ...core.names import CACHE
 from ...model import architectures
 from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
-from ..checkpoints.files import Checkpoint, Plan, counted
+from ..checkpoints.files import Checkpoint, Plan, counted, renaming
 from ..checkpoints.keys import IDS, integer
 from ..checkpoints.layers import Embeddings, LoadedHead, embeddings_of
 from ..mtp.weights import TargetTensors
@@ -27,21 +27,20 @@ _KEYS = {
     "dspark_block_size": integer(), "dspark_noise_token_id": integer(0), "dspark_target_layer_ids": IDS, "dspark_markov_rank": integer(),
 }  # fmt: skip
 _TENSOR = r"mtp\.(?P<i>\d+)\."
-# From the files' names to the module's, in this order.
-_RENAMED = (
+_canonical = renaming(
     (rf"{_TENSOR}(?P<rest>(main_(proj|norm)|norm|markov_head|confidence_head)\..*)", r"\g<rest>"),
-    (rf"{_TENSOR}hc_head_(?P<rest>fn|base|scale)", r"hc_head.hc_\g<rest>"),
+    (rf"{_TENSOR}hc_head_(?P<rest>fn|base|scale)$", r"hc_head.hc_\g<rest>"),
     (rf"{_TENSOR}(?P<rest>.*)", r"layers.\g<i>.\g<rest>"),
     (r"(.*)\.hc_(attn|ffn)_(.*)", r"\1.\2_hc.\3"),
     (r"(.*)\.attn_norm\.(.*)", r"\1.input_layernorm.\2"),
     (r"(.*)\.ffn_norm\.(.*)", r"\1.post_attention_layernorm.\2"),
     (r"(.*)\.attn\.(.*)", r"\1.self_attn.\2"),
     (r"(.*)\.ffn\.(.*)", r"\1.mlp.\2"),
-    (r"(.*)\.attn_sink", r"\1.sinks"),
+    (r"(.*)\.attn_sink$", r"\1.sinks"),
     (r"(.*)\.q_norm\.(.*)", r"\1.q_a_norm.\2"),
     (r"(.*\.self_attn)\.w([qo])_([ab])\.(.*)", r"\1.\2_\3_proj.\4"),
     (r"(.*\.self_attn)\.wkv\.(.*)", r"\1.kv_proj.\2"),
-    (r"(.*)\.gate\.bias", r"\1.gate.e_score_correction_bias"),
+    (r"(.*)\.gate\.bias$", r"\1.gate.e_score_correction_bias"),
     (r"(.*\.shared_experts)\.w1\.(.*)", r"\1.gate_proj.\2"),
     (r"(.*\.shared_experts)\.w2\.(.*)", r"\1.down_proj.\2"),
     (r"(.*\.shared_experts)\.w3\.(.*)", r"\1.up_proj.\2"),
@@ -52,12 +51,6 @@ def is_streams(checkpoint: Checkpoint) -> bool:
     """True for a checkpoint that holds DeepSeek-V4's DSpark, beside the target or alone."""
     is_own = "speculators_model_type" not in checkpoint.config
     return is_own and any(re.match(rf"{_TENSOR}main_proj\.", name) for name in checkpoint.files)
-
-
-def _canonical(name: str) -> str:
-    for pattern, replacement in _RENAMED:
-        name = re.sub(f"^{pattern}$", replacement, name)
-    return name
 
 
 class StreamDrafter(nn.Module):
