@@ -158,9 +158,8 @@ class DFlashTrainer(HeadTrainer):
                 teacher = self.target.probabilities(wanted)
                 labels = teacher.argmax(-1) if loss in TAUGHT else labels
             right = logits[counts].argmax(-1) == labels
-            if (
-                self.head.candidate_selector is not None
-            ):  # it gives other tokens minus infinity; a loss of these must be finite
+            if self.head.candidate_selector is not None:
+                # it gives other tokens minus infinity; a loss of these must be finite
                 logits = torch.where(logits.isneginf(), base, logits)
             logits = logits[counts]
             losses = added = token_loss(loss, logits, labels, teacher)

@@ -336,7 +336,7 @@ class TreeDraftingConfig(SpeculativeConfig):
         self.check_keys()
         self.read_auto()
         if self.depth is not None:
-            self._fix_depth("depth", self.depth, "is")
+            self._fix_depth("depth", self.depth, "is {}")
         given = [key for key in self.tree_keys if getattr(self, key) not in (None, False)]
         if len(given) > 1:
             raise self.fail(given[1], f"cannot be combined with {given[0]!r}: both give the tree's shape.")
@@ -391,9 +391,9 @@ class TreeDraftingConfig(SpeculativeConfig):
                 f"at most {_MOST_CANDIDATES} are grown: lower it, or num_speculative_tokens.",
             )
 
-    def _fix_depth(self, key: str, depth: int, says: str = "has depth") -> None:
+    def _fix_depth(self, key: str, depth: int, says: str = "has {} depths") -> None:
         if self.num_speculative_tokens not in (None, depth):
-            raise self.fail(key, f"{says} {depth}, but num_speculative_tokens is {self.num_speculative_tokens}.")
+            raise self.fail(key, f"{says.format(depth)}, but num_speculative_tokens is {self.num_speculative_tokens}.")
         self.num_speculative_tokens = depth
 
     def shape(self) -> TreeShape:
