@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ..candidate_generators.checkpoints.files import renaming
 from ..candidate_generators.mtp.head import MtpModule, TargetFamily
 from ..candidate_generators.mtp.layouts import find_layout
 from ..core.names import CACHE
@@ -117,18 +118,18 @@ class MtpTrainer(StepTrainer):
 
 
 # The layouts' names for the module's parts. Names inside the layer stay as they are.
-_DEEPSEEK = {"enorm": "enorm.", "hnorm": "hnorm.", "eh_proj": "eh_proj.", "norm": "shared_head.norm.", "layer": ""}
-_SPECULATORS = {
-    "enorm": "token_layernorm.", "hnorm": "hidden_layernorm.", "eh_proj": "input_proj.", "norm": "final_layernorm.", "layer": "",
-}  # fmt: skip
+_DEEPSEEK = renaming((r"norm\.", "shared_head.norm."), (r"layer\.", ""))
+_SPECULATORS = renaming(
+    (r"enorm\.", "token_layernorm."), (r"hnorm\.", "hidden_layernorm."), (r"eh_proj\.", "input_proj."),
+    (r"norm\.", "final_layernorm."), (r"layer\.", ""),
+)  # fmt: skip
 
 
-def apart(prefix: str, named: dict[str, torch.Tensor], parts: dict[str, str]) -> dict[str, torch.Tensor]:
+def apart(prefix: str, named: dict[str, torch.Tensor], rename: Callable[[str], str]) -> dict[str, torch.Tensor]:
     """Tensors under a layout's names. Experts, which transformers stacks, become separate tensors, as in checkpoints."""
     out = {}
     for name, value in named.items():
-        first, _, rest = name.partition(".")
-        name = prefix + parts[first] + rest
+        name = prefix + rename(name)
         if name.endswith(".experts.gate_up_proj"):
             for i, both in enumerate(value):
                 gate, up = both.chunk(2)

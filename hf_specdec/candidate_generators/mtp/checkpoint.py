@@ -29,13 +29,10 @@ from .head import MtpModule, TargetFamily, module_config
 from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout, holds_mtp_alone, vocabulary_table
 from .weights import TargetTensors
 
-
-def _matches(checkpoint: Checkpoint) -> bool:
-    return holds_mtp_alone(checkpoint.config, checkpoint.names())
-
-
 register_format(
-    "MTP layers without their target (speculators' mtp, or tensors as in a target's checkpoint)", "mtp", _matches
+    "MTP layers without their target (speculators' mtp, or tensors as in a target's checkpoint)",
+    "mtp",
+    lambda checkpoint: holds_mtp_alone(checkpoint.config, checkpoint.names()),
 )
 
 
