@@ -300,12 +300,8 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the drafter over the nodes of one depth: logits [R, F, V]."""
-        (rows, count), loop = level.tokens.shape, self.loop
-        tokens = self.bridge.drafter_ids(level.tokens)
-        if loop is not None:
-            output = self.drafter.forward_batch(loop.batch(level.depth, tokens, level.ancestors))
-        else:
-            output = self.drafter.forward(self.node_inputs(level, tokens, level.ancestors), self.cache)
+        rows, count = level.tokens.shape
+        output = self.over_nodes(self.drafter, level, self.bridge.drafter_ids(level.tokens), level.ancestors)
         return output.logits.view(rows, count, -1)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:

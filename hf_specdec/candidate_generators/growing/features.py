@@ -297,13 +297,9 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the head over the nodes of one depth: logits [R, F, Vd]."""
-        (rows, count), loop = level.tokens.shape, self.loop
+        rows, count = level.tokens.shape
         features = self.carried(level).flatten(0, 1)
-        if loop is not None:
-            hidden = self.head.forward_batch(loop.batch(level.depth, level.tokens, level.ancestors), features=features)
-        else:
-            inputs = self.node_inputs(level, level.tokens, level.ancestors)
-            hidden = self.head.forward(inputs, features, self.cache)
+        hidden = self.over_nodes(self.head, level, level.tokens, level.ancestors, features=features)
         self.state = hidden.view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)
 

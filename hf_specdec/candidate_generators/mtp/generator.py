@@ -280,18 +280,14 @@ class MtpGenerator(FeatureGenerator):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
-        draft, loop = self.draft, self.loop
+        draft = self.draft
         draft.add(level)
         assert draft.ancestors is not None
         module, (rows, width) = level.depth % self.num_heads, level.tokens.shape
         first = draft.num_read(module)
         features = draft.features(module).flatten(0, 1)
-        tokens, head = draft.tokens[:, first:], self.heads[module]
-        ancestors = draft.ancestors[:, first:]
-        if loop is not None:
-            hidden = head.forward_batch(loop.batch(level.depth, tokens, ancestors), features=features)
-        else:
-            hidden = head.forward(self.node_inputs(level, tokens, ancestors, shift=module), features, self.cache)
+        tokens, ancestors = draft.tokens[:, first:], draft.ancestors[:, first:]
+        hidden = self.over_nodes(self.heads[module], level, tokens, ancestors, shift=module, features=features)
         hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
         draft.made(module, hidden, width)
         return self.score_of(module, hidden[:, -width:].flatten(0, 1)).view(rows, width, -1)
