@@ -7,6 +7,7 @@ import difflib
 import functools
 import itertools
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -203,7 +204,9 @@ class SpeculativeConfig:
         if isinstance(self.rejection_sample_method, str):
             self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
         for f in dataclasses.fields(self):
-            self._refuse(f.name, key_error(f, getattr(self, f.name)))
+            if isinstance(value := getattr(self, f.name), os.PathLike):
+                setattr(self, f.name, value := os.fspath(value))
+            self._refuse(f.name, key_error(f, value))
 
     def read_auto(self) -> None:
         """Replace `num_speculative_tokens: "auto"` by the two keys it stands for."""

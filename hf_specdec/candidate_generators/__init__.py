@@ -1,4 +1,4 @@
-"""Drafters. A method is one file, or a folder with config.py, head.py (its network), checkpoint.py and generator.py."""
+"""Drafters. A method is one file, or a folder with head.py (its network), checkpoint.py and generator.py."""
 
 from ..core.outcome import StepOutcome
 from .base import CandidateGenerator

@@ -104,10 +104,12 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
     each step only one part's draft of a row is verified.
 
     Attributes:
+        longest: per part, the most tokens on a path of its drafts.
         proposed: per part, sequence id → its trees of this step and the row in them.
     """
 
     parts: list[CandidateGenerator]
+    longest: list[int]
     proposed: list[dict[int, tuple[DraftTrees, int]]]
 
     def made(self, key: str, config: SpeculativeConfig, context: DrafterContext | None) -> CandidateGenerator:
@@ -119,8 +121,14 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
     def combine(self, parts: list[CandidateGenerator]) -> None:
         """Set the parts, and tap the features that any of them needs."""
         self.parts, self.proposed = parts, [{} for _ in parts]
+        self.longest = [min(part.config.longest_draft, part.max_draft_nodes) for part in parts]
         for part in parts:
             self.taps = self.taps | part.taps
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """The nodes of the largest tree."""
+        return max((part.max_draft_nodes for part in self.parts), default=0)
 
     def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
         """The parts that follow a sequence."""
@@ -201,6 +209,7 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
     # ---- what became of drafts --------------------------------------------------------------------------------------
 
     def note(self, index: int, sequences: list[Sequence], trees: DraftTrees) -> None:
+        """Note the trees that a part proposes in this step."""
         self.proposed[index] = {seq.id: (trees, i) for i, seq in enumerate(sequences) if trees.lengths[i]}
 
     def as_seen_by(self, index: int, outcome: StepOutcome) -> StepOutcome:

@@ -65,8 +65,8 @@ class CorpusConfig(SpeculativeConfig):
                         raise ValueError(f'{row["_where"]}: the row has no "text".')
                     row["text"].encode()  # raises for half a character, as JSON may hold, which tokenizers cannot read
                 ids = ids_of([row["text"] for row in rows], tokenizer)
-                for each in corpora:
-                    each.add(None, name, ids, self.lookup_corpus_tokens)
+                for tables in corpora:
+                    tables.add(None, name, ids, self.lookup_corpus_tokens)
             except (OSError, ValueError) as error:
                 raise self.fail("lookup_corpus", f"cannot be used: {error}") from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +38,6 @@ class ExtractHiddenStatesConfig(SpeculativeConfig):
     output_dir: str | None = config_key(None, "folder for the files, 00000000.safetensors and on; files in it are kept")
 
     def __post_init__(self) -> None:
-        if isinstance(self.output_dir, os.PathLike):
-            self.output_dir = os.fspath(self.output_dir)
         super().__post_init__()
         ids = self.eagle_aux_hidden_state_layer_ids
         if ids is not None and (not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids)):

@@ -64,13 +64,8 @@ class PerRequestGenerator(CombinedGenerator, HasDrafters):
         }
         self.drafters = list(self.by_name)
         self.combine(list(self.by_name.values()))
-        self.longest = [min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts]
         if not config.length_given:  # then the longest that a part can draft
             self.config = dataclasses.replace(config, num_speculative_tokens=max(self.longest))
-
-    @property
-    def max_draft_nodes(self) -> int:
-        return max(part.max_draft_nodes for part in self.parts)
 
     def part_of(self, seq: Sequence) -> CandidateGenerator:
         """The drafter of a sequence; raises ValueError if no drafter has its name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -83,6 +83,7 @@ class TokenRecyclingConfig(LookupCacheConfig):
 
     @property
     def depth(self) -> int:
+        """Nodes on the tree's longest path."""
         return max(map(len, self.paths))
 
     @property
@@ -105,6 +106,7 @@ class SuccessorMatrices:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all matrices and of what writing needs."""
         return self.rows.nbytes + self._latest.nbytes
 
     def resize(self, count: int) -> None:
@@ -130,6 +132,7 @@ class SuccessorMatrices:
         return matrix
 
     def copy(self, matrix: int = 0) -> int:
+        """Take a matrix with the content of this one; returns its number."""
         copy = self._taken()
         self.rows[copy] = self.rows[matrix]
         return copy
@@ -178,7 +181,6 @@ class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
         self.matrix_of: dict[int, int] = {}  # sequence id -> its matrix
         matrices = self.matrices
         self.spaces: Spaces[int] = Spaces(lambda shared: matrices.new(), lambda matrix: matrices.free.append(matrix))
-        self._levels = [[index.to(target.device) for index in level] for level in _lookups(self.tree)]
         size = f"{target.vocab_size} x {config.num_successors} successors, {self.matrices.num_bytes / 1e6:.1f} MB"
         whom = " for all and for each running sequence" if config.matrix_per_sequence else ""
         logger.info("Token Recycling keeps %s%s on %s.", size, whom, target.device)
@@ -251,35 +253,25 @@ class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """The tree filled from each row's last token, without unknown nodes and nodes beyond the row's limit."""
-        depth = min(max(limits, default=0), len(self._levels))
+        depth = min(max(limits, default=0), self.tree.depth)
         if depth == 0:
             return DraftTrees.empty(len(sequences), self.target.device)
         starts = list(zip(self._matrices_of(sequences), (seq.tokens[-1] for seq in sequences), strict=True))
-        matrices, level = torch.tensor(starts, device=self.matrices.rows.device).split(1, dim=1)
-        filled = []
-        for parents, ranks in self._levels[:depth]:
-            level = self.matrices.follow(matrices, level.index_select(1, parents), ranks)
-            filled.append(level)
-        tokens = torch.cat(filled, dim=1).cpu().numpy()  # the only transfer: the number of nodes is needed
+        device = self.matrices.rows.device
+        matrices, roots = torch.tensor(starts, device=device).split(1, dim=1)
+        filled = roots.new_empty(len(starts), self.tree.level_ends[depth - 1])
+        for level in self.tree.levels_on(device)[:depth]:
+            above = filled.index_select(1, level.parents) if level.nodes.start else roots.expand(-1, len(level.ranks))
+            filled[:, level.nodes] = self.matrices.follow(matrices, above, level.ranks)
+        tokens = filled.cpu().numpy()  # the only transfer: the number of nodes is needed
         known = tokens != self.matrices.nothing
         wanted = self.tree.depths[: tokens.shape[1]] <= np.asarray(limits)[:, None]
         if self.chains_only:
             wanted &= self.tree.on_first_path[: tokens.shape[1]]
-        return self._pruned(tokens, known & wanted)
-
-    def _pruned(self, tokens: np.ndarray, keep: np.ndarray) -> DraftTrees:
-        """The nodes int64 [B, N] to keep, bool [B, N], moved to the front (parents of kept nodes are kept)."""
-        lengths = keep.sum(1)
-        width = int(lengths.max())
-        order = np.argsort(~keep, axis=1, kind="stable")[:, :width]
-        is_node = np.take_along_axis(keep, order, axis=1)
-        tokens = np.where(is_node, np.take_along_axis(tokens, order, axis=1), 0)
-        parents = None
-        if not self.tree.is_chain:
-            old = self.tree.parents[order]
-            moved = np.take_along_axis(keep.cumsum(1) - 1, np.maximum(old, 0), axis=1)
-            parents = np.where(is_node & (old >= 0), moved, -1)
-        return DraftTrees(torch.from_numpy(tokens).to(self.target.device), lengths.tolist(), parents)
+        keep, (rows, count) = known & wanted, tokens.shape
+        parents = None if self.tree.is_chain else np.tile(self.tree.parents[:count], (rows, 1))
+        trees = DraftTrees(torch.from_numpy(np.where(keep, tokens, 0)), [count] * rows, parents).kept(keep)
+        return replace(trees, tokens=trees.tokens.to(self.target.device))
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
@@ -341,15 +333,6 @@ def _state(matrices: SuccessorMatrices, spaces: Spaces[int], most_bytes: int) ->
         known_rows = {"tokens": known.to(torch.int32), "successors": rows[known]}
         state[space] = {name: tensor.cpu().numpy() for name, tensor in known_rows.items()}
     return state
-
-
-def _lookups(tree: TreeTemplate) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For the M nodes of each depth: int64 [M] the parents' indices in the depth above (the root: 0), and [M] their ranks."""
-    firsts = [-1, 0, *tree.level_ends]  # the first node of the depth above each one
-    return [
-        (torch.from_numpy(tree.parents[level.nodes] - first), level.ranks)
-        for level, first in zip(tree.levels, firsts, strict=False)
-    ]
 
 
 def best_tokens(logits: torch.Tensor, k: int) -> torch.Tensor:

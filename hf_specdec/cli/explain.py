@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = options.load_model_and_tokenizer(args)
     generator = get_decoder(model, config).generator
     assert isinstance(generator, AutoGenerator)
-    search = generator.found
+    search = generator.search
     report: dict[str, Any] = {
         "drafters": [{"method": drafter.config.method, "from": drafter.why} for drafter in search.taken],
         "not_taken": search.notes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -227,18 +227,17 @@ class DraftTrees:
             out.prob_index = np.minimum(out.prob_index, out.probs.shape[1] - 1)  # padding must name one, too
         return out
 
-    def kept(self, nodes: list[list[int]]) -> DraftTrees:
-        """Only these nodes of each row, in order, with the parents of all of them among them; for deterministic drafts."""
-        lengths = [len(kept) for kept in nodes]
-        if all(kept[-1:] == [len(kept) - 1] for kept in nodes if kept):  # the first nodes
-            return replace(self, lengths=lengths)
-        index = np.zeros((len(nodes), max(lengths)), dtype=np.int64)
-        parents = np.tile(np.arange(-1, index.shape[1] - 1), (len(nodes), 1))
-        for i, kept in enumerate(nodes):
-            place = {-1: -1, **{node: k for k, node in enumerate(kept)}}
-            index[i, : len(kept)] = kept
-            parents[i, : len(kept)] = [place[parent] for parent in self.parent_index[i, kept].tolist()]
-        return DraftTrees(self.tokens.gather(1, torch.from_numpy(index).to(self.tokens.device)), lengths, parents)
+    def kept(self, keep: np.ndarray) -> DraftTrees:
+        """Only the nodes that `keep`, bool [B, N], marks: the parents of all of them are among them. For deterministic drafts."""
+        lengths = keep.sum(1)
+        order = np.argsort(~keep, axis=1, kind="stable")[:, : int(lengths.max(initial=0))]
+        parents = None
+        if not self.is_chain:
+            above = np.take_along_axis(self.parent_index, order, axis=1)
+            moved = np.take_along_axis(keep.cumsum(1) - 1, np.maximum(above, 0), axis=1)
+            parents = np.where(np.take_along_axis(keep, order, axis=1) & (above >= 0), moved, -1)
+        index = torch.from_numpy(order).to(self.tokens.device)
+        return DraftTrees(self.tokens.gather(1, index), lengths.tolist(), parents)
 
     def first_path(self, row: int) -> list[int]:
         """The path from a row's root on which every node is the first child of the one before."""

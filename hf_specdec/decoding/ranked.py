@@ -17,7 +17,7 @@ import torch
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.auto import AutoGenerator
-from ..candidate_generators.auto.agreed import AgreedChoice
+from ..candidate_generators.auto.generator import AgreedChoice
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.ranks import Ranks, digest

@@ -40,7 +40,7 @@ def inflate_eagle3(
         )
     check_growth(old, new, HeadInflation.groups, "the head's")
     with torch.device(device):
-        grown = HeadInflation(old, new, dtype, seed).tensors(tensors)
+        grown = HeadInflation(None, old, new, dtype, seed).tensors(tensors)
         offsets(grown, config, target.vocab_size)
     destination.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous().cpu() for name, tensor in grown.items()}, destination / "model.safetensors")
@@ -75,12 +75,6 @@ def offsets(tensors: dict[str, Tensor], config: dict[str, Any], vocab_size: int)
 
 class HeadInflation(Inflation):
     """The inflated tensors of one head. Old units get the same places as in a model."""
-
-    def __init__(self, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
-        self.old, self.new, self.dtype = old, new, dtype
-        self.generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
-        self.eps_scale, self.residual_scale = old["hidden_size"] / new["hidden_size"], 1.0
-        self.place_heads()
 
     def tensors(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
         """All tensors by name. New inner units are random and do not affect the output."""

@@ -1,4 +1,9 @@
-"""Inflation: the tensors of a bigger model that computes the same function, and the places of the old units among the new ones."""
+"""Make a model bigger without changing its function: real text at the cost of a real model.
+
+Every dimension can grow: layers (identity ones: their output projections are zero), width (zero-padded residual stream), MLP, query
+and key-value heads, head size and vocabulary. New weights are small random numbers wherever they do not affect the output, so that the
+work is real. Logits agree up to rounding in the chosen dtype.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,11 @@ DIMENSIONS = (
 )  # fmt: skip
 QUERY_HEADS, KEY_HEADS = "num_attention_heads", "num_key_value_heads"
 FILL_STD = 0.02
+ROPE_TYPES_THAT_GROW = ("default", "linear", "llama3")
+PRESETS = {
+    "100m": (768, 14, 2048, 12, 4, 64), "300m": (1024, 20, 4096, 16, 8, 64), "1b": (2048, 16, 8192, 32, 8, 64),
+    "8b": (4096, 32, 14336, 32, 8, 128),
+}  # fmt: skip
 
 
 def copies_of_a_head(old: dict[str, int], new: dict[str, int], many: str = QUERY_HEADS, few: str = KEY_HEADS) -> int:
@@ -79,7 +89,7 @@ class Inflation:
 
     def __init__(self, model: Any, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
         self.model, self.old, self.new, self.dtype = model, old, new, dtype
-        self.generator = torch.Generator(model.device).manual_seed(seed)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
         self.eps_scale, self.residual_scale = old["hidden_size"] / new["hidden_size"], 1.0
         self.place_heads()
         self.layer_places = layer_places(old["num_hidden_layers"], new["num_hidden_layers"])
@@ -146,6 +156,7 @@ class Inflation:
         return torch.empty(shape, dtype=self.dtype).normal_(std=FILL_STD, generator=self.generator)
 
     def zeros(self, *shape: int) -> Tensor:
+        """Zeros of `shape` in the new dtype."""
         return torch.zeros(shape, dtype=self.dtype)
 
     def parameter(self, tensor: Tensor) -> nn.Parameter:
@@ -190,6 +201,7 @@ class Inflation:
             getattr(layer, name).weight = self.residual_norm(source and getattr(source, name).weight)
 
     def fill_mixer(self, layer: Any, source: Any) -> None:
+        """Set the part of a layer that mixes tokens, inflated from `source`'s; None: an idle one."""
         self.fill_attention(layer.self_attn, source and source.self_attn)
 
     def fill_attention(self, attention: Any, source: Any) -> None:
@@ -236,3 +248,80 @@ class Inflation:
                 places = torch.arange(block.shape[1]) if columns is None or name == "bias" else columns
                 self.placed(out.view(len(out), -1), (block * scale)[sources], rows, places, cleared)
             setattr(linear, name, self.parameter(out))
+
+
+def inflate(
+    model: PreTrainedModel,
+    *,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    kind: type[Inflation] = Inflation,
+    **sizes: int | None,
+) -> PreTrainedModel:
+    """A bigger model of the same class with the same logits; sizes that are not given stay the same.
+
+    Built tensor by tensor on the source's device in `dtype` (default: the source's), so memory peaks at source + result.
+    New tokens (`vocab_size`) are never likely: see `widen_vocabulary`.
+
+    Args:
+        kind: knows the model's class (recipes/tiny/inflate_states.py: Qwen3.5's with recurrent layers).
+        sizes: any of `kind.dimensions`.
+
+    Raises:
+        ValueError: a size is smaller than the source's or cannot hold it, or the source has no such size.
+    """
+    if type(model).__name__ not in kind.architectures:
+        known = ", ".join(kind.architectures)
+        raise ValueError(f"inflate() knows {known}, not {type(model).__name__}: give one of these.")
+    old: dict[str, Any] = {name: getattr(model.config, name, None) for name in kind.dimensions}
+    old["head_dim"] = old["head_dim"] or old["hidden_size"] // old["num_attention_heads"]
+    given = {name: size for name, size in sizes.items() if size is not None}
+    for name in given.keys() - old.keys():
+        raise ValueError(f"{type(model).__name__} has no {name}: leave it out. Its sizes are {', '.join(old)}.")
+    new = old | given
+    check_growth(old, new, kind.groups, "the source's")
+    rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
+    grows = rope.get("rope_type", "default") in ROPE_TYPES_THAT_GROW
+    if new["head_dim"] != old["head_dim"] and not (
+        grows and (kind is not Inflation or rope.get("partial_rotary_factor", 1.0) == 1.0)
+    ):
+        raise ValueError(f"head_dim cannot grow with rope_parameters={rope}: leave head_dim out.")
+    size = model.config.vocab_size
+    if vocab_size is not None and vocab_size < size:
+        raise ValueError(f"vocab_size={vocab_size} is smaller than the source's {size}: give at least {size}.")
+    if (vocab_size or 0) > size and new["hidden_size"] == old["hidden_size"]:
+        raise ValueError(f"vocab_size can only grow with hidden_size: give more than {old['hidden_size']}.")
+    with model.device:
+        big = kind(model, old, new, dtype or model.dtype, seed).build()
+        if vocab_size is not None and vocab_size > size:
+            widen_vocabulary(big, old["hidden_size"], vocab_size, kind.norm_offset)
+    return big
+
+
+@torch.no_grad()
+def widen_vocabulary(model: Any, width: int, vocab_size: int, norm_offset: float = 0.0) -> None:
+    """Give an inflated model tokens that it never chooses, in place.
+
+    Embeddings carry a small constant at `width`, the first of the new dimensions, which no layer changes: too small to
+    change the norms' mean squares. The last norm scales it up, and the new tokens' output rows have a large negative weight
+    there. Old tokens' logits stay the same (tied ones gain a constant). `norm_offset`: see `Inflation`.
+    """
+    size = model.config.vocab_size
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = model.config.tie_word_embeddings
+    constant = 2.0**-10 * embeddings.weight.float().square().sum(1).div(width).median().sqrt()
+    wide = torch.zeros(vocab_size, embeddings.weight.shape[1], dtype=embeddings.weight.dtype)
+    wide[:size] = embeddings.weight
+    wide[:size, width] = constant.to(wide.dtype)
+    output = wide
+    if not tied:
+        output = torch.zeros_like(wide)
+        output[:size] = head.weight
+        output[:size, width] = 0
+    output[size:, width] = -(2.0**15)
+    embeddings.weight = nn.Parameter(wide)
+    embeddings.num_embeddings, head.out_features, model.config.vocab_size = vocab_size, vocab_size, vocab_size
+    head.weight = embeddings.weight if tied else nn.Parameter(output)
+    model.model.norm.weight[width] = 2.0**10 - norm_offset
+    model.vocab_size = model.model.vocab_size = vocab_size

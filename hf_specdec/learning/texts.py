@@ -34,6 +34,7 @@ class Text:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the hidden states."""
         return sum(states.nbytes for states in self.states.values())
 
 
@@ -115,6 +116,7 @@ class LearntTexts:
         self.held_out: deque[Text] = deque(maxlen=self.MOST_HELD_OUT)
 
     def add(self, text: Text) -> None:
+        """Hold the text out, or keep it to train on."""
         self.count += 1
         self.num_tokens += len(text.token_ids)
         if self.count % self.HELD_OUT == 2:

@@ -235,11 +235,12 @@ def along_grammars(sequences: list[Any], trees: DraftTrees, rooms: list[int]) ->
     rows = {i: seq.processors.grammar for i, seq in enumerate(sequences) if rooms[i] and seq.processors is not None}
     rows = {i: grammar for i, grammar in rows.items() if grammar is not None}
     if trees.probs is None and any(trees.lengths[i] for i in rows):
-        kept, drafted = [list(range(count)) for count in trees.lengths], trees.tokens.tolist()
+        keep, drafted = trees.valid.copy(), trees.tokens.tolist()
         for i, grammar in rows.items():
-            nodes, parents = drafted[i][: len(kept[i])], trees.parent_index[i].tolist()
-            kept[i] = grammar.possible(sequences[i].shown_tokens, nodes, parents[: len(nodes)])
-        trees = trees.kept(kept)
+            nodes, parents = drafted[i][: trees.lengths[i]], trees.parent_index[i].tolist()
+            keep[i] = False
+            keep[i, grammar.possible(sequences[i].shown_tokens, nodes, parents[: len(nodes)])] = True
+        trees = trees.kept(keep)
     lengths, forced, after = trees.lengths, [[] for _ in sequences], [-1] * len(sequences)
     drafted = trees.tokens.tolist() if rows else []
     for i, grammar in rows.items():

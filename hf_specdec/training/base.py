@@ -229,6 +229,7 @@ def register(options_class: type[TrainingOptions]):
 
 
 def available_trainers() -> dict[str, type[HeadTrainer]]:
+    """The trainers by method."""
     package = importlib.import_module(__name__.rpartition(".")[0])
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")

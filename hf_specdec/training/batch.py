@@ -62,6 +62,7 @@ class Batch:
         return F.pad(moved, (0, 0) * (tensor.dim() - 2) + (0, missing))
 
     def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved, layers={index: states.to(device) for index, states in self.layers.items()})
 
@@ -95,6 +96,7 @@ class Places:
 
     @classmethod
     def of(cls, batch: Batch, num_steps: int, stride: int = 1) -> Places:
+        """All such places of a batch."""
         mask = batch.ahead(batch.loss_mask, 1)
         mask[:, 0] = False
         rows, places = mask.nonzero(as_tuple=True)
@@ -178,6 +180,7 @@ class BatchOrder:
         return [parts[i * self.per_step : (i + 1) * self.per_step] for i in range(whole)]
 
     def num_steps(self, epochs: int) -> int:
+        """Steps of so many epochs."""
         return sum(len(self.epoch(epoch)) for epoch in range(epochs))
 
     def steps(self, first: int) -> Iterator[list[np.ndarray]]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from ..candidate_generators.dflash.head import DFlashDrafter, DFlashLayout
 from ..core.names import CACHE
@@ -96,7 +96,8 @@ class DFlashTrainer(HeadTrainer):
         ids, anchors = ids.view(-1, together * size), anchors.view(-1, together)
         positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).flatten(1)
         hidden = self._embed(ids)
-        pairs = self._context_keys_values(context, batch.position_ids)
+        cos, sin = (x[:, None] for x in self.rotary(context, batch.position_ids))
+        pairs = [head.context_keys_values(i, context, cos, sin) for i in range(len(head.layers))]
         cache = DynamicCache([tuple(states.repeat_interleave(parts, dim=0) for states in pair) for pair in pairs])
         mask = blocks_mask(anchors, batch.input_ids.shape[1], size)
         rotary, more = self.rotary(hidden, positions), {}
@@ -112,20 +113,6 @@ class DFlashTrainer(HeadTrainer):
                 **more,
             )
         return head.norm(hidden).view(len(batch.input_ids), parts * together, size, -1)[:, :num_anchors]
-
-    def _context_keys_values(
-        self, context: torch.Tensor, position_ids: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [B, heads, S, D] of every layer from context [B, S, H], without input norm as in `BlockHead`."""
-        cos, sin = self.rotary(context, position_ids)
-        out = []
-        for layer in self.head.layers:
-            attention: Any = layer.self_attn
-            shape = (*context.shape[:2], -1, attention.head_dim)
-            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
-            keys, _ = apply_rotary_pos_emb(keys, keys, cos, sin)
-            out.append((keys, attention.v_proj(context).view(shape).transpose(1, 2)))
-        return out
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.target.embed_tokens(ids).float()
@@ -171,9 +158,8 @@ class DFlashTrainer(HeadTrainer):
                 teacher = self.target.probabilities(wanted)
                 labels = teacher.argmax(-1) if loss in TAUGHT else labels
             right = logits[counts].argmax(-1) == labels
-            if (
-                self.head.candidate_selector is not None
-            ):  # it gives other tokens minus infinity; a loss of these must be finite
+            if self.head.candidate_selector is not None:
+                # it gives other tokens minus infinity; a loss of these must be finite
                 logits = torch.where(logits.isneginf(), base, logits)
             logits = logits[counts]
             losses = added = token_loss(loss, logits, labels, teacher)

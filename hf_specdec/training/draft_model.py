@@ -70,6 +70,7 @@ class DraftModelTrainer(HeadTrainer):
 
 
 def special_tokens(target) -> dict[str, Any]:
+    """The ids that begin, end and pad the target's texts."""
     source = target.model.generation_config
     return {key: getattr(source, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
+from ..candidate_generators.eagle3 import Eagle3Head, Eagle3Options
 from ..core.output import Taps
 from .base import Exported, register
 from .batch import Batch, Places
@@ -141,10 +142,6 @@ class Eagle3Trainer(StepTrainer):
         """The input of the language-model head [n, H], from the head's output [n, H]."""
         return hidden if self.head.options.norm_output else self.head.norm(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, Vd] over the draft vocabulary, from the head's output [n, H]."""
-        return self.head.lm_head(self.normed(hidden))
-
     def whole_loss(self, losses: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """The tokens' loss + feature_weight SmoothL1."""
         if not self.options.feature_weight:
@@ -154,8 +151,9 @@ class Eagle3Trainer(StepTrainer):
 
     def steps(self, batch: Batch, places: Places) -> Iterator[tuple[LogitsOf, torch.Tensor]]:
         """The head's outputs, which its own lm_head reads."""
+        logits = functools.partial(self.head.logits, lm_head=self.head.lm_head)
         for step, output in enumerate(self.unrolled(batch, places.num_steps, places)):
-            yield self.logits, places.guessed(output, step)
+            yield logits, places.guessed(output, step)
 
     def exported(self, form: str) -> Exported:
         """yuhuili's and SpecForge's files (midlayer.*, d2t, t2d; embeddings are the target's), or speculators'."""

@@ -24,10 +24,8 @@ from .target import TargetModel
 
 logger = logging.getLogger(__name__)
 
-
-Features = Callable[
-    [list[Sample], Taps], Batch
-]  # samples as a batch on the target's device, with the hidden states in taps
+# samples as a batch on the target's device, with the hidden states in taps
+Features = Callable[[list[Sample], Taps], Batch]
 
 
 class FeatureFiles:

@@ -9,19 +9,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from ..candidate_generators.checkpoints.files import renaming
 from ..candidate_generators.checkpoints.layers import Embeddings
-from ..candidate_generators.hydra import HydraHeads
+from ..candidate_generators.hydra import LLAMA_LIKE, HydraHeads, prefix_config
 from .base import Exported, register
 from .batch import Batch, Places
 from .draft_layer import rotary_for
 from .losses import LogitsOf, StepTrainer, follow_text
 from .options import HydraOptions, TrainingError
-
-_LAYER_KEYS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
-    "max_position_embeddings", "rope_parameters",
-)  # fmt: skip
-_LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
 @register(HydraOptions)
@@ -60,11 +55,10 @@ class HydraTrainer(StepTrainer):
     def _prefix_config(self) -> LlamaConfig:
         """The prefix layer's configuration: one Llama layer with the target's settings, as loading assumes."""
         theirs = self.target.config
-        if theirs.model_type not in _LLAMA_LIKE:
-            kinds = ", ".join(_LLAMA_LIKE)
+        if theirs.model_type not in LLAMA_LIKE:
+            kinds = ", ".join(LLAMA_LIKE)
             raise TrainingError(f"--prefix-layer needs a target of type {kinds}; this one is {theirs.model_type!r}.")
-        values = {key: getattr(theirs, key) for key in _LAYER_KEYS if getattr(theirs, key, None) is not None}
-        config = LlamaConfig(**values, num_hidden_layers=1)
+        config = prefix_config(theirs, getattr(theirs, "head_dim", None), theirs.intermediate_size)
         config._attn_implementation = "sdpa"
         return config
 
@@ -84,17 +78,14 @@ class HydraTrainer(StepTrainer):
 
     def exported(self, form: str) -> Exported:
         """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`. In Hydra++ files, dropout modules count as places too."""
-        options, tensors = self.options, {}
-        has_prefix = self.head.prefix is not None
-        for i, head in enumerate(self.head.heads):
-            for j, block in enumerate(head.blocks):
-                place = 2 * j + 1 if has_prefix else j
-                tensors |= {f"hydra_mlp.{i}.{place}.{name}": tensor for name, tensor in block.state_dict().items()}
-            name = f"hydra_lm_head.{i}.1" if has_prefix else f"hydra_lm_head.{i}"
-            tensors |= {f"{name}.{kind}": tensor for kind, tensor in head.lm_head.state_dict().items()}
-        if self.head.prefix is not None:
-            prefix = self.head.prefix.state_dict()
-            tensors |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in prefix.items()}
+        options, has_prefix = self.options, self.head.prefix is not None
+        places = [2 * j + 1 if has_prefix else j for j in range(options.num_layers)]
+        rename = renaming(
+            *((rf"heads\.(\d+)\.blocks\.{j}\.", rf"hydra_mlp.\1.{place}.") for j, place in enumerate(places)),
+            (r"heads\.(\d+)\.lm_head\.", r"hydra_lm_head.\1." + ("1." if has_prefix else "")),
+            (r"prefix\.", "prefix_embeding_layer."),
+        )
+        tensors = {rename(name): tensor for name, tensor in self.head.state_dict().items()}
         config = {
             "base_model_name_or_path": self.target.name,
             "hydra_num_heads": options.num_heads,

@@ -142,6 +142,7 @@ class Run:
         logger.info("%s: continuing at step %d of %d.", self.folder, self.step, self.num_steps)
 
     def save(self) -> None:
+        """Write the checkpoint and the plot."""
         if not self.is_main:
             return
         state = {

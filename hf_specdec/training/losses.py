@@ -17,9 +17,8 @@ TAUGHT = ("kl", "lk")  # losses that read the target's distributions
 Depth = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _LOGITS_KEPT = 2**26  # more logits than this are recomputed in the backward pass, in parts of this size
-_BLEND = (
-    3.0  # of `lk`, per unit of acceptance, speculators' default: at an acceptance of one half, KL has a share of 0.22
-)
+# Of `lk`, per unit of acceptance, speculators' default: at an acceptance of one half, KL has a share of 0.22.
+_BLEND = 3.0
 _TRUST = 0.5  # of `dpace`: share of a token's acceptance that is taken for granted, speculators' default
 
 

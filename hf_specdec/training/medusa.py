@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..candidate_generators.checkpoints.files import renaming
 from ..candidate_generators.medusa import MedusaHeads
 from .base import Exported, register
 from .batch import Batch, Places
@@ -50,23 +51,20 @@ class MedusaTrainer(StepTrainer):
 
     def exported(self, form: str) -> Exported:
         """FasterDecoding's files (`{head}.{block}.linear`), or those vLLM reads (`blocks.{head}.layers.{block}`)."""
-        options, tensors = self.options, {}
-        lm_heads = [lm_head.weight for lm_head in self.head.lm_heads]
-        for i, blocks in enumerate(self.head.blocks):
-            for j, block in enumerate(blocks.layers):
-                name = f"{i}.{j}.linear" if form == "original" else f"blocks.{i}.layers.{j}"
-                tensors[f"{name}.weight"], tensors[f"{name}.bias"] = block.weight, block.bias
+        options, tensors = self.options, self.head.state_dict()
         if form == "original":
-            tensors |= {f"{i}.{options.num_layers}.weight": weight for i, weight in enumerate(lm_heads)}
+            lm_head = (r"lm_heads\.(\d+)\.", rf"\1.{options.num_layers}.")
+            rename = renaming((r"blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear."), lm_head)
             config = {
                 "medusa_num_heads": options.num_heads,
                 "medusa_num_layers": options.num_layers,
                 "base_model_name_or_path": self.target.name,
                 "version": "2",
             }
-            return Exported(tensors, config, "medusa_lm_head.safetensors")
-        # vLLM always reads a language-model head from the file.
-        tensors |= {f"lm_heads.{i}.weight": w for i, w in enumerate(lm_heads or [self.target.lm_head.weight])}
+            named = {rename(name): tensor for name, tensor in tensors.items()}
+            return Exported(named, config, "medusa_lm_head.safetensors")
+        if not options.own_lm_head:  # vLLM always reads one from the file
+            tensors["lm_heads.0.weight"] = self.target.lm_head.weight
         config = {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],

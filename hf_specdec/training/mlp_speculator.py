@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..candidate_generators.mlp_speculator.head import ScaledNorm, SumSpeculator
+from ..candidate_generators.mlp_speculator import SumSpeculator
 from .base import Exported, register
 from .batch import Batch, Places
 from .draft_layer import embedding_table, main_directions
@@ -34,17 +34,9 @@ class MLPSpeculatorTrainer(StepTrainer):
     def build(self, token_counts: torch.Tensor) -> nn.Module:
         """Matrices from N(0, 1 / inner), norms at 1 and 0; with `from_target`, tables from the target's, unless the head is wider."""
         options, target = self.options, self.target
-        count, inner, vocab_size = options.num_heads, options.inner_dim or target.hidden_size, target.vocab_size
-        num_own, num_projections = (1, min(count, 2)) if options.tie_weights else (count, count)
-        speculator = SumSpeculator(
-            count,
-            inner,
-            options.scale_input,
-            emb=[nn.Embedding(vocab_size, inner) for _ in range(num_own)],
-            proj=[nn.Linear(inner if i else target.hidden_size, inner, bias=False) for i in range(num_projections)],
-            ln=[ScaledNorm(inner) for _ in range(num_own)],
-            head=[nn.Linear(inner, vocab_size, bias=False) for _ in range(num_own)],
-        )
+        count, inner = options.num_heads, options.inner_dim or target.hidden_size
+        sizes = count, target.hidden_size, [inner], target.vocab_size
+        speculator = SumSpeculator(*sizes, options.scale_input, options.tie_weights)
         for parameter in (p for p in speculator.parameters() if p.dim() > 1):
             nn.init.normal_(parameter, std=1 / math.sqrt(inner))
         for name, parameter in speculator.ln.named_parameters():

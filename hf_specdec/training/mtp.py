@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ..candidate_generators.checkpoints.files import renaming
 from ..candidate_generators.mtp.head import MtpModule, TargetFamily
 from ..candidate_generators.mtp.layouts import find_layout
 from ..core.names import CACHE
@@ -36,7 +37,9 @@ class MtpTrainer(StepTrainer):
         self.prefix = f"model.layers.{target.num_layers}."
         layout = find_layout([self.prefix + "shared_head.norm.weight"], target.num_layers)
         assert layout is not None
-        family = family_of(target)
+        family = TargetFamily.of(target.model, _refusal)
+        if family.rotary is None:
+            raise _refusal(f"{type(target.model).__name__} has layers of blocks, which no trainer builds.")
         sparse = any(".experts." in f".{name}" for name in family.last_layer.state_dict())
         with torch.device("meta"):
             module = MtpModule(family, layout, 0, sparse, shapes={})
@@ -44,10 +47,10 @@ class MtpTrainer(StepTrainer):
         for part in module.modules():
             target.model._init_weights(part)
         with torch.no_grad():
-            copy_weights(family.norm, module.norm)
+            module.norm.load_state_dict(family.norm.state_dict())
             source = last_like(target, module) if options.copy_layer else None
             if source is not None:
-                copy_weights(source, module.layer)
+                module.layer.load_state_dict(source.state_dict())
             half = 0.5 * torch.eye(target.hidden_size, device=target.device)
             module.eh_proj.weight += torch.cat([half, half], dim=1)
         with torch.device(target.device):
@@ -115,18 +118,18 @@ class MtpTrainer(StepTrainer):
 
 
 # The layouts' names for the module's parts. Names inside the layer stay as they are.
-_DEEPSEEK = {"enorm": "enorm.", "hnorm": "hnorm.", "eh_proj": "eh_proj.", "norm": "shared_head.norm.", "layer": ""}
-_SPECULATORS = {
-    "enorm": "token_layernorm.", "hnorm": "hidden_layernorm.", "eh_proj": "input_proj.", "norm": "final_layernorm.", "layer": "",
-}  # fmt: skip
+_DEEPSEEK = renaming((r"norm\.", "shared_head.norm."), (r"layer\.", ""))
+_SPECULATORS = renaming(
+    (r"enorm\.", "token_layernorm."), (r"hnorm\.", "hidden_layernorm."), (r"eh_proj\.", "input_proj."),
+    (r"norm\.", "final_layernorm."), (r"layer\.", ""),
+)  # fmt: skip
 
 
-def apart(prefix: str, named: dict[str, torch.Tensor], parts: dict[str, str]) -> dict[str, torch.Tensor]:
+def apart(prefix: str, named: dict[str, torch.Tensor], rename: Callable[[str], str]) -> dict[str, torch.Tensor]:
     """Tensors under a layout's names. Experts, which transformers stacks, become separate tensors, as in checkpoints."""
     out = {}
     for name, value in named.items():
-        first, _, rest = name.partition(".")
-        name = prefix + parts[first] + rest
+        name = prefix + rename(name)
         if name.endswith(".experts.gate_up_proj"):
             for i, both in enumerate(value):
                 gate, up = both.chunk(2)
@@ -151,16 +154,8 @@ def steps_mask(length: int, step: int, window: int | None, device: torch.device)
     return torch.cat(seen, dim=1)
 
 
-def family_of(target: TargetModel) -> TargetFamily:
-    """The parts of the target's layers. Raises TrainingError: its decoder lacks the usual parts."""
-    decoder = architectures.decoder_of(target.model)
-    layers, norm, rotary = (getattr(decoder, name, None) for name in ("layers", "norm", "rotary_emb"))
-    if layers is None or norm is None or rotary is None:
-        raise TrainingError(
-            f"{type(target.model).__name__} has no layers, norm and rotary_emb, which an MTP module is built from: train "
-            "another kind of head for it."
-        )
-    return TargetFamily(target.config, layers[-1], norm, type(rotary), float32=())
+def _refusal(what: str) -> TrainingError:
+    return TrainingError(f"{what} Train another kind of head for this target.")
 
 
 def last_like(target: TargetModel, module: MtpModule) -> nn.Module | None:
@@ -171,10 +166,3 @@ def last_like(target: TargetModel, module: MtpModule) -> nn.Module | None:
         if {name: value.shape for name, value in layer.state_dict().items()} == shapes:
             return layer
     return None
-
-
-def copy_weights(source: nn.Module, into: nn.Module) -> None:
-    """Copy tensors by name, converted to the dtype of the destination."""
-    values = source.state_dict()
-    for name, value in into.state_dict(keep_vars=True).items():
-        value.copy_(values[name])

@@ -38,6 +38,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Replace a text file, see `write_whole`."""
     write_whole(path, lambda file: file.write(text.encode("utf-8")))
 
 
@@ -60,6 +61,7 @@ def check_room(folder: Path, needed: int, what: str) -> None:
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint, see `write_whole`."""
     write_whole(path, lambda file: torch.save(state, file))
 
 
@@ -84,6 +86,7 @@ class Log:
             write_text(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
 
     def add(self, entry: dict[str, Any]) -> None:
+        """Append an entry."""
         self.entries.append(entry)
         self.latest |= entry
         if self.write:

@@ -3,7 +3,7 @@
     python recipes/tiny/inflate.py SRC DST --size 300m
     python recipes/tiny/inflate.py SRC DST --hidden-size 2048 --num-hidden-layers 24 --dtype bfloat16
 
-What grows and how: `hf_specdec/inflation/model.py`, inflate_states.py. Draft heads: inflate_head.py.
+What grows and how: `hf_specdec/inflation/tensors.py`, inflate_states.py. Draft heads: inflate_head.py.
 """
 
 import argparse

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
 from hf_specdec.candidate_generators.auto import discovery, hub, local
-from hf_specdec.candidate_generators.auto.agreed import AgreedChoice
+from hf_specdec.candidate_generators.auto.generator import AgreedChoice
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.integration import get_decoder
@@ -330,7 +330,7 @@ CARD = "---\nbase_model: {}\n---\n"
 
 def test_a_bundled_head(tiny_model):
     generator = found_for(target(TINY))
-    assert "the bundled tiny-eagle3" in str(generator.found) and "the bundled tiny-draft" in str(generator.found)
+    assert "the bundled tiny-eagle3" in str(generator.search) and "the bundled tiny-draft" in str(generator.search)
     assert generator.drafters[generator.num_lookups :] == ["eagle3", "draft_model"]
     assert {"ngram", "token_recycling"} < set(generator.drafters[: generator.num_lookups])
 
@@ -338,7 +338,7 @@ def test_a_bundled_head(tiny_model):
 def test_look_ups_where_there_is_nothing_else(cache, tmp_path):
     other_words(shutil.copytree(TINY, tmp_path / "mine"))
     generator = found_for(target(tmp_path / "mine"))
-    assert len(generator.drafters) == generator.num_lookups and "needs no model" in str(generator.found)
+    assert len(generator.drafters) == generator.num_lookups and "needs no model" in str(generator.search)
 
 
 def test_own_mtp_layers_come_first(cache, tmp_path):
@@ -349,17 +349,17 @@ def test_own_mtp_layers_come_first(cache, tmp_path):
     module = load_file(Path(hf_specdec.bundled("tiny-mtp")) / "model.safetensors")
     save_file({**tensors, **module}, folder / "model.safetensors")
     generator = found_for(target(folder))
-    assert "mtp (the target's own MTP layers)" in str(generator.found)
+    assert "mtp (the target's own MTP layers)" in str(generator.search)
     assert generator.drafters[generator.num_lookups :] == ["mtp", "draft_model"]
 
 
 def test_files_of_the_target_that_are_damaged_are_noted(cache, tmp_path):
     """Its MTP layers are then not found. Files without such layers are worth no word."""
     model = target(other_words(shutil.copytree(TINY, tmp_path / "mine")))
-    assert not [note for note in found_for(model).found.notes if "MTP" in note]
+    assert not [note for note in found_for(model).search.notes if "MTP" in note]
     hf_specdec.release(model)
     (tmp_path / "mine" / "model.safetensors.index.json").write_text("{")
-    (note,) = [note for note in found_for(model).found.notes if "MTP" in note]
+    (note,) = [note for note in found_for(model).search.notes if "MTP" in note]
     assert note.startswith("the target's own MTP layers: ") and "index.json is not valid JSON" in note
 
 
@@ -370,7 +370,7 @@ def test_a_head_in_the_local_cache_by_its_card(cache):
     cache("org/others-eagle3", hf_specdec.bundled("tiny-eagle3"), CARD.format("org/other"))
     cache("org/broken-card", hf_specdec.bundled("tiny-eagle3"), "---\n: [\n---\n")
     generator = found_for(target(snapshot))
-    assert generator.drafters[-1] == "eagle" and "org/target-eagle, in the local cache" in str(generator.found)
+    assert generator.drafters[-1] == "eagle" and "org/target-eagle, in the local cache" in str(generator.search)
 
 
 def test_a_head_that_does_not_fit_is_left_out_with_its_reason(cache):
@@ -378,7 +378,7 @@ def test_a_head_that_does_not_fit_is_left_out_with_its_reason(cache):
     cache("org/broken", hf_specdec.bundled("tiny-eagle3"), CARD.format("org/target"), {"hidden_size": 128})
     generator = found_for(target(snapshot))
     assert len(generator.drafters) == generator.num_lookups
-    (note,) = [note for note in generator.found.notes if "org/broken" in note]
+    (note,) = [note for note in generator.search.notes if "org/broken" in note]
     assert "hidden" in note or "shape" in note
     out = generator.target.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, speculative_config="auto")
     assert out.shape[1] > 3
@@ -397,7 +397,7 @@ def test_a_small_model_with_the_same_vocabulary(cache):
     words[first], words[second] = words[second], words[first]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     generator = found_for(target(snapshot))
-    line = str(generator.found)
+    line = str(generator.search)
     assert generator.drafters[-1] == "draft_model" and "draft_model (org/small, in the local cache)" in line
     assert "org/other-words, in the local cache: small enough, but it has another vocabulary" in line
     assert len(line.splitlines()) == 1
@@ -462,7 +462,7 @@ def test_a_head_on_the_hub(online, monkeypatch):
         "some/head-eagle3": HEAD,
     }
     generator = found_for(target(online(models)))
-    assert taken == ["some/head-eagle3"] and "some/head-eagle3 (eagle3, 0.1 GB), from the Hub" in str(generator.found)
+    assert taken == ["some/head-eagle3"] and "some/head-eagle3 (eagle3, 0.1 GB), from the Hub" in str(generator.search)
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_heads_that_cannot_be_had(online, monkeypatch, models, error, values, li
     taken = downloads_to(monkeypatch, "nowhere")
     generator = found_for(target(online(models, error)), **values)
     assert not taken and len(generator.drafters) == generator.num_lookups
-    assert line in str(generator.found) and len(str(generator.found).splitlines()) == 1
+    assert line in str(generator.search) and len(str(generator.search).splitlines()) == 1
 
 
 def test_generate_never_fails_for_what_it_could_not_find(online, monkeypatch):
@@ -506,7 +506,7 @@ def test_generate_never_fails_for_what_it_could_not_find(online, monkeypatch):
 def test_known_heads_offline(cache, monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     generator = found_for(target(cache("Qwen/Qwen3-8B", TINY)))
-    assert "AngelSlim/Qwen3-8B_eagle3 (eagle3, published τ 1.97 on MT-bench): offline" in str(generator.found)
+    assert "AngelSlim/Qwen3-8B_eagle3 (eagle3, published τ 1.97 on MT-bench): offline" in str(generator.search)
 
 
 def test_the_table_of_published_heads():

@@ -10,6 +10,9 @@ from combinations import every_second
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
+from hf_specdec.candidate_generators import make_generator
+from hf_specdec.model.options import prepacked
+from hf_specdec.model.prepare import prepare
 
 HEADS = {
     "tiny-eagle": "eagle",
@@ -208,3 +211,12 @@ def test_rows_stopped_while_their_next_step_is_pending(tiny_model, plain, stoppe
     config = config_of(name, "chain") if name in HEADS else {"method": name, **OTHERS[name]}
     out = tiny_model.generate(**plain["batch"][0], **STOPPED, speculative_config={**config, "async_scheduling": True})
     assert torch.equal(out, stopped)
+
+
+@pytest.mark.parametrize("name", ["tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-dflash"])
+def test_a_head_in_use_is_prepacked_as_each_configuration_says(tiny_model, monkeypatch, name):
+    monkeypatch.setattr(prepacked, "_FLOAT32_WEIGHTS", 1)
+    target, drafters = prepare(tiny_model), []
+    for wanted in (False, True, False):
+        drafters.append(make_generator(hf_specdec.parse_config({"model": name, "prepack_weights": wanted}), target))
+    assert [drafter.head.linears is not None for drafter in drafters] == [False, True, False]

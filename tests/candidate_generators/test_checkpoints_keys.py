@@ -31,17 +31,14 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 import hf_specdec
+from hf_specdec.candidate_generators import eagle, eagle3, hydra, medusa
+from hf_specdec.candidate_generators import mlp_speculator as mlp
 from hf_specdec.candidate_generators.checkpoints import keys as key_tables
 from hf_specdec.candidate_generators.checkpoints import layers
 from hf_specdec.candidate_generators.checkpoints.files import Checkpoint, CheckpointError
 from hf_specdec.candidate_generators.checkpoints.keys import Table
 from hf_specdec.candidate_generators.dflash import checkpoint as dflash
-from hf_specdec.candidate_generators.eagle import checkpoint as eagle
 from hf_specdec.candidate_generators.eagle3 import Eagle3Generator
-from hf_specdec.candidate_generators.eagle3 import checkpoint as eagle3
-from hf_specdec.candidate_generators.hydra import checkpoint as hydra
-from hf_specdec.candidate_generators.medusa import checkpoint as medusa
-from hf_specdec.candidate_generators.mlp_speculator import checkpoint as mlp
 from hf_specdec.candidate_generators.mtp import checkpoint as mtp
 
 pytestmark = pytest.mark.usefixtures("forget_decoders")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -266,6 +267,13 @@ def test_bad_value(method, key, value):
 def test_a_model_is_named_by_text(value):
     message = error({"method": "draft_model", "model": value})
     assert "'model'" in message and repr(value) in message
+
+
+@pytest.mark.parametrize("given", [{}, {"method": "draft_model"}, {"method": "eagle3"}, {"method": "auto"}])
+def test_a_model_may_be_a_path(given):
+    folder = hf_specdec.bundled("tiny-eagle3")
+    config = parse_config({**given, "model": Path(folder)})
+    assert config.model == folder and config.method == given.get("method", "eagle3")
 
 
 def test_a_near_miss_of_a_choice_is_suggested():

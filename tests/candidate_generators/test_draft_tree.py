@@ -146,7 +146,10 @@ def test_kept_and_extended_trees_have_the_paths_that_they_should(forest, data):
         own, ids = trees.parent_index[row].tolist(), trees.tokens[row].tolist()
         return [[ids[at] for at in path_to(own, node)] for node in range(trees.lengths[row])]
 
-    cut = trees.kept(kept)
+    keep = np.zeros(trees.tokens.shape, dtype=bool)
+    for i, nodes in enumerate(kept):
+        keep[i, nodes] = True
+    cut = trees.kept(keep)
     distributions = torch.rand(len(tokens), 2, 5)
     drawn = DraftTrees(cut.tokens, cut.lengths, cut.parents, distributions, np.zeros(cut.tokens.shape, dtype=np.int64))
     for each in (cut, drawn):

@@ -33,7 +33,7 @@ class Identity:
 class PathDrafter:
     """Follows every expanded node's path, from what `DraftLevel` says of it, and checks that it is consistent."""
 
-    vocabulary = Identity()
+    vocabulary, survival = Identity(), None
 
     def __init__(self, rows):
         self.paths = [[()] for _ in rows]  # of the last level, per kept row
@@ -42,9 +42,6 @@ class PathDrafter:
 
     def root_logits(self):
         return torch.from_numpy(np.stack([logits_after(row, ()) for row in self.rows]))
-
-    def log_survival(self):
-        return None
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         assert [self.rows[i] for i in level.kept] == level.rows

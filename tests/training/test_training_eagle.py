@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_training_computes_what_drafting_does(tmp_path, model, kind):
     steps = [len(path) for _, path, _ in recording.logits]
     with torch.no_grad():
         outputs = list(outputs_of(made, batch, STEPS))
-        logits_of = made.logits if method == "eagle3" else model.logits
+        logits_of = partial(made.head.logits, lm_head=made.head.lm_head) if method == "eagle3" else model.logits
         found = torch.stack([logits_of(output[rows, columns]) for output in outputs])
     expected = torch.stack([logits for _, _, logits in recording.logits])
     torch.testing.assert_close(found[steps, rows], expected, atol=1e-4, rtol=1e-4)
@@ -519,5 +520,8 @@ def test_speculators_reads_the_export(tmp_path, model, kind):
         outputs = list(made.unrolled(batch, 3))
         for step, output in enumerate(outputs):
             torch.testing.assert_close(
-                logits[step][: 11 - step], made.logits(output[0])[: 11 - step], atol=1e-4, rtol=1e-4
+                logits[step][: 11 - step],
+                made.head.logits(output[0], made.head.lm_head)[: 11 - step],
+                atol=1e-4,
+                rtol=1e-4,
             )

@@ -36,8 +36,8 @@ class Candidate:
 
 
 @dataclass
-class Found:
-    """What was found.
+class Search:
+    """What a search for drafters has brought.
 
     Attributes:
         taken: the drafters to make.
@@ -64,27 +64,25 @@ class Found:
         return ". ".join(parts) + "."
 
 
-def find_drafters(config: AutoConfig, target: PackedModel, context: DrafterContext | None) -> Found:
+def find_drafters(config: AutoConfig, target: PackedModel, context: DrafterContext | None) -> Search:
     """The drafters to choose among: those the configuration names, or a head, a small model and all look-ups."""
-    found = Found()
+    search = Search()
     if config.methods is not None:
-        found.taken = [Candidate(parse_config(part), "given", is_given=True) for part in config.methods]
+        search.taken = [Candidate(parse_config(part), "given", is_given=True) for part in config.methods]
     named = _named(config, context)
     if named is not None:
-        found.taken.insert(0, named)
+        search.taken.insert(0, named)
     if config.methods is None:
-        if named is None:
-            found.taken += _with_weights(config, target, found)
-        found.taken += [Candidate(_lookup(method, target), "needs no model") for method in LOOKUPS]
-    return found
-
-
-def _lookup(method: str, target: PackedModel) -> SpeculativeConfig:
-    """A look-up. Token Recycling learns in one place for all rows; on a CPU, where every packed token costs time, it drafts chains."""
-    keys: dict[str, Any] = {}
-    if method == "token_recycling":
-        keys = {"matrix_per_sequence": False, "use_tree": target.device.type != "cpu"}
-    return _drafting(method=method, **keys)
+        if named is None:  # the best head and the best small model: which of the two is faster depends on the text
+            heads = itertools.chain(_own_layers(target, search), _bundled_heads(target), _heads(config, target, search))
+            for kind in (heads, _small_models(target, search)):
+                search.taken += itertools.islice(kind, 1)
+        # Token Recycling learns in one place for all rows; on a CPU, where every packed token costs time, it drafts chains.
+        special = {"token_recycling": {"matrix_per_sequence": False, "use_tree": target.device.type != "cpu"}}
+        search.taken += [
+            Candidate(_drafting(method=method, **special.get(method, {})), "needs no model") for method in LOOKUPS
+        ]
+    return search
 
 
 def _named(config: AutoConfig, context: DrafterContext | None) -> Candidate | None:
@@ -96,13 +94,7 @@ def _named(config: AutoConfig, context: DrafterContext | None) -> Candidate | No
     return None
 
 
-def _with_weights(config: AutoConfig, target: PackedModel, found: Found) -> list[Candidate]:
-    """The best head and the best small model, if there are any: which of the two is faster depends on the text."""
-    heads = itertools.chain(_own_layers(target, found), _bundled_heads(target), _heads(config, target, found))
-    return [*itertools.islice(heads, 1), *itertools.islice(_small_models(target, found), 1)]
-
-
-def _own_layers(target: PackedModel, found: Found) -> Iterator[Candidate]:
+def _own_layers(target: PackedModel, search: Search) -> Iterator[Candidate]:
     """MTP layers in the files that the target was loaded from; only a note if the files cannot be read."""
     folder = folder_of(target.model)
     if folder is None or not any(folder.glob("*.safetensors")):
@@ -113,7 +105,7 @@ def _own_layers(target: PackedModel, found: Found) -> Iterator[Candidate]:
     except NoWeightsError:  # no MTP layers
         return
     except CheckpointError as error:
-        found.notes.append(f"the target's own MTP layers: {error}")
+        search.notes.append(f"the target's own MTP layers: {error}")
         return
     if find_layout(names, target.config.num_hidden_layers) is not None:
         yield Candidate(_drafting(method="mtp", model=str(folder)), "the target's own MTP layers")
@@ -130,7 +122,7 @@ def _bundled_heads(target: PackedModel) -> Iterator[Candidate]:
         yield Candidate(_drafting(model=head), f"the bundled {head}")
 
 
-def _heads(config: AutoConfig, target: PackedModel, found: Found) -> Iterator[Candidate]:
+def _heads(config: AutoConfig, target: PackedModel, search: Search) -> Iterator[Candidate]:
     """Heads made for the target: in the local cache, then on the Hub."""
     target_id = hub_id_of(target.model)
     if target_id is None:
@@ -144,16 +136,16 @@ def _heads(config: AutoConfig, target: PackedModel, found: Found) -> Iterator[Ca
             except CheckpointError:  # another kind of model that was made from the target
                 continue
     for _, repo, folder in sorted(cached):
-        yield from _made(str(folder), f"{repo}, in the local cache", found)
-    for head in heads_on_hub(target_id, list(published.values()), found.notes):
+        yield from _made(str(folder), f"{repo}, in the local cache", search)
+    for head in heads_on_hub(target_id, list(published.values()), search.notes):
         what = f"{head.repo} ({head.method}{head.about})"
         if head.gigabytes > config.max_download_gb:
-            found.downloads.append(f"{what}: set max_download_gb")
+            search.downloads.append(f"{what}: set max_download_gb")
         else:
-            yield from _made(head.repo, f"{what}, from the Hub", found)
+            yield from _made(head.repo, f"{what}, from the Hub", search)
 
 
-def _small_models(target: PackedModel, found: Found) -> Iterator[Candidate]:
+def _small_models(target: PackedModel, search: Search) -> Iterator[Candidate]:
     """Small models with the target's vocabulary, bundled or in the local cache."""
     folder = folder_of(target.model)
     if folder is None:
@@ -169,7 +161,7 @@ def _small_models(target: PackedModel, found: Found) -> Iterator[Candidate]:
         if not same_vocabulary(folder, other):
             # without a tokenizer it is most likely a head
             if where.endswith("cache") and (other / "tokenizer.json").is_file():
-                found.notes.append(f"{where}: small enough, but it has another vocabulary")
+                search.notes.append(f"{where}: small enough, but it has another vocabulary")
         else:
             sized.append((abs(math.log(share / BEST_SHARE)), where, other))
     for _, where, other in sorted(sized):
@@ -180,13 +172,13 @@ def _method_of(folder: Path) -> str:
     return infer_format(Checkpoint(folder)).method
 
 
-def _made(model: str, why: str, found: Found) -> Iterator[Candidate]:
+def _made(model: str, why: str, search: Search) -> Iterator[Candidate]:
     """The head as a candidate; only a note if it cannot be used after all."""
     try:
         yield Candidate(_drafting(model=model), why)
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        found.notes.append(f"{why}: {reason[0]}")
+        search.notes.append(f"{why}: {reason[0]}")
 
 
 def _drafting(**keys: Any) -> SpeculativeConfig:

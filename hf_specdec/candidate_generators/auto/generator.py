@@ -13,18 +13,61 @@ from ...core.clock import clock_for
 from ...core.draft_trees import DraftTrees
 from ...core.outcome import StepOutcome
 from ...core.output import Taps
+from ...core.ranks import Ranks
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
-from ...policy import Drafter, Fastest
+from ...policy import Choice, Drafter, Fastest
 from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, MayRest, ScoresDrafts
 from ..combined import CombinedGenerator, check_drafter, with_common_keys
 from ..registry import register
-from .agreed import AgreedChoice
 from .config import AutoConfig
-from .discovery import Found, find_drafters
+from .discovery import Search, find_drafters
 from .memory import AutoMemory
 
 logger = logging.getLogger(__name__)
+
+
+class AgreedChoice:
+    """Answers as rank 0's chooser does.
+
+    Args:
+        chooser: rank 0's; on the other ranks it is not asked.
+    """
+
+    def __init__(self, ranks: Ranks, chooser: Fastest):
+        self.ranks, self.chooser = ranks, chooser
+        self._following: dict[int | None, bool] = {None: True}
+
+    def agree(self, sequences: list[Sequence]) -> None:
+        """A step begins: agree on which texts heads follow, so that they rest on all ranks or on none. None: texts that begin."""
+        rows = [*sequences, None]
+        flags = self.ranks.same([self.chooser.heads_follow(seq) for seq in rows] if self.ranks.leads else [])
+        self._following = dict(zip([None if seq is None else seq.id for seq in rows], map(bool, flags), strict=True))
+
+    def heads_follow(self, seq: Sequence | None) -> bool:
+        """What rank 0 said when this step began."""
+        return self._following.get(None if seq is None else seq.id, True)
+
+    def followed(self, seconds: float, num_rows: int) -> None:
+        """Rank 0's times count."""
+        if self.ranks.leads:
+            self.chooser.followed(seconds, num_rows)
+
+    def is_awake(self, index: int) -> bool:
+        """Rank 0's look-ups rest; the others ask all of theirs, because they learn from being asked."""
+        return not self.ranks.leads or self.chooser.is_awake(index)
+
+    def choose(
+        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
+        scores: list[list[float] | None], able: np.ndarray | None = None,
+    ) -> Choice:  # fmt: skip
+        """Rank 0's choice. On rank 0 it is the chooser's object, in which the drafters that requests name are noted."""
+        if self.ranks.leads:
+            choice = self.chooser.choose(sequences, limits, offers, seconds, scores, able)
+            self.ranks.same([*choice.drafter.tolist(), *choice.depth.tolist()])
+            return choice
+        agreed = np.asarray(self.ranks.same(), dtype=np.int64)
+        return Choice(agreed[: len(limits)], agreed[len(limits) :])
 
 
 @register(AutoConfig)
@@ -47,19 +90,18 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     ):  # fmt: skip
         super().__init__(config, target, context)
         self.clock = clock_for(target.device)
-        self.found = find_drafters(config, target, context)
-        made = self._make_parts(self.found, context)
-        lookups = {name: part for name, part in made.items() if not part.config.has_weights}
-        self.by_name = {**lookups, **{name: part for name, part in made.items() if name not in lookups}}
-        self.drafters, self.num_lookups = list(self.by_name), len(lookups)
+        self.search = find_drafters(config, target, context)
+        made = self._make_parts(self.search, context)
+        self.by_name = dict(sorted(made.items(), key=lambda item: item[1].config.has_weights))
+        self.drafters = list(self.by_name)
         self.combine(list(self.by_name.values()))
-        self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
-        longest = int(max(self.longest, default=0))  # drafts are no longer than the longest that a part can make
+        self.num_lookups = sum(not part.config.has_weights for part in self.parts)
+        longest = max(self.longest, default=0)  # drafts are no longer than the longest that a part can make
         if 0 < longest < config.longest_draft:
             self.config = dataclasses.replace(config, num_speculative_tokens=longest)
         known = [
             Drafter(
-                name, int(longest), not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5,
+                name, longest, not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5,
                 part.max_draft_nodes,
             )
             for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)
@@ -73,7 +115,8 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             self.policy if ranks is None else AgreedChoice(ranks, self.policy)
         )
         self._heads = [part for part in self.parts if part.taps.whole_text]
-        self._others_tap = any(part.taps != Taps() for part in self.parts if part not in self._heads)
+        self._others = [part for part in self.parts if part not in self._heads]
+        self._others_tap = any(part.taps != Taps() for part in self._others)
         learning = [i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe]
         # Indices of the parts that learn: heads, parts that may miss steps, and the others, which see every step.
         self._learning_heads = [i for i in learning if self.parts[i] in self._heads]
@@ -86,30 +129,25 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         # sequence id → its other parts, if heads do not follow it
         self._blind: dict[int, list[CandidateGenerator]] = {}
         self._heads_may_rest = True
-        logger.info("%s", self.found)
+        logger.info("%s", self.search)
 
-    def _make_parts(self, found: Found, context: DrafterContext | None) -> dict[str, CandidateGenerator]:
+    def _make_parts(self, search: Search, context: DrafterContext | None) -> dict[str, CandidateGenerator]:
         """The drafters by name. One that was found but cannot be made is noted; one that was asked for raises."""
         made: dict[str, CandidateGenerator] = {}
-        for candidate in list(found.taken):
+        for candidate in list(search.taken):
             config = with_common_keys(candidate.config.to_dict(), self.config)
             try:
                 part = self.made("methods", config, context)
             except (ValueError, ImportError, OSError, RuntimeError) as error:
                 if candidate.is_given:
                     raise
-                found.drop(candidate, str(error))
+                search.drop(candidate, str(error))
                 continue
             name, number = config.method, 2
             while name in made:
                 name, number = f"{config.method}-{number}", number + 1
             made[name] = part
         return made
-
-    @property
-    def max_draft_nodes(self) -> int:
-        """The nodes of the largest tree."""
-        return max((part.max_draft_nodes for part in self.parts), default=0)
 
     # ---- who follows which text -------------------------------------------------------------------------------------
 
@@ -127,7 +165,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         has the name that the sequence gives."""
         check_drafter(seq, self.drafters)
         if self._rests(seq, begins=True):
-            self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
+            self._blind[seq.id] = self._others
         try:
             super().start(seq)
         except BaseException:
@@ -153,7 +191,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             if seq.id not in self._blind and self._rests(seq):
                 for head in self._heads:
                     head.stop(seq)
-                self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
+                self._blind[seq.id] = self._others
 
     def follows(self, index: int, seq: Sequence) -> bool:
         """Whether a part can draft for a sequence."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,4 +126,4 @@ def _sized(api: HfApi, head: PublishedHead, notes: list[str]) -> PublishedHead |
     if not sizes:
         notes.append(f"{head.repo}: no safetensors; name it as 'model' to read other files")
         return None
-    return PublishedHead(head.repo, head.method, head.licence, head.tau, head.task, sum(sizes) / 1e9)
+    return replace(head, gigabytes=sum(sizes) / 1e9)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ...core.folders import cache_folder
+from ...core.folders import cache_folder, write_private
 from ...model.packed_model import PackedModel
 from ...policy import Fastest
 from ..base import CandidateGenerator
@@ -50,21 +50,15 @@ class AutoMemory:
         folder = cache_folder() / "auto" if config.memory is True else Path(os.path.expanduser(config.memory))
         return cls(folder / f"{name}.json")
 
-    def restore(self, policy: Fastest) -> bool:
-        """Give a new policy what was learnt before. Returns whether there was anything."""
+    def restore(self, policy: Fastest) -> None:
+        """Give a new policy what was learnt before, if there is anything."""
         try:
-            state = json.loads(self.path.read_text(encoding="utf-8"))
+            policy.load(json.loads(self.path.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            return False
-        except (OSError, RecursionError, ValueError) as error:
-            logger.warning("auto: %s cannot be read (%s); measuring anew.", self.path, error)
-            return False
-        try:
-            policy.load(state)
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
-            logger.warning("auto: %s does not fit this model and its drafters (%r); measuring anew.", self.path, error)
-            return False
-        return True
+            return
+        except (OSError, RecursionError, KeyError, OverflowError, TypeError, ValueError) as error:
+            what = "cannot be read, or does not fit this model and its drafters"
+            logger.warning("auto: %s %s (%r); measuring anew.", self.path, what, error)
 
     def keep(self, policy: Fastest) -> None:
         """Write what the policy knows, if it knows anything and the last write was at least `EVERY` seconds ago."""
@@ -75,11 +69,8 @@ class AutoMemory:
         if not state:
             return
         self._kept_at = now
-        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(state), encoding="utf-8")
-            os.replace(unfinished, self.path)
+            write_private(self.path, json.dumps(state).encode())
         except OSError as error:
             logger.warning("auto: %s cannot be written (%s); what was learnt ends with this process.", self.path, error)
             self._kept_at = float("inf")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from ...config import config_key
 from ..growing.tree_shapes import DynamicTree, TreeDraftingConfig, TreeShape, TreeTemplate
-from .files import Checkpoint, infer_format, open_checkpoint
+from .files import FORMATS, Checkpoint, infer_format, open_checkpoint
 
 _Config = TypeVar("_Config", bound="HeadConfig")
 # Keys besides num_speculative_tokens that set the length or depth of drafts.
@@ -23,6 +23,8 @@ _LENGTH_KEYS = (
 class HeadConfig(TreeDraftingConfig):
     """Keys of methods whose drafter is a head trained for the target. The checkpoint sets `num_speculative_tokens` if the user does
     not."""
+
+    reads_too: ClassVar[tuple[str, ...]] = ()  # other methods whose formats this one reads
 
     model: str | None = config_key(None, "the head: bundled name, folder or Hub id")
     revision: str | None = config_key(None, "Hub revision of the head")
@@ -90,17 +92,15 @@ class HeadConfig(TreeDraftingConfig):
             raise self.fail("model", f"is missing: name the {self.method} head that was trained for this target.")
         return open_checkpoint(self.model, self.revision, self.token, wanted)
 
-    def open_head(self, matches: Callable[[Checkpoint], bool]) -> Checkpoint:
-        """The configured checkpoint.
-
-        Args:
-            matches: True for a checkpoint in one of the method's formats.
+    def open_head(self) -> Checkpoint:
+        """The configured checkpoint, in one of the method's formats.
 
         Raises:
             SpeculativeConfigError: no `model` is given, it cannot be opened, or it belongs to another method.
         """
         checkpoint = self.open()
-        if not matches(checkpoint):
+        ours = (form for form in FORMATS if form.method in (self.name, *self.reads_too))
+        if not any(form.matches(checkpoint) for form in ours):
             actual = infer_format(checkpoint)
             raise checkpoint.error(f"is a head for method {actual.method!r} ({actual.name}), not {self.method!r}.")
         return checkpoint

@@ -71,12 +71,12 @@ class Format:
     last: bool = False
 
 
-_FORMATS: list[Format] = []
+FORMATS: list[Format] = []
 
 
 def register_format(name: str, method: str, matches: Callable[[Checkpoint], bool], last: bool = False) -> None:
     """Declare a format of a method, so that the method can be found from the checkpoint."""
-    _FORMATS.append(Format(name, method, matches, last))
+    FORMATS.append(Format(name, method, matches, last))
 
 
 class Checkpoint:
@@ -307,13 +307,17 @@ def _unwrapped(names: Iterable[str]) -> list[str]:
     )
 
 
-def renaming(prefixes: dict[str, str]) -> Callable[[str], str]:
-    """A renaming for `Plan`, by the beginnings of names without the prefix `model.`, which some files have."""
+def renaming(*rules: tuple[str, str | None]) -> Callable[[str], Any]:
+    """A renaming for `Plan`. Each rule in turn replaces what its regular expression matches at a name's beginning; None: a tensor that is
+    not used."""
 
-    def canonical(name: str) -> str:
-        name = name.removeprefix("model.")
-        old = next(filter(name.startswith, prefixes), None)
-        return name if old is None else prefixes[old] + name.removeprefix(old)
+    def canonical(name: str) -> str | None:
+        for pattern, replacement in rules:
+            if match := re.match(pattern, name):
+                if replacement is None:
+                    return None
+                name = match.expand(replacement) + name[match.end() :]
+        return name
 
     return canonical
 
@@ -341,11 +345,11 @@ def refused_kind(checkpoint: Checkpoint) -> str | None:
 def infer_format(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint. Raises CheckpointError: no format matches (the message lists those tried), or several do, which is a
     bug."""
-    fitting = [form for form in _FORMATS if not form.last and form.matches(checkpoint)]
-    fitting = fitting or [form for form in _FORMATS if form.last and form.matches(checkpoint)]
+    fitting = [form for form in FORMATS if not form.last and form.matches(checkpoint)]
+    fitting = fitting or [form for form in FORMATS if form.last and form.matches(checkpoint)]
     if len({form.method for form in fitting}) == 1:
         return fitting[0]
-    tried = "; ".join(form.name for form in _FORMATS)
+    tried = "; ".join(form.name for form in FORMATS)
     if fitting:
         raise checkpoint.error(f"fits several formats ({'; '.join(f.name for f in fitting)}): name the 'method'.")
     if what := refused_kind(checkpoint):
@@ -392,11 +396,14 @@ class Plan:
         return self.checkpoint.tensor(self.sources[canonical])
 
 
-def load_module(module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def load_module(
+    module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype, precise: Iterable[str] = ()
+) -> nn.Module:
     """Fill a module built on the meta device. All names and shapes are checked before any tensor is read.
 
     Args:
         plan: its canonical names are those of the module's `state_dict`.
+        precise: parts of names of tensors that stay in float32.
 
     Raises:
         CheckpointError: tensors that are missing, unused or of another shape, by their names in the file.
@@ -420,7 +427,8 @@ def load_module(module: nn.Module, plan: Plan, device: torch.device, dtype: torc
             raise checkpoint.error(
                 f"{plan.sources[name]} is quantized ({kind}), and config.json has no quantization_config that says how."
             )
-        state[name] = value.to(device, dtype if value.is_floating_point() else None)
+        kind = torch.float32 if any(part in name for part in precise) else dtype
+        state[name] = value.to(device, kind if value.is_floating_point() else None)
     module.load_state_dict(state, strict=False, assign=True)
     return module.requires_grad_(False).eval()
 

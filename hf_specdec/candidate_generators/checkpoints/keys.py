@@ -11,6 +11,7 @@ from typing import Any
 from .files import Checkpoint, Plan
 
 LAYERS, PROPOSALS = "transformer_layer_config", "speculators_config"  # sections of speculators' format
+KIND = (".speculators_model_type", f"{PROPOSALS}.algorithm")  # places of what a head is, in that format
 
 
 @dataclass(frozen=True)

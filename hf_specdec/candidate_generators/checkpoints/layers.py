@@ -250,10 +250,6 @@ class LoadedHead:
     lm_head: nn.Module
     vocabulary: DraftVocabulary
 
-    @property
-    def module(self) -> Any:
-        return self.head.module
-
 
 def loaded(
     checkpoint: Checkpoint, plan: Plan, target: PackedModel, config: PretrainedConfig, make: Callable[[int], nn.Module],

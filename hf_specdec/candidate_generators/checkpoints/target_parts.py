@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +40,10 @@ def load_once(config: Any, target: PackedModel, load: Callable[[], Loaded], *mor
     """
     versions = config.model and versions_of(config.model)
     quantization = config.quantization and (config.quantization, quantizes_natively(config))
-    key = config.method, config.model, config.revision, versions, quantization, target.model.dtype, target.device, *more
+    key = (
+        config.method, config.model, config.revision, versions, quantization, config.prepack_weights, target.model.dtype, target.device,
+        *more,
+    )  # fmt: skip
     loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
     made = loaded.get(key)
     if made is None:
@@ -55,7 +58,7 @@ class DraftVocabulary:
         target_ids: int64 [Vd], the target's id of each draft token; None: they are the same (Vd may be padded).
     """
 
-    in_target_vocabulary = True
+    in_target_vocabulary = True  # if False, processors and noise, which refer to the target's tokens, are not applied
 
     def __init__(self, vocab_size: int, target_ids: torch.Tensor | None = None):
         self.vocab_size, self.target_ids = vocab_size, target_ids
@@ -209,29 +212,25 @@ def target_embeddings(target: PackedModel) -> nn.Module:
 
 def target_head(target: PackedModel) -> nn.Module:
     """The target's language-model head; a whole copy of it if it is sharded. Every supported target has one."""
-    return whole(_own_head(target))
-
-
-def _own_head(target: PackedModel) -> nn.Module:
-    head = target.model.get_output_embeddings()
-    assert head is not None
-    return head
+    head: Any = target.model.get_output_embeddings()
+    return whole(head)
 
 
 def device_and_dtype(target: PackedModel) -> tuple[torch.device, torch.dtype]:
     """Device and dtype for heads: those of the target's language-model head, where its features are."""
-    weight = _own_head(target).weight
-    assert isinstance(weight, torch.Tensor)
-    device = target.device if weight.device.type == "meta" else weight.device
-    return device, target.model.dtype
+    head: Any = target.model.get_output_embeddings()
+    device = head.weight.device
+    return target.device if device.type == "meta" else device, target.model.dtype
 
 
-def built(checkpoint: Checkpoint, plan: Plan, target: PackedModel, make: Callable[[], Head]) -> Head:
-    """A head that `make` builds, filled from its checkpoint, on the device and in the dtype for heads. Raises CheckpointError:
-    config.json describes no module that can be built, or the tensors do not fit it."""
+def built(
+    checkpoint: Checkpoint, plan: Plan, target: PackedModel, make: Callable[[], Head], precise: Iterable[str] = ()
+) -> Head:
+    """A head that `make` builds, filled from its checkpoint, on the device and in the dtype for heads (`precise`: see `load_module`).
+    Raises CheckpointError: config.json describes no module that can be built, or the tensors do not fit it."""
     with checkpoint.building():
         module = make()
-    load_module(module, plan, *device_and_dtype(target))
+    load_module(module, plan, *device_and_dtype(target), precise)
     return module
 
 

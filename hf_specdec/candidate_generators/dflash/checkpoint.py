@@ -11,8 +11,8 @@ import torch
 
 from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
-from ..checkpoints.files import MASK_EMBEDDING, Checkpoint, Plan, register_format
-from ..checkpoints.keys import FLAG, IDS, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
+from ..checkpoints.files import MASK_EMBEDDING, Checkpoint, Plan, register_format, renaming
+from ..checkpoints.keys import FLAG, IDS, KIND, LAYERS, NAMES, NUMBER, Key, Table, integer, keys, one_of
 from ..checkpoints.layers import LoadedHead, keys_of_layers, loaded, read_layer_config, table_scale
 from ..checkpoints.target_parts import trained_for
 from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
@@ -21,9 +21,13 @@ from .streams import is_streams
 logger = logging.getLogger(__name__)
 
 _MUSE = "muse_glimmer_assistant"  # transformers' own DFlash, with names of its own
-_RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-# Some trainers leave the verifier's norm and head in the file.
-_NOT_IN_MODULE = ("verifier_norm.weight", "verifier_lm_head.weight")
+_canonical = renaming(
+    (r"encoder\.fc\.weight$", "fc.weight"),
+    (r"encoder\.output_norm_enc\.weight$", "hidden_norm.weight"),
+    (r"(logit_head|domino_head)\.", ""),  # of the extra heads in early files, and of speculators' Domino
+    (r"verifier_(norm|lm_head)\.weight$", None),  # some trainers leave them in the file
+    (r"(?=prefix_gru\.|embed_proj\.)", "domino."),
+)
 _KINDS = ("dflash", "dflash2", "dspark", "dflare", "pard2")  # of speculators
 _PROJECTORS = {
     **dict.fromkeys(
@@ -46,7 +50,7 @@ _HEAD_KEYS = {
 }
 _TABLE = Table(
     {
-        "kind": Key(one_of(*_KINDS), places=(".speculators_model_type", "speculators_config.algorithm")),
+        "kind": Key(one_of(*_KINDS), places=KIND),
         "architectures": Key(NAMES, default=[], places=(".architectures",)),
         "projector": Key(one_of("dflash", "dspark", "domino", "dflash2"), places=("projector_type",)),
         "block_size": Key(integer(0), places=("block_size", "dspark_block_size")),
@@ -88,6 +92,7 @@ _TABLE = Table(
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
+    """Whether it is in one of the formats of DFlash and its relatives."""
     if is_streams(checkpoint):
         return True
     kind = checkpoint.config.get("speculators_model_type")
@@ -289,14 +294,6 @@ def _mask_embedding(checkpoint: Checkpoint, plan: Plan, layout: DFlashLayout) ->
     if not isinstance(mask, torch.Tensor) or mask.numel() != width or not mask.is_floating_point():
         raise checkpoint.error(f"its mask embedding is no tensor of {width} numbers.")
     return mask.flatten()
-
-
-def _canonical(name: str) -> str | None:
-    # prefixes of the extra heads in early files, and of speculators' Domino
-    name = _RENAMED.get(name, name).removeprefix("logit_head.").removeprefix("domino_head.")
-    if name in _NOT_IN_MODULE:
-        return None
-    return f"domino.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else name
 
 
 def load_dflash(

@@ -16,11 +16,12 @@ from ...kernels.transfer import upload
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
 from ..checkpoints.config import HeadConfig, proposed_length
+from ..checkpoints.layers import capped
 from ..checkpoints.target_parts import gather_features, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.tree_growth import DraftLevel
 from ..registry import register
-from .checkpoint import is_dflash, load_dflash, read_layout
+from .checkpoint import load_dflash, read_layout
 from .streams import is_streams, load_streams, read_streams
 
 
@@ -56,7 +57,7 @@ class DFlashGenerator(FeatureGenerator):
     Attributes:
         hidden: [R, depths, H], of the current round, for the heads.
         base: [R, depths, Vd], the block's own logits.
-        survival: [R, F], log-probabilities that the token after a node is accepted.
+        survival: the confidence head's estimates, if the checkpoint has one.
     """
 
     hidden: torch.Tensor
@@ -65,7 +66,7 @@ class DFlashGenerator(FeatureGenerator):
     tokens_ahead = 0
 
     def __init__(self, config: DFlashConfig, target: PackedModel, context: DrafterContext | None = None):
-        checkpoint = config.open_head(is_dflash)
+        checkpoint = config.open_head()
         scale = config.input_embedding_scale
         has_streams = is_streams(checkpoint)
         layout = read_streams(checkpoint, target) if has_streams else read_layout(checkpoint, target, scale)
@@ -79,7 +80,6 @@ class DFlashGenerator(FeatureGenerator):
         self.sequential, self.confidence = self.block.module.sequential, self.block.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(layout.tapped)))
         self.num_slots = shape.depth + (not layout.from_anchor)
-        self.survival: torch.Tensor | None = None
 
     def moved_caches(self) -> None:
         """None: moving the rows of its cache is not supported."""
@@ -119,7 +119,7 @@ class DFlashGenerator(FeatureGenerator):
         hidden: torch.Tensor = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
-        self.base = self.layout.capped(self.lm_head(self.block.module.before_head(self.hidden)))
+        self.base = capped(self.lm_head(self.hidden), self.layout.logit_scale, self.layout.softcap)
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
         self.state = hidden.new_zeros(len(sequences), 1, size)
@@ -133,12 +133,9 @@ class DFlashGenerator(FeatureGenerator):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""
         state, survival = self.carried(level), self.survival
-        if len(level.kept) < len(self.base):
-            kept = upload(level.kept, self.base.device)
-            self.base, self.hidden = self.base[kept], self.hidden[kept]
-            survival = survival[kept] if survival is not None else None
+        self.base, self.hidden = level.keep(self.base), level.keep(self.hidden)
         if survival is not None:
-            survival = survival.gather(1, level.parents)
+            survival = level.keep(survival).gather(1, level.parents)
         return self._follow_paths(level.depth + 1, level.tokens, state, survival)
 
     def _follow_paths(self, depth: int, previous: torch.Tensor, state: torch.Tensor, survival) -> torch.Tensor:
@@ -168,7 +165,3 @@ class DFlashGenerator(FeatureGenerator):
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         device = self.target.device if self.block.module.embed_tokens is None else self.head.device
         return self.block.module.embeddings(ids[None].to(device), self.head)[0]
-
-    def log_survival(self) -> torch.Tensor | None:
-        """The confidence head's estimates, if the checkpoint has one."""
-        return self.survival

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import Gemma4TextConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, rotate_half
 
 from ...cache import PagedStaticCache
@@ -22,7 +22,7 @@ from ...kernels.transfer import upload
 from ...model.graphs import CapturedBatch, GraphRunner
 from ...model.packed_batch import PackedBatch
 from ...model.packed_head import PackedHead
-from ..checkpoints.layers import Embeddings, RotaryPositions, capped, decoder_layer
+from ..checkpoints.layers import Embeddings, RotaryPositions, decoder_layer
 from .convolved import ConvolvedLayer
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class DFlashLayout:
         heads: keys of the DSpark, Domino or DFlash2 parts; `projector_type` tells which.
         draft_vocab_size: number of logits that the configuration states, if it does.
         embedding_scale: of the embedding rows of the block's tokens; None: as the target's first layer reads them.
-        logit_scale, softcap: of `layers.capped`.
+        logit_scale, softcap: of `layers.capped`, for the block's logits before heads correct them.
         value_scale: factor of attention's values.
         sinks: layers whose attention has a sink, a logit per head that no key has.
         fused_by_layer: a layer reads a weighted sum of the tapped states (DFlare), not a projection that all layers share.
@@ -79,10 +79,6 @@ class DFlashLayout:
     def num_tokens(self) -> int:
         """Tokens that a whole block drafts."""
         return self.block_size - (not self.from_anchor)
-
-    def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """The block's logits before heads correct them."""
-        return capped(logits, self.logit_scale, self.softcap)
 
 
 # ---- heads that correct a block's logits for the tokens chosen earlier on a path ---------------------------------
@@ -288,9 +284,20 @@ class DFlashDrafter(nn.Module):
         """The head that corrects the logits along a path, if there is one."""
         return self.markov_head or self.domino or self.candidate_selector
 
-    def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the language-model head reads: the block's hidden states, which have had the last norm."""
-        return hidden
+    def context_keys_values(
+        self, index: int, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values [B, heads, S, D] from context features [B, S, H] (no input norm), with cos and sin [1, 1, S, D]."""
+        attention: Any = self.layers[index].self_attn
+        shape = (*features.shape[:2], -1, attention.head_dim)
+        to_keys = getattr(attention, "k_proj_target", attention.k_proj)
+        to_values = getattr(attention, "v_proj_target", attention.v_proj)
+        keys = to_keys(features).view(shape)
+        values = keys if to_values is None else to_values(features).view(shape)
+        if hasattr(attention, "v_norm"):  # Gemma 4's
+            values = attention.v_norm(values)
+        keys, values = attention.k_norm(keys).transpose(1, 2), values.transpose(1, 2)
+        return keys * cos + rotate_half(keys) * sin, values
 
     def confidence_features(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """What the confidence head reads [..], from hidden states [.., H] and the tokens before [..]."""
@@ -342,17 +349,9 @@ class BlockHead(PackedHead):
         cos, sin = (x[:, None] for x in self.module.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
         parts = features.split(self.config.hidden_size, dim=1)
         with batch.cache.running(batch):
-            for index, layer in enumerate(self.module.layers):
-                attention: Any = layer.self_attn
-                part, shape = parts[index % len(parts)], (1, len(features), -1, attention.head_dim)
-                to_keys = getattr(attention, "k_proj_target", attention.k_proj)
-                to_values = getattr(attention, "v_proj_target", attention.v_proj)
-                keys = to_keys(part).view(shape)
-                values = keys if to_values is None else to_values(part).view(shape)
-                if isinstance(self.config, Gemma4TextConfig):
-                    values = attention.v_norm(values)
-                keys, values = attention.k_norm(keys).transpose(1, 2), values.transpose(1, 2)
-                batch.cache.update(keys * cos + rotate_half(keys) * sin, values, index)
+            for index in range(len(self.module.layers)):
+                part = parts[index % len(parts)][None]
+                batch.cache.update(*self.module.context_keys_values(index, part, cos, sin), index)
         return features
 
     @torch.no_grad()

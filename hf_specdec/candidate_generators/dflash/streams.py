@@ -17,7 +17,7 @@ from ...core.names import CACHE
 from ...model import architectures
 from ...model.packed_model import PackedModel
 from ..checkpoints import target_parts
-from ..checkpoints.files import Checkpoint, Plan, counted
+from ..checkpoints.files import Checkpoint, Plan, counted, renaming
 from ..checkpoints.keys import IDS, integer
 from ..checkpoints.layers import Embeddings, LoadedHead, embeddings_of
 from ..mtp.weights import TargetTensors
@@ -27,21 +27,20 @@ _KEYS = {
     "dspark_block_size": integer(), "dspark_noise_token_id": integer(0), "dspark_target_layer_ids": IDS, "dspark_markov_rank": integer(),
 }  # fmt: skip
 _TENSOR = r"mtp\.(?P<i>\d+)\."
-# From the files' names to the module's, in this order.
-_RENAMED = (
+_canonical = renaming(
     (rf"{_TENSOR}(?P<rest>(main_(proj|norm)|norm|markov_head|confidence_head)\..*)", r"\g<rest>"),
-    (rf"{_TENSOR}hc_head_(?P<rest>fn|base|scale)", r"hc_head.hc_\g<rest>"),
+    (rf"{_TENSOR}hc_head_(?P<rest>fn|base|scale)$", r"hc_head.hc_\g<rest>"),
     (rf"{_TENSOR}(?P<rest>.*)", r"layers.\g<i>.\g<rest>"),
     (r"(.*)\.hc_(attn|ffn)_(.*)", r"\1.\2_hc.\3"),
     (r"(.*)\.attn_norm\.(.*)", r"\1.input_layernorm.\2"),
     (r"(.*)\.ffn_norm\.(.*)", r"\1.post_attention_layernorm.\2"),
     (r"(.*)\.attn\.(.*)", r"\1.self_attn.\2"),
     (r"(.*)\.ffn\.(.*)", r"\1.mlp.\2"),
-    (r"(.*)\.attn_sink", r"\1.sinks"),
+    (r"(.*)\.attn_sink$", r"\1.sinks"),
     (r"(.*)\.q_norm\.(.*)", r"\1.q_a_norm.\2"),
     (r"(.*\.self_attn)\.w([qo])_([ab])\.(.*)", r"\1.\2_\3_proj.\4"),
     (r"(.*\.self_attn)\.wkv\.(.*)", r"\1.kv_proj.\2"),
-    (r"(.*)\.gate\.bias", r"\1.gate.e_score_correction_bias"),
+    (r"(.*)\.gate\.bias$", r"\1.gate.e_score_correction_bias"),
     (r"(.*\.shared_experts)\.w1\.(.*)", r"\1.gate_proj.\2"),
     (r"(.*\.shared_experts)\.w2\.(.*)", r"\1.down_proj.\2"),
     (r"(.*\.shared_experts)\.w3\.(.*)", r"\1.up_proj.\2"),
@@ -52,12 +51,6 @@ def is_streams(checkpoint: Checkpoint) -> bool:
     """True for a checkpoint that holds DeepSeek-V4's DSpark, beside the target or alone."""
     is_own = "speculators_model_type" not in checkpoint.config
     return is_own and any(re.match(rf"{_TENSOR}main_proj\.", name) for name in checkpoint.files)
-
-
-def _canonical(name: str) -> str:
-    for pattern, replacement in _RENAMED:
-        name = re.sub(f"^{pattern}$", replacement, name)
-    return name
 
 
 class StreamDrafter(nn.Module):
@@ -92,10 +85,6 @@ class StreamDrafter(nn.Module):
     def sequential(self) -> MarkovHead:
         """See DFlashDrafter."""
         return self.markov_head
-
-    def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the language-model head reads, from the block's hidden states, which the confidence head reads without a norm."""
-        return self.norm(hidden)
 
     def confidence_features(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """See DFlashDrafter."""
@@ -174,15 +163,14 @@ def load_streams(
     checkpoint = TargetTensors(source, dtype, {"gate_up_proj", "down_proj"}, "holds no tensors of DSpark.")
     plan, rank = Plan(checkpoint, _canonical), layout.heads["markov_rank"]
     module: Any = target_parts.built(
-        checkpoint, plan, target, lambda: StreamDrafter(model, config, len(layout.tapped), rank)
-    )
-    precise = tuple(model._keep_in_fp32_modules_strict or ())
-    for name, value in module.state_dict(keep_vars=True).items():
-        if any(part in name for part in precise):
-            value.data = plan.tensor(name).to(device, torch.float32)
+        checkpoint, plan, target, lambda: StreamDrafter(model, config, len(layout.tapped), rank),
+        tuple(model._keep_in_fp32_modules_strict or ()),
+    )  # fmt: skip
     decoder: Any = architectures.decoder_of(model)
     with torch.device(device):
         module.rotary = type(decoder.rotary_emb)(config)
     module.embeddings = embeddings_of(checkpoint, target, None, config.hidden_size)
     vocabulary = target_parts.DraftVocabulary(target.vocab_size)
-    return LoadedHead(StreamHead(module, layout, prepack_weights), target_parts.target_head(target), vocabulary)
+    # the confidence head reads hidden states without this norm
+    lm_head = nn.Sequential(module.norm, target_parts.target_head(target))
+    return LoadedHead(StreamHead(module, layout, prepack_weights), lm_head, vocabulary)

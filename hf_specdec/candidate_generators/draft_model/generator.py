@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,15 +57,11 @@ class DraftModelConfig(TreeDraftingConfig):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, os.PathLike):
-            self.model = os.fspath(self.model)
-        if self.model is not None and not isinstance(self.model, str):
-            hint = (
-                "pass a loaded model as generate(assistant_model=...)"
-                if callable(self.model)
-                else f"not {self.model!r}"
+        if callable(self.model):
+            raise SpeculativeConfigError(
+                "speculative_config['model'] must be the name or folder of a model; pass a loaded model as "
+                "generate(assistant_model=...)."
             )
-            raise SpeculativeConfigError(f"speculative_config['model'] must be the name or folder of a model; {hint}.")
         super().__post_init__()
         if self.model is not None and self.early_exit is not None:
             raise self.fail("early_exit", "cannot be combined with 'model': the target drafts for itself.")
@@ -305,12 +300,8 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the drafter over the nodes of one depth: logits [R, F, V]."""
-        (rows, count), loop = level.tokens.shape, self.loop
-        tokens = self.bridge.drafter_ids(level.tokens)
-        if loop is not None:
-            output = self.drafter.forward_batch(loop.batch(level.depth, tokens, level.ancestors))
-        else:
-            output = self.drafter.forward(self.node_inputs(level, tokens, level.ancestors), self.cache)
+        rows, count = level.tokens.shape
+        output = self.over_nodes(self.drafter, level, self.bridge.drafter_ids(level.tokens), level.ancestors)
         return output.logits.view(rows, count, -1)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:

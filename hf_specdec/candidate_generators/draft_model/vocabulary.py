@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
@@ -126,29 +125,23 @@ class SharedVocabulary(DraftVocabulary):
         return trees
 
     def forget(self, seq: Sequence) -> None:
+        """The sequence has left: drop what is known of its text."""
         self.checked.pop(seq.id, None)
 
 
 class TokenizerBridge(SharedVocabulary):
-    """Base for two tokenizers, held weakly if `given` to the call. `read`: per sequence, what the drafter has read of it."""
+    """Base for two tokenizers, which `ours` and `theirs` return: held weakly if `given` to the call. `read`: per sequence, what the drafter
+    has read of it."""
 
     nodes_are_drafter_tokens = False
 
     def __init__(self, ours, theirs, target: PackedModel, given: tuple):
         super().__init__(target.vocab_size, len(theirs))
         self.target, self.read = target, {}
-        self._ours, self._theirs = (
+        self.ours, self.theirs = (
             held_weakly(tokenizer) if is_given is not None else lambda tokenizer=tokenizer: tokenizer
             for tokenizer, is_given in zip((ours, theirs), given, strict=True)
         )
-
-    @property
-    def ours(self) -> Any:
-        return self._ours()
-
-    @property
-    def theirs(self) -> Any:
-        return self._theirs()
 
     def max_drafter_tokens(self, num_tokens: int) -> int:
         """A token that is not shared can become several."""
@@ -179,7 +172,7 @@ class IntersectionBridge(TokenizerBridge):
             if token in self.pairs:
                 ids.append(self.pairs[token])
             else:
-                ids += self.theirs.encode(self.ours.decode([token]), add_special_tokens=False)
+                ids += self.theirs().encode(self.ours().decode([token]), add_special_tokens=False)
         self.read[seq.id] = (len(seq.tokens), ids)
         return ids
 
@@ -199,8 +192,8 @@ class TextBridge(TokenizerBridge):
     read: dict[int, list[int]]  # the drafter's tokens
 
     def to_drafter(self, seq: Sequence) -> list[int]:
-        text = self.ours.decode(seq.tokens, skip_special_tokens=True)
-        return self.theirs.encode(text) or [self.theirs.bos_token_id or 0]
+        text = self.ours().decode(seq.tokens, skip_special_tokens=True)
+        return self.theirs().encode(text) or [self.theirs().bos_token_id or 0]
 
     def num_unchanged(self, seq: Sequence, text: list[int]) -> int:
         before = self.read.get(seq.id, [])
@@ -224,10 +217,10 @@ class TextBridge(TokenizerBridge):
     def _retokenize(self, seq: Sequence, text: list[int], drafted: list[int]) -> list[int]:
         if not drafted:
             return []
-        known = self.theirs.decode(text, skip_special_tokens=True)
-        addition = self.theirs.decode(text + drafted, skip_special_tokens=True)[len(known) :]
+        known = self.theirs().decode(text, skip_special_tokens=True)
+        addition = self.theirs().decode(text + drafted, skip_special_tokens=True)[len(known) :]
         tail = seq.tokens[-_LOOKBEHIND:]
-        together = self.ours.encode(self.ours.decode(tail) + addition, add_special_tokens=False)
+        together = self.ours().encode(self.ours().decode(tail) + addition, add_special_tokens=False)
         if together[: len(tail)] == tail:
             return together[len(tail) :]
-        return self.ours.encode(addition, add_special_tokens=False)
+        return self.ours().encode(addition, add_special_tokens=False)

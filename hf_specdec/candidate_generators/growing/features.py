@@ -36,7 +36,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     written while drafting. While drafting, the head's own output takes the place of the feature.
 
     A subclass calls `use` in its `__init__`, or sets `vocabulary`, `lm_head` and `head` (see `captured`). It overrides `logits` (with
-    `scoring_modules`), `fed_back` and (with `taps`) `features` where it differs from EAGLE-1.
+    `scoring_modules`) and (with `taps`) `features` where it differs from EAGLE-1.
 
     Attributes:
         unread: per sequence, features [n, F] that the head has not read yet.
@@ -71,6 +71,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         return self.lm_head(hidden)
 
     def scoring_modules(self) -> list[nn.Module]:
+        """The modules that `logits` calls."""
         return [self.lm_head]
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -80,10 +81,6 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
         self.lm_head = rows(self.lm_head)
-
-    def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The feature [n, F] used in place of the target's while drafting, from the head's hidden states [n, H]."""
-        return hidden
 
     def captured(self, head: Head, native: bool = True, graphs: bool = True) -> Head:
         """The head with `draft_window`, and with CUDA graphs if the configuration asks for them, or if it leaves the choice and the head
@@ -110,8 +107,9 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         return self.head
 
     def modules(self) -> list[nn.Module]:
-        """The head's layers, and modules it may share with the target."""
-        return self.and_shared(self.head.module, getattr(self, "lm_head", None))
+        """As in the base, and the head's layers and its language-model head."""
+        lm_heads = [self.lm_head] if hasattr(self, "lm_head") else []
+        return [self.head.module, *lm_heads, *super().modules()]
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -180,12 +178,10 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
             self._sort_newest()
             self._sort_in(sequences, taken.split(counts))
         chunk = self.config.prefill_chunk_size
-        long = [seq for seq in sequences if self.num_unread(seq) > chunk]
-        while long:
+        while long := [seq for seq in sequences if self.num_unread(seq) > chunk]:
             if not all(self.try_reserve(seq, self.num_read(seq) + chunk) for seq in long):
                 break  # no free blocks: keep the features
             self.read(long, chunk)
-            long = [seq for seq in long if self.num_unread(seq) > chunk]
         if self.outlives_texts:
             self._read_ended([seq for seq in sequences if seq.finished])
 
@@ -256,11 +252,11 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         return hidden.index_select(0, upload(last, hidden.device))
 
     def has_read(self, seq: Sequence, end: int) -> None:
-        """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them."""
-        cache = self.cache
-        cache.tables[seq.id].length = end
+        """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them, once all
+        heads have read their tokens for a block."""
+        self.cache.tables[seq.id].length = end
         if seq.is_text:  # otherwise equal ids do not mean equal texts
-            cache.register_prefix(seq.id, seq.tokens, end)
+            self.cache.register_prefix(seq.id, seq.tokens, end + 1 - self.num_heads)
 
     def read_all_but_last_chunk(self, sequences: list[Sequence]) -> None:
         """Read long texts until each has at most one chunk left."""
@@ -296,19 +292,15 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         (hidden,) = roots
-        self.state = self.fed_back(hidden)[:, None]
+        self.state = hidden[:, None]
         return self.score(hidden)
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the head over the nodes of one depth: logits [R, F, Vd]."""
-        (rows, count), loop = level.tokens.shape, self.loop
+        rows, count = level.tokens.shape
         features = self.carried(level).flatten(0, 1)
-        if loop is not None:
-            hidden = self.head.forward_batch(loop.batch(level.depth, level.tokens, level.ancestors), features=features)
-        else:
-            inputs = self.node_inputs(level, level.tokens, level.ancestors)
-            hidden = self.head.forward(inputs, features, self.cache)
-        self.state = self.fed_back(hidden).view(rows, count, -1)
+        hidden = self.over_nodes(self.head, level, level.tokens, level.ancestors, features=features)
+        self.state = hidden.view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)
 
 

@@ -28,7 +28,8 @@ from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS, blocks_bucket, rows_bucket
 from ...model.packed_model import PackedModel
 from ...sampling.parameters import SamplingBuffers
-from .tree_growth import Draft, DraftLevel, DynamicGrowth, Growth, Vocabulary, growth_of
+from ..checkpoints.target_parts import DraftVocabulary
+from .tree_growth import Draft, DraftLevel, DynamicGrowth, Growth, growth_of
 from .tree_shapes import TreeShape
 
 
@@ -41,11 +42,14 @@ class GrowsDrafts(ABC):
         rounds: the captured rounds; None: rounds run eagerly.
         state: [R, F, S], what the last level's nodes pass to their children (of the roots: F = 1); None: nothing.
         loop: the inputs of the round's forwards, while it is captured.
+        survival: [R, F], for each node of the last logits, the log-probability that its path and its next token are accepted: what
+            `draft_confidence_threshold` is compared with. None: the drafted tokens' own probabilities are.
     """
 
     config: Any  # a TreeDraftingConfig, which each method narrows
     target: PackedModel
-    vocabulary: Vocabulary
+    vocabulary: DraftVocabulary
+    survival: torch.Tensor | None = None
 
     def grow_as(self, shape: TreeShape, has_loop: bool = True) -> None:
         """Grow drafts of this shape from now on.
@@ -63,9 +67,11 @@ class GrowsDrafts(ABC):
 
     @property
     def max_draft_nodes(self) -> int:
+        """The nodes of the shape."""
         return self.shape.num_nodes(self.shape.depth)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """Grow a draft for every row with a limit, and cut it to the limit."""
         limits = self.begin_round(sequences, limits)
         rows = [i for i, limit in enumerate(limits) if limit]
         if not rows:
@@ -93,7 +99,7 @@ class GrowsDrafts(ABC):
     def remaining(self, level: DraftLevel) -> torch.Tensor:
         """`state` [R, F of the last level, S] of the rows that are still drafting."""
         assert self.state is not None
-        return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
+        return level.keep(self.state)
 
     def carried(self, level: DraftLevel) -> torch.Tensor:
         """The state [R, F, S] of each node's parent."""
@@ -128,23 +134,11 @@ class GrowsDrafts(ABC):
             "draft_vocabulary", "cannot be used: its logits are not one product with a matrix of rows."
         )
 
-    def log_survival(self) -> torch.Tensor | None:
-        """For each node of the last logits [R, F], the log-probability that its path and its next token are accepted: what
-        `draft_confidence_threshold` is compared with. None: the drafted tokens' own probabilities are."""
-        return None
-
     def modules(self) -> list[nn.Module]:
-        """The modules that `begin` and `expand` run: captured rounds are dropped when their weights change."""
-        return []
-
-    def and_shared(self, *modules: nn.Module | None) -> list[nn.Module]:
-        """Modules of the drafter, and those that a head may share with the target."""
-        model = self.target.model
-        return [
-            module
-            for module in (*modules, model.get_input_embeddings(), model.get_output_embeddings())
-            if module is not None
-        ]
+        """The modules that `begin` and `expand` run: captured rounds are dropped when their weights change. By default those that a head
+        may share with the target."""
+        model: Any = self.target.model
+        return [model.get_input_embeddings(), model.get_output_embeddings()]
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
         """The forwards that use a KV cache in a round of this depth; empty for drafters without a cache."""

@@ -84,7 +84,7 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
         return heads
 
     def modules(self) -> list[nn.Module]:
-        return self.and_shared(self._heads)
+        return [self._heads, *super().modules()]
 
     # ---- the round --------------------------------------------------------------------------------------------------
 

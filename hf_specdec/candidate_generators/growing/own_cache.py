@@ -147,6 +147,15 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
             inputs.append(row)
         return inputs
 
+    def over_nodes(
+        self, model: Any, level: DraftLevel, tokens: torch.Tensor, ancestors: Any, shift: int = 0, **features: torch.Tensor
+    ) -> Any:  # fmt: skip
+        """The output of a PackedModel, or of a PackedHead with its `features` [R F, ..], over nodes (see `node_inputs`). It reads the
+        buffers of a round that is captured."""
+        if self.loop is not None:
+            return model.forward_batch(self.loop.batch(level.depth, tokens, ancestors), **features)
+        return model.forward(self.node_inputs(level, tokens, ancestors, shift), *features.values(), self.cache)
+
     def level_forwards(self, depth: int) -> list[LevelForward]:
         """One for each depth but the last: the head whose turn it is reads all nodes it has not read."""
         depths, ancestors = self.shape.expanded_nodes(depth)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +47,12 @@ class DraftLevel:
     ancestors: np.ndarray | torch.Tensor
     depths: np.ndarray
 
+    def keep(self, values: torch.Tensor) -> torch.Tensor:
+        """The values [R, ..] of these rows, from those of all rows of the previous level."""
+        if len(self.kept) == len(values):
+            return values
+        return values.index_select(0, upload(self.kept, values.device))
+
 
 class AllDepths:
     """Logits of all depths of a round, which one forward has made: all nodes of one depth share them.
@@ -64,16 +70,6 @@ class AllDepths:
             self.first = self.first[level.kept]
         index = upload(self.first + (level.depth if level is not None else 0), self.logits.device)
         return self.logits.index_select(0, index)[:, None]
-
-
-class Vocabulary(Protocol):
-    """How a drafter's logits become scores of the target's tokens."""
-
-    in_target_vocabulary: bool  # if False, processors and noise, which refer to the target's tokens, are not applied
-
-    def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scores [R, V] from the drafter's logits [R, Vd]; tokens the drafter does not have get minus infinity."""
-        ...
 
 
 @dataclass
@@ -228,7 +224,7 @@ class Growth(ABC):
         """
         if self.least is None:
             return
-        survival = self.drafter.log_survival()
+        survival = self.drafter.survival
         if survival is not None:
             best = survival.amax(1)
         for i, enough in zip(rows, (best >= self.least).tolist(), strict=True):

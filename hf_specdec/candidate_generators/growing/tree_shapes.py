@@ -12,12 +12,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ...config import MOST_DRAFT_NODES, MOST_DRAFT_TOKENS, SpeculativeConfig, config_key, nearest_hint
+from ...core.draft_trees import DraftTrees
 from ...kernels.attention.inputs import Window
 
 
@@ -53,6 +54,7 @@ class TemplateLevel:
         return children[:, self.slots, self.ranks]
 
     def on(self, device: torch.device) -> TemplateLevel:
+        """The same with tensors on a device."""
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return dataclasses.replace(self, **tensors)
 
@@ -122,6 +124,12 @@ class TreeTemplate:
         return cls.from_paths(chosen)
 
     @cached_property
+    def _draft(self) -> DraftTrees:
+        """A whole draft of one row, whose tokens mean nothing."""
+        count = len(self.parents)
+        return DraftTrees(torch.zeros(1, count, dtype=torch.long), [count], self.parents[None])
+
+    @cached_property
     def depths(self) -> np.ndarray:
         """int64 [N]: 1 for the root's children."""
         return self.ancestors.sum(axis=1)
@@ -129,13 +137,7 @@ class TreeTemplate:
     @cached_property
     def ancestors(self) -> np.ndarray:
         """bool [N, N]: `ancestors[i, j]` if node j is i or on the path to it."""
-        nodes, above = np.arange(len(self.parents)), np.arange(len(self.parents))
-        ancestors = np.zeros((len(nodes), len(nodes)), dtype=bool)
-        while len(nodes):
-            ancestors[nodes, above] = True
-            above = self.parents[above]
-            nodes, above = nodes[above >= 0], above[above >= 0]
-        return ancestors
+        return self._draft.ancestors[0, 1:, 1:]
 
     @property
     def depth(self) -> int:
@@ -156,10 +158,7 @@ class TreeTemplate:
     def on_first_path(self) -> np.ndarray:
         """bool [N]: the first child of the root, its first child, and so on to a leaf."""
         path = np.zeros(len(self.parents), dtype=bool)
-        node = -1
-        while len(children := np.flatnonzero(self.parents == node)):
-            node = children[0]
-            path[node] = True
+        path[self._draft.first_path(0)] = True
         return path
 
     @property
@@ -197,6 +196,7 @@ class TreeTemplate:
 
     @cached_property
     def levels(self) -> list[TemplateLevel]:
+        """The levels, from the first depth on."""
         has_children = np.isin(np.arange(len(self.parents)), self.expanded)
         levels, frontier, start = [], np.array([-1]), 0
         for end in self.level_ends:
@@ -251,20 +251,22 @@ class DynamicTree:
         return self.top_k
 
     def num_nodes(self, depth: int) -> int:
+        """See TreeTemplate."""
         if depth == 0:
             return 0
         return min(self.total_tokens - 1, self.top_k + (depth - 1) * self.top_k**2)
 
     def num_expanded(self, depth: int) -> int:
+        """See TreeTemplate."""
         return self.top_k * max(depth - 1, 0)
 
     def expanded_nodes(self, depth: int) -> tuple[np.ndarray, None]:
+        """See TreeTemplate."""
         return np.repeat(np.arange(1, depth), self.top_k), None
 
 
 TreeShape = TreeTemplate | DynamicTree
 _MOST_CANDIDATES = 2**20  # most nodes that a dynamic tree is chosen from
-_TREE_KEYS = ("branching_factors", "speculative_token_tree", "top_k")  # at most one may be given
 
 
 def has_too_many_nodes(widths: list[int]) -> bool:
@@ -283,6 +285,11 @@ class TreeDraftingConfig(SpeculativeConfig):
     """Keys of methods that can draft chains, static trees and dynamic trees."""
 
     has_weights = True
+    tree_keys: ClassVar[tuple[str, ...]] = (
+        "branching_factors",
+        "speculative_token_tree",
+        "top_k",
+    )  # at most one is given
 
     depth: int | None = config_key(
         None, "longest path of a tree: another name for num_speculative_tokens (EAGLE's)", minimum=1
@@ -329,12 +336,8 @@ class TreeDraftingConfig(SpeculativeConfig):
         self.check_keys()
         self.read_auto()
         if self.depth is not None:
-            if self.num_speculative_tokens not in (None, self.depth):
-                raise self.fail(
-                    "depth", f"is {self.depth}, but num_speculative_tokens is {self.num_speculative_tokens}."
-                )
-            self.num_speculative_tokens = self.depth
-        given = [key for key in _TREE_KEYS if getattr(self, key) is not None]
+            self._fix_depth("depth", self.depth, "is {}")
+        given = [key for key in self.tree_keys if getattr(self, key) not in (None, False)]
         if len(given) > 1:
             raise self.fail(given[1], f"cannot be combined with {given[0]!r}: both give the tree's shape.")
         self._check_factors("branching_factors")
@@ -362,7 +365,7 @@ class TreeDraftingConfig(SpeculativeConfig):
     @property
     def tree_key(self) -> str | None:
         """The key that gives the shape of a tree; None for chains."""
-        return next((key for key in _TREE_KEYS if getattr(self, key) is not None), None)
+        return next((key for key in self.tree_keys if getattr(self, key) is not None), None)
 
     def _check_factors(self, key: str) -> None:
         """Check children per node at each depth, which fix the draft's depth."""
@@ -388,12 +391,13 @@ class TreeDraftingConfig(SpeculativeConfig):
                 f"at most {_MOST_CANDIDATES} are grown: lower it, or num_speculative_tokens.",
             )
 
-    def _fix_depth(self, key: str, depth: int) -> None:
+    def _fix_depth(self, key: str, depth: int, says: str = "has {} depths") -> None:
         if self.num_speculative_tokens not in (None, depth):
-            raise self.fail(key, f"has {depth} depths, but num_speculative_tokens is {self.num_speculative_tokens}.")
+            raise self.fail(key, f"{says.format(depth)}, but num_speculative_tokens is {self.num_speculative_tokens}.")
         self.num_speculative_tokens = depth
 
     def shape(self) -> TreeShape:
+        """The shape that the keys give."""
         depth = self.longest_draft
         if self.top_k is not None and self.total_tokens is not None:
             return DynamicTree(depth, self.top_k, self.total_tokens)

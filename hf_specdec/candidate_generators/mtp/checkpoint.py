@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..checkpoints.config import proposed_length
-from ..checkpoints.files import Checkpoint, Plan, counted, load_module, refused_kind, register_format
-from ..checkpoints.keys import LAYERS, Key, Table, integer, one_of
+from ..checkpoints.files import Checkpoint, CheckpointError, Plan, counted, load_module, refused_kind, register_format
+from ..checkpoints.keys import KIND, LAYERS, Key, Table, integer, one_of
 from ..checkpoints.target_parts import (
     check_target,
     check_vocabulary,
@@ -29,20 +29,17 @@ from .head import MtpModule, TargetFamily, module_config
 from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout, holds_mtp_alone, vocabulary_table
 from .weights import TargetTensors
 
-
-def _matches(checkpoint: Checkpoint) -> bool:
-    return holds_mtp_alone(checkpoint.config, checkpoint.names())
-
-
 register_format(
-    "MTP layers without their target (speculators' mtp, or tensors as in a target's checkpoint)", "mtp", _matches
+    "MTP layers without their target (speculators' mtp, or tensors as in a target's checkpoint)",
+    "mtp",
+    lambda checkpoint: holds_mtp_alone(checkpoint.config, checkpoint.names()),
 )
 
 
 # Of speculators' files. In others, config.json is that of the target, which was built from it.
 _TABLE = Table(
     {
-        "kind": Key(one_of("mtp"), places=(".speculators_model_type", "speculators_config.algorithm")),
+        "kind": Key(one_of("mtp"), places=KIND),
         "count": Key(integer(), places=("num_nextn_predict_layers",)),
     }
 )
@@ -109,10 +106,7 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
             modules.append(MtpModule(family, layout, i, sparse, given))
         filled = MtpModules(modules)
     _rename_parts(plan, set(filled.state_dict()))
-    load_module(filled, plan, device, dtype)
-    for name, value in filled.state_dict(keep_vars=True).items():
-        if any(part in name for part in family.float32):
-            value.data = plan.tensor(name).to(device, torch.float32)
+    load_module(filled, plan, device, dtype, family.float32)
     has_own = all(f"{i}.lm_head.weight" in shapes for i in range(count))
     lm_head = target_head(target) if has_own else shared_head(source, target, ids)
     for module in modules:
@@ -134,9 +128,12 @@ def _check_other_head(source: Checkpoint, size: int, target: PackedModel) -> Non
 
 
 def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:
+    def error(what: str) -> CheckpointError:
+        return source.error(f"holds MTP modules, but {what}")
+
     kind = source.config.get("speculators_model_type")
     if kind is None:
-        return TargetFamily.of(target.model, source)
+        return TargetFamily.of(target.model, error)
     if kind != "mtp":
         raise source.error(f"is a speculators checkpoint of type {kind!r}, not of MTP layers.")
     source.wanted = None  # a checkpoint of MTP layers only: load every tensor
@@ -149,7 +146,7 @@ def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:
     check_target(source, target, config.hidden_size, config.vocab_size)
     with source.building():
         model = AutoModelForCausalLM.from_config(config)
-    return TargetFamily.of(model, source)
+    return TargetFamily.of(model, error)
 
 
 def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> Plan:
@@ -182,15 +179,11 @@ def _own_tables(plan: Plan, target: PackedModel) -> tuple[torch.Tensor | None, d
     for name in [name for name in plan.sources if name.endswith((".embed_tokens.weight", ".lm_head.weight"))]:
         table = (target_embeddings if "embed_tokens" in name else target_head)(target).weight
         assert isinstance(table, torch.Tensor)
-        rows, columns = plan.matrix(name)
-        if (
-            table.device.type != "meta"
-            and (rows, columns) == table.shape
-            and torch.equal(plan.tensor(name).to(table), table)
-        ):
+        shape, is_here = plan.matrix(name), table.device.type != "meta"
+        if is_here and shape == table.shape and torch.equal(plan.tensor(name).to(table), table):
             del plan.sources[name]
         else:
-            shapes[name] = (rows, columns)
+            shapes[name] = shape
     sizes = {rows for name, (rows, _) in shapes.items() if name.endswith(".lm_head.weight")}
     ids = mapped_ids(plan.checkpoint, plan, target, next(iter(sizes), None))
     for name, (rows, _) in shapes.items():

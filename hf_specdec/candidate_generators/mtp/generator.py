@@ -207,10 +207,9 @@ class MtpGenerator(FeatureGenerator):
         self.boundaries.forget()
 
     def has_read(self, seq: Sequence, end: int) -> None:
-        """As in the base, but a block can be shared only once all modules have read their tokens for it."""
-        self.cache.tables[seq.id].length = end
+        """As in the base. The modules' states are kept where others may share rows."""
+        super().has_read(seq, end)
         if seq.is_text:
-            self.cache.register_prefix(seq.id, seq.tokens, end + 1 - self.num_heads)
             self.boundaries.keep(seq.id, self.cache)
 
     # ---- reading the text -------------------------------------------------------------------------------------------
@@ -281,18 +280,14 @@ class MtpGenerator(FeatureGenerator):
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
-        draft, loop = self.draft, self.loop
+        draft = self.draft
         draft.add(level)
         assert draft.ancestors is not None
         module, (rows, width) = level.depth % self.num_heads, level.tokens.shape
         first = draft.num_read(module)
         features = draft.features(module).flatten(0, 1)
-        tokens, head = draft.tokens[:, first:], self.heads[module]
-        ancestors = draft.ancestors[:, first:]
-        if loop is not None:
-            hidden = head.forward_batch(loop.batch(level.depth, tokens, ancestors), features=features)
-        else:
-            hidden = head.forward(self.node_inputs(level, tokens, ancestors, shift=module), features, self.cache)
+        tokens, ancestors = draft.tokens[:, first:], draft.ancestors[:, first:]
+        hidden = self.over_nodes(self.heads[module], level, tokens, ancestors, shift=module, features=features)
         hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
         draft.made(module, hidden, width)
         return self.score_of(module, hidden[:, -width:].flatten(0, 1)).view(rows, width, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...model import architectures
-from ..checkpoints.files import Checkpoint
 from .layouts import MtpLayout
 
 
@@ -133,22 +133,18 @@ class TargetFamily:
     float32: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> TargetFamily:
-        """Take the parts from a model. Raises CheckpointError: its decoder lacks the usual parts."""
+    def of(cls, model: PreTrainedModel, error: Callable[[str], Exception]) -> TargetFamily:
+        """Take the parts from a model. If its decoder lacks the usual parts, `error` makes of a sentence what is raised."""
         decoder = architectures.decoder_of(model)
         layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
         norm = getattr(decoder, "norm", getattr(decoder, "norm_f", None))
         is_blocks = layers is not None and hasattr(layers[-1], "mixer")
         if layers is None or norm is None or (rotary is None and not is_blocks):
-            raise checkpoint.error(
-                f"holds MTP modules, but {type(model).__name__} has no layers, norm and rotary_emb to build them from."
-            )
+            raise error(f"{type(model).__name__} has no layers, norm and rotary_emb to build MTP modules from.")
         config = model.config.get_text_config(decoder=True)
         kinds = getattr(config, "mtp_layers_block_type", None) or []
         if is_blocks and (kinds.count("full_attention") != 1 or set(kinds) - {"full_attention", "moe", "mlp"}):
-            raise checkpoint.error(
-                f"has an MTP layer of the blocks {kinds}; one of them must have attention, and none a state."
-            )
+            raise error(f"an MTP layer of the blocks {kinds} needs attention in one of them, and no state.")
         kept = [getattr(model, key, None) or () for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")]
         return cls(
             config=config,
@@ -159,6 +155,7 @@ class TargetFamily:
         )
 
     def new_norm(self) -> nn.Module:
+        """A norm like the model's last, on the meta device."""
         return copy.deepcopy(self.norm).to("meta")
 
     def new_layer(self, config: PretrainedConfig, index: int) -> nn.Module:

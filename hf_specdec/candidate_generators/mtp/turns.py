@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from ...cache import PagedStaticCache
-from ...kernels.transfer import upload
 from ..growing.tree_growth import DraftLevel
 
 
@@ -41,6 +40,7 @@ class BlockEnds:
         return next((i for i, key in enumerate(hashes) if key not in self._kept), len(hashes))
 
     def at(self, key: bytes) -> list[torch.Tensor]:
+        """The states at the end of the block with this hash."""
         return self._kept[key]
 
     def drop(self, seq_id: int) -> None:
@@ -78,11 +78,10 @@ class DraftNodes:
 
     def add(self, level: DraftLevel) -> None:
         """Add the nodes of one depth; rows that have ended are dropped."""
-        if len(level.kept) < len(self.tokens):
-            index = upload(level.kept, self.tokens.device)
-            self.tokens, self.parents, self.drafted = self.tokens[index], self.parents[index], self.drafted[index]
-            self.hidden = [states[index] for states in self.hidden]
-            self.ancestors = None if self.ancestors is None else self.ancestors[level.kept]
+        if self.ancestors is not None and len(level.kept) < len(self.tokens):
+            self.ancestors = self.ancestors[level.kept]
+        self.tokens, self.parents, self.drafted = map(level.keep, (self.tokens, self.parents, self.drafted))
+        self.hidden = [level.keep(states) for states in self.hidden]
         parents = level.parents + (1 + self._previous) if level.depth > 1 else torch.zeros_like(level.parents)
         self.tokens = torch.cat([self.tokens, level.tokens], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
