@@ -11,6 +11,7 @@ from hf_specdec import LLM, bundled, parse_config
 from hf_specdec.cache.state_pool import KeptStates, PrefixStates
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.integration import make_decoder
+from hf_specdec.model.recurrent import families
 from hf_specdec.serve.engine.engine import Engine
 from hf_specdec.serve.engine.params import SamplingParams
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 ALL = [
     pytest.param(name, marks=() if name in SHORT else pytest.mark.slow)
     for name in FAMILIES
-    if name not in ("Jamba", "Zamba")
+    if name not in ("Jamba", "Zamba", "Mamba", "FalconMamba")  # their chunk form starts from no state
 ]
 PREFIX = torch.randint(5, 120, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 CHUNK = 64  # of all these models
@@ -61,6 +62,8 @@ class Run:
 @pytest.mark.parametrize("name", ALL)
 def test_a_shared_prefix_is_read_once(name, states):
     """The second text shows where they part, and its state there is kept; the third begins there."""
+    if states == "replayed" and families.FAMILIES[FAMILIES[name][0]].steps:
+        pytest.skip("layers that read token by token replay nothing, which test_recurrent.py sees refused")
     model = make(name)
     run = Run(model, perturbed(model), states)
     assert [run.answers(prompt(9 + seed, seed))[0] for seed in range(4)] == [0, 0, 2 * CHUNK, 2 * CHUNK]

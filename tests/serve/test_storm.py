@@ -257,7 +257,8 @@ def test_a_long_storm_over_http(tiny_model, tiny_tokenizer):
                 assert without_end(answer, ends) == alone(tiny_model, tiny_tokenizer, ids, params), params
         deadline = time.monotonic() + 40
         # Asking is a connection of its own, which may still be open when it is counted.
-        while (held := held_by(server)) != before and time.monotonic() < deadline:
+        while (held := held_by(server))[1:] != before[1:] and time.monotonic() < deadline:
             time.sleep(0.5)
-        assert held == before and before[-1] == [0, 0, 0]
+        assert held[1:] == before[1:] and before[-1] == [0, 0, 0]
+        assert held[0] <= before[0] + 4  # pools of the event loop may have grown; a thread for every request would show
         assert server.metrics()["hf_specdec_preemptions_total"] > 0
