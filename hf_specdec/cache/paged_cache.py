@@ -18,7 +18,7 @@ from ..kernels.attention.inputs import AttentionRow, Window
 from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
-from .paged_layer import INDEX, PagedLayer
+from .paged_layer import INDEX, PagedLayer, RunningBatch
 from .segments import SegmentSize
 from .state_pool import PrefixStates, StatePool
 
@@ -114,7 +114,7 @@ class PagedStaticCache(Cache):
         self.has_other_keys, self.cross, self.is_latent = has_other_keys, None, is_latent
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
-        self.batch: Any = None  # the model's PackedBatch or CapturedBatch while it runs: see `running`
+        self.batch: RunningBatch | None = None  # see `running`
         self.windows: dict[int, int | None] = {}  # sliding windows by layer, as attention finds them
         self._next_place = 0
         self._movers: dict[torch.device, SlotMover] = {}  # until pools are added or grow
@@ -222,9 +222,8 @@ class PagedStaticCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """What makes the indices of the batch's tokens positions, for models that compute distances to gathered keys: int64 [T]."""
-        if self.batch is not None and self.batch.gather:
-            return self.batch.offsets[0]
-        return self.get_seq_length()
+        batch: Any = self.batch
+        return batch.offsets[0] if batch is not None and batch.gather else self.get_seq_length()
 
     # ---- sequences --------------------------------------------------------------------------------------------------
 
@@ -277,7 +276,7 @@ class PagedStaticCache(Cache):
         self.forget_prefixes()
 
     @contextlib.contextmanager
-    def running(self, batch: Any) -> Iterator[None]:
+    def running(self, batch: RunningBatch) -> Iterator[None]:
         """Inside the context, the layers serve a forward over this batch: they write new keys and values to its slots."""
         self.batch = batch
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -15,6 +15,43 @@ from .segments import WithSegments
 
 INDEX = "index"  # the further pool of keys by which an indexer selects tokens
 _untraced = cast("Callable[[Any], Any]", torch.compiler.disable)  # typed as what it returns for all kinds of arguments
+
+
+class SlotsOnDevice(Protocol):
+    """Where the tokens of a forward are in the pools on one device, and the operation that writes them there."""
+
+    @property
+    def write_slots(self) -> torch.Tensor:
+        """int64 [T]: the slot of each token of the forward."""
+        ...
+
+    @property
+    def read_slots(self) -> torch.Tensor | None:
+        """int64 [slots]: those that whole rows are gathered from; None if attention reads the pools itself."""
+        ...
+
+    @property
+    def write(self) -> Callable[..., Any]:
+        """Writes keys and values into the pools."""
+        ...
+
+
+class RunningBatch(Protocol):
+    """The batch of a forward, as layers ask for it."""
+
+    @property
+    def gather(self) -> bool:
+        """True if layers return the keys and values of whole rows."""
+        ...
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys of all rows together."""
+        ...
+
+    def on(self, device: torch.device) -> SlotsOnDevice:
+        """What a device needs of it."""
+        ...
 
 
 class PagedLayer(WithSegments, CacheLayerMixin):

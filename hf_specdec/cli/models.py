@@ -33,6 +33,7 @@ MORE = "`hf-specdec models WORD` shows a method, or published heads; `hf-specdec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "word", nargs="?", metavar="WORD", help="show this method, or published heads whose names hold it"
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command with its options. Returns the exit code."""
     methods = hf_specdec.available_methods()
     if args.markdown:
         print(markdown_page(methods), end="")
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_bundled(console: Output) -> None:
+    """Print the bundled models and heads."""
     from ..kernels import native
 
     console.print("[bold]bundled models[/bold]")
@@ -86,6 +89,7 @@ def head_lines(word: str) -> list[str]:
 
 
 def print_methods(console: Output, methods: dict[str, type[SpeculativeConfig]]) -> None:
+    """Print all methods, a line each."""
     parts = sections(methods)
     for title, text, fields, config in [*parts[-len(methods) :], *reversed(parts[: -len(methods)])]:
         console.print(f"[bold]{title.strip('`')}[/bold]{escape(' – ' + text if text else '')}")

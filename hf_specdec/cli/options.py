@@ -104,11 +104,13 @@ def check_output_file(path: str | None, option: str) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a model and say how it is loaded."""
     parser.add_argument("model", metavar="MODEL", help="a bundled name (`hf-specdec models`), a folder, or a Hub id")
     add_loading_options(parser.add_argument_group("loading"), "the", "cpu, cuda, cuda:1, ...")
 
 
 def add_loading_options(group: argparse._ArgumentGroup, whose: str, devices: str) -> None:
+    """Add the options of loading a model."""
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto", help=f"precision of {whose} weights (default: the checkpoint's)"
     )
@@ -117,6 +119,7 @@ def add_loading_options(group: argparse._ArgumentGroup, whose: str, devices: str
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Add the options of decoding."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help="default: %(default)s"
@@ -130,11 +133,13 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
 
 
 def add_chat_option(group: argparse._ArgumentGroup) -> None:
+    """Add --chat and --no-chat."""
     template = "wrap each prompt in the tokenizer's chat template (default: if it has one)"
     group.add_argument("--chat", action=argparse.BooleanOptionalAction, help=template)
 
 
 def add_prompts_options(group: argparse._ArgumentGroup, limit: int | None = None, batch_size: int = 1) -> None:
+    """Add the options that name prompts."""
     prompts = f"{PROMPTS_HELP} (default: the bundled prompts)"
     group.add_argument("--prompts", default=str(BUNDLED_PROMPTS), metavar="FILE", help=prompts)
     few = "use only N of the prompts" + (" (default: %(default)s)" if limit else "")
@@ -144,6 +149,7 @@ def add_prompts_options(group: argparse._ArgumentGroup, limit: int | None = None
 
 
 def add_config_option(group: Any, help: str = CONFIG_HELP, **more: Any) -> None:
+    """Add --speculative-config."""
     group.add_argument("--speculative-config", metavar="JSON", help=help, **more)
 
 
@@ -248,6 +254,7 @@ def prompt_of(row: dict[str, Any]) -> str:
 
 
 def add_ranks_option(parser: argparse.ArgumentParser) -> None:
+    """Add --tensor-parallel-size."""
     sharded = "shard the model over N ranks; the command starts them on this machine (default: %(default)s)"
     parser.add_argument("--tensor-parallel-size", type=positive_int, default=1, metavar="N", help=sharded)
 

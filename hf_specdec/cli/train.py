@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all methods share."""
     needed = parser.add_argument_group("what and where")
     needed.add_argument("--target", required=True, metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     needed.add_argument("--data", required=True, metavar="FILE", help="training text; .jsonl, or plain text")
@@ -95,6 +96,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command with its options. Returns the exit code."""
     import torch
 
     from ..training import export

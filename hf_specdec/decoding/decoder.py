@@ -294,9 +294,11 @@ class SpeculativeDecoder(RunningSequences):
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, seen: StepOutcome, proposed: DraftTrees, pending: PendingStep, timed: bool) -> None:
-        """Tell the policy the results of its draft lengths. The time of a step that also read prompts says only what
-        many tokens take. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
-        hidden states could not draft yet."""
+        """Tell the policy the results of its draft lengths. The time of a step that also read prompts says only what many tokens take.
+
+        A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads hidden states could
+        not draft yet.
+        """
         if pending.is_held:
             deepest = 0 if seen.sequences[0].finished else proposed.row_depths[0]
             self.policy.observe_held(deepest, len(seen.accepted[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -145,11 +145,32 @@ def _borrowed(outputs: Any, owner: Any) -> Any:
 # ---- which models and heads run as CUDA graphs ----
 
 
-def uses_graphs(wanted: bool | None, model: Any) -> bool:
+class Capturable(Protocol):
+    """A model or a head, as far as graphs need to know it.
+
+    Attributes:
+        forward_batch: runs its forward over a packed batch.
+        modules: returns the modules that the forward calls: `module`, and those that are borrowed.
+    """
+
+    forward_batch: Callable[..., Any]
+    modules: Callable[[], list[nn.Module]]
+
+    @property
+    def module(self) -> nn.Module:
+        """What is run."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+
+def uses_graphs(wanted: bool | None, model: Capturable) -> bool:
     """True if forwards of a model or head should run as CUDA graphs.
 
     Args:
-        model: a PackedModel or PackedHead.
         wanted: the user's choice. None: use graphs where the model can be captured, except for mixtures of experts whose
             routing the host waits for: their capture would fail, and a failed capture costs time.
 
@@ -184,7 +205,7 @@ def experts_wait(module: nn.Module, device: torch.device) -> bool:
     return any(waits(part) for name, part in module.named_modules() if name.rpartition(".")[2] == "experts")
 
 
-def capture_obstacle(model: Any) -> str | None:
+def capture_obstacle(model: Capturable) -> str | None:
     """Why forwards of a model or head cannot run as CUDA graphs, after "'cuda_graphs'"; None: they can."""
     name, devices = type(model.module).__name__, {parameter.device for parameter in model.module.parameters()}
     if getattr(model, "recurrent", None) is not None:

@@ -22,7 +22,7 @@ from ..kernels.attention.inputs import AttentionInputs, InputSizes, RowDescripti
 from ..kernels.cache import write_keys_values
 from ..kernels.dispatch import current, next_power_of_two
 from ..kernels.transfer import HostStaging
-from .captures import Captures
+from .captures import Capturable, Captures
 from .options.invariant_ops import InvariantOps
 from .packed_batch import copy_ids, write_ids
 from .row_descriptions import describe, describe_lines
@@ -148,7 +148,7 @@ class GraphRunner:
     The output of a graph is valid until the model's next forward.
 
     Args:
-        model: a PackedModel or PackedHead, on one device, attending through the Triton kernels.
+        model: on one device, attending through the Triton kernels.
         function: the function to capture, which takes the batches and, if `run` is given features, `features=`; None: the
             model's `forward_batch`.
         by_lines: attend as deterministic models do (see `describe_lines`).
@@ -156,7 +156,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        model: Any,
+        model: Capturable,
         function: Callable[..., Any] | None = None,
         by_lines: bool = False,
         name: str = "{}",

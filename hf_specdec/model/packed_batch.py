@@ -28,10 +28,7 @@ from .segments import Part, closed_segments, parts_of
 
 @dataclass
 class _OnDevice:
-    """Slots on one device, and the operations that serve it: chosen once per step, since choosing costs more than a small view.
-
-    `read_slots` int64 [slots]: those that whole rows are gathered from; None if attention reads the pools itself.
-    """
+    """Slots on one device, and the operations that serve it: chosen once per step, since choosing costs more than a small view."""
 
     write_slots: torch.Tensor
     read_slots: torch.Tensor | None

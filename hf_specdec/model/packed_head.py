@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class SmallHeadForwards(Protocol):
+    """Runs small forwards in place of the head while its context is entered: `native.bind.NativeHead`, which says more."""
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the context, forwards may run."""
+        ...
+
+    def run(self, head: Any, rows: list[RowInput], features: Any, cache: Any, reads: bool = False) -> Any:
+        """The head's output; None: another way must be taken."""
+        ...
+
+    def apply(self, function: Callable[..., torch.Tensor], called: list[nn.Module], hidden: Any) -> torch.Tensor:
+        """What a function that calls these modules makes of hidden states."""
+        ...
+
+
 class PackedHead:
     """Runs a head over packed rows.
 
@@ -49,7 +65,7 @@ class PackedHead:
 
     graphs: GraphRunner | None = None
     reading_graphs: GraphRunner | None = None
-    native: Any = None  # a `native.bind.NativeHead`
+    native: SmallHeadForwards | None = None
     window: int | Window | None = None
     _layers: RewrittenLayers | None = None
 

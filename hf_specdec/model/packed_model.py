@@ -59,6 +59,24 @@ class Activated(Protocol):
         ...
 
 
+class SmallForwards(Activated, Protocol):
+    """Runs small forwards in place of the model while its context is entered: `native.bind.NativeRunner`, which says more."""
+
+    @property
+    def refused(self) -> str | None:
+        """Why no forward runs; None: some do."""
+        ...
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a forward."""
+        ...
+
+    def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None:
+        """The forward's output; None: the model must run."""
+        ...
+
+
 class PackedModel:
     """An unmodified transformers model, run over packed rows. `prepare` makes one and sets its options.
 
@@ -110,7 +128,7 @@ class PackedModel:
         self.cache_bytes: int | None = None
         self.deterministic = False
         self.graphs: GraphRunner | None = None
-        self.native: Any = None  # a `native.NativeRunner`
+        self.native: SmallForwards | None = None
         self.with_native = True
         self.active_options: list[Activated] = []
         self.forward_parameters = _parameters(model)

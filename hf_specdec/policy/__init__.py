@@ -4,7 +4,8 @@ The measured policy, `Fastest`, maximizes expected tokens per second. Its unit i
 which writes B tokens. With
 
 * t(B, n, c), seconds of a forward of B rows with n tokens and texts of c tokens: a non-negative combination of features, piecewise linear
-  in n, fitted to the medians of recent measurements (`cost.StepCost`);
+  in n, fitted to the medians of recent measurements; for numbers of tokens that no step had yet, to forwards that read prompts
+  (`cost.StepCost`);
 * d(k, m, b), seconds of a drafter for depth k, m tokens in all, and b tokens to catch up with (`cost.DraftingCost`), and o, seconds of
   choosing and of learning from the choice;
 * s(i, k), probability that the first k tokens of a draft for row i are accepted: a drafter's rates over all texts, times a row's factor,

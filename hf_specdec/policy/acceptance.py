@@ -30,8 +30,8 @@ class Acceptance:
 
     Args:
         guesses: [D], rate per token of a drafter of which nothing is known.
-        nodes: [D], or one number for all: nodes at every depth of a draft of which nothing is known.
         longest: K, the deepest possible draft.
+        nodes: [D], or one number for all: nodes at every depth of a draft of which nothing is known.
     """
 
     KINDS = 8

@@ -27,7 +27,7 @@ class Drafter:
         is_lookup: its drafts are known before the choice. Others are asked for the depth that was chosen.
         is_head: it reads hidden states of every token, so it has to follow a text from its beginning, and has nothing to catch up with.
         guess: rate of acceptance per token that is assumed of it.
-        most_nodes: the most nodes of a draft. A tree is assumed to have as many at every depth.
+        most_nodes: the most nodes of a draft. Until it has drafted, they are assumed to be spread evenly over the depths.
     """
 
     name: str

@@ -73,3 +73,18 @@ if child == 0:
 print(os.waitpid(child, 0)[1], torch.equal(product(), alone))
 """
     assert run(script) == ["0", "True"]
+
+
+def test_without_an_openmp_runtime_one_thread_does_the_work_and_a_warning_says_so():
+    script = """
+import logging
+from hf_specdec.kernels import native
+
+seen = []
+native.logger.addFilter(lambda record: seen.append(record.getMessage()) or True)
+native._OPENMP = ("no_such_function",) * 4
+native.library.cache_clear()
+assert torch.equal(product(), alone)
+print(threads() - before, sum("one thread" in message for message in seen))
+"""
+    assert run(script) == ["0", "1"]

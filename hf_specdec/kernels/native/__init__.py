@@ -124,8 +124,10 @@ def library() -> ctypes.CDLL | None:
     loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
     loaded.specdec_run.restype = _Integer
     loaded.specdec_use_openmp.argtypes = [_Pointer] * len(_OPENMP)
+    loaded.specdec_use_openmp.restype = _Integer
     torch_library = ctypes.CDLL(torch._C.__file__)  # finds what it depends on, too: the OpenMP runtime
-    loaded.specdec_use_openmp(*(getattr(torch_library, name, None) for name in _OPENMP))
+    if not loaded.specdec_use_openmp(*(getattr(torch_library, name, None) for name in _OPENMP)):
+        logger.warning("torch has no OpenMP runtime here, so that small steps on the CPU run in one thread.")
     logger.info("The native library for CPUs runs with %s.", instruction_set(loaded))
     return loaded
 

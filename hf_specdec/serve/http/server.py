@@ -72,8 +72,8 @@ class Privacy:
     shares_across_keys: bool = False
 
     def check(self, speculative_config: Any, api_keys: list[str] | None) -> None:
-        """Refuse that one API key's requests shape another's drafts, unless allowed. Raises ValueError: a head would learn from both; or a
-        key is empty."""
+        """Check the API keys. Raises ValueError: one is empty; or a head would learn from the requests of several, so that those of one key
+        shape another's drafts, which is not allowed."""
         if "" in (api_keys or []):
             raise ValueError("An API key is empty, so that every request has it: give a key, or leave the option out.")
         config = None if speculative_config is None else parse_config(speculative_config)

@@ -61,9 +61,9 @@ extern "C" {
 // The version of the structures; Python refuses another one.
 i64 specdec_version() { return 7; }
 
-// Run in the threads of an OpenMP runtime, whose functions these are; null: it lacks them.
-void specdec_use_openmp(void* gomp_parallel, void* fork_call, void* thread_num, void* num_threads) {
-  use_openmp(gomp_parallel, fork_call, thread_num, num_threads);
+// See `use_openmp`.
+i64 specdec_use_openmp(void* gomp_parallel, void* fork_call, void* thread_num, void* num_threads) {
+  return use_openmp(gomp_parallel, fork_call, thread_num, num_threads);
 }
 
 // The instruction set in use.

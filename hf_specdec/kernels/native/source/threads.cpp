@@ -11,7 +11,7 @@ void (*gomp_parallel)(void (*part)(void*), void* data, unsigned threads, unsigne
 void (*fork_call)(const void* place, int32_t arguments, void (*part)(int32_t*, int32_t*, void*), ...);
 int (*thread_num)();
 int (*num_threads)();
-pid_t process;  // that the threads are of
+pid_t process = 0;  // that the threads are of; 0: there are none
 
 std::mutex busy;
 std::atomic<i64> arrived{0}, phase{0};
@@ -39,16 +39,16 @@ void pause_a_moment(i64 turns) {
 
 }  // namespace
 
-void use_openmp(void* gomp, void* fork, void* thread, void* threads) {
+bool use_openmp(void* gomp, void* fork, void* thread, void* threads) {
   gomp_parallel = (decltype(gomp_parallel))gomp, fork_call = (decltype(fork_call))fork;
   thread_num = (decltype(thread_num))thread, num_threads = (decltype(num_threads))threads;
-  process = getpid();
+  process = (gomp || fork) && thread && threads ? getpid() : 0;
+  return process;
 }
 
 void run_together(i64 wanted, const std::function<void(i64, i64)>& work) {
   std::unique_lock<std::mutex> lock(busy, std::defer_lock);
-  if (wanted <= 1 || process != getpid() || !(gomp_parallel || fork_call) || !thread_num || !num_threads || !lock.try_lock())
-    return work(0, 1);
+  if (wanted <= 1 || process != getpid() || !lock.try_lock()) return work(0, 1);
   arrived = 0;
   Call call = {wanted, work};
   if (gomp_parallel) return gomp_parallel(run_part, &call, 0, 0);

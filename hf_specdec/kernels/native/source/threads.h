@@ -4,9 +4,9 @@
 #include <functional>
 #include "abi.h"
 
-// The runtime's functions; null where it lacks them. Without all but one of `gomp_parallel` (GCC's interface) and `fork_call` (LLVM's,
-// the only one on macOS) the caller does all the work.
-void use_openmp(void* gomp_parallel, void* fork_call, void* thread_num, void* num_threads);
+// Take the threads of a runtime whose functions these are; null: it lacks them. One of `gomp_parallel` (GCC's interface) and `fork_call`
+// (LLVM's, the only one on macOS) is enough. False: too many are missing, and callers will do all the work.
+bool use_openmp(void* gomp_parallel, void* fork_call, void* thread_num, void* num_threads);
 
 // Run `work(part, parts)` in up to `wanted` threads, the caller's included; returns when all have ended. The caller does all the work,
 // and parts is 1, while another call runs, and in a forked process, which has none of the runtime's threads.
