@@ -364,10 +364,10 @@ def test_no_page_may_read_unless_it_is_asked_for(tiny_tokenizer):
 
     def answered(method, path, *headers):
         """(status, names of headers), without a network."""
-        sent = []
+        sent, body = [], [{"type": "http.request", "body": b"", "more_body": False}]
 
         async def receive():
-            return {"type": "http.request", "body": b"", "more_body": False}
+            return body.pop() if body else await asyncio.Future()  # the client stays
 
         async def send(message):
             sent.append(message)

@@ -55,7 +55,7 @@ def test_no_step_exceeds_the_budget(tiny_model, tiny_tokenizer, name):
         assert max(run.tokens) <= 48 and max(run.running) > 8, run.tokens
         plain = Run(tiny_model, tiny_tokenizer, "none", budget=2048, rows=30, count=30, longest=longest)
         assert run.answers == plain.answers
-        assert (run.drafted > 0) == (name != "none")
+        assert run.drafted == 0 if name == "none" else run.drafted > 0 or name == "auto"  # which drafts where that pays
 
 
 @pytest.mark.parametrize("name", ["copies", "chain", "tree", "auto"])
