@@ -186,15 +186,13 @@ void linear_by(const Linear& call, const X* x, i64 ldx, i64 first, i64 last) {
         // What is read four rows of weights later: in this panel, or its next part, or the next panel's first part.
         i64 ahead = n + ROWS + 4 <= end_of_panel ? 4 * call.ldw : !part.is_last ? size - (panel - 4) * call.ldw
                   : n + ROWS + 4 <= last ? 4 * call.ldw - begin : 0;
-        // It is fetched by all tiles: one of them alone would wait for memory.
-        const int each = ahead ? (int)larger(1, tiles < 4 ? ROWS / smaller(tiles, 2) : ROWS / 4) : 0;
         for (i64 tile = 0; tile < tiles; tile++) {
           i64 t = call.rows * tile / tiles, end = call.rows * (tile + 1) / tiles;
           float sums[MOST_SUMS];
           part.kept = kept + (n - from) * call.rows + t * ROWS;
-          const i64 row = tile * each;
-          dots<ROWS>((int)(end - t), w, x + t * ldx, ldx, part, row < ROWS ? each : 0, Fetched<E>{w[0] + ahead + row * call.ldw, call.ldw},
-                     sums);
+          // It is fetched by all tiles: one of them alone would wait for memory.
+          const i64 row = ROWS * tile / tiles, fetches = ahead ? ROWS * (tile + 1) / tiles - row : 0;
+          dots<ROWS>((int)(end - t), w, x + t * ldx, ldx, part, (int)fetches, Fetched<E>{w[0] + ahead + row * call.ldw, call.ldw}, sums);
           if (!part.is_last) continue;
           for (i64 i = t; i < end; i++) {
             float* own = sums + (i - t) * ROWS;
