@@ -698,7 +698,7 @@ class Fastest(DraftLengthPolicy):
         """True if a look-up may save more than it takes: by its worth, and by the hope that halves with `TRIAL` asks in vain."""
         if self._table is not None:
             return self._table.left[index] > 0
-        return self._aged_idle(index) <= self._patience(index)
+        return self._aged_idle(index) < self._patience(index)
 
     def _patience(self, index: int) -> float:
         """How often a look-up is asked in vain until it is hoped to save less than it takes."""
