@@ -179,7 +179,7 @@ def _text_of(option: str, file: str | None) -> str | None:
 def _api_keys(args: argparse.Namespace) -> list[str] | None:
     """The keys of --api-key, else that of the environment; None if no key is needed."""
     key = os.environ.get("HF_SPECDEC_API_KEY")
-    return args.api_key or ([key] if key else None)
+    return args.api_key or (None if key is None else [key])
 
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -294,7 +294,8 @@ class SpeculativeDecoder(RunningSequences):
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, seen: StepOutcome, proposed: DraftTrees, pending: PendingStep, timed: bool) -> None:
-        """Tell the policy the results of its draft lengths. The time of a step that also read prompts says only what many tokens take.
+        """Tell the policy the results of its draft lengths. The time of a step that also read prompts says only what many tokens take, if
+        steps are no graphs: long prompts run without them, and take longer in any case.
 
         A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads hidden states could
         not draft yet.
@@ -304,7 +305,7 @@ class SpeculativeDecoder(RunningSequences):
             self.policy.observe_held(deepest, len(seen.accepted[0]))
             return
         seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
-        if not timed and seconds is not None and not any(pending.limits):
+        if not timed and seconds is not None and not any(pending.limits) and self.target.graphs is None:
             self.policy.observe_prompts(sum(pending.num_own), seconds)
         if not any(pending.limits):
             self.policy.observe_plain(seen.sequences, seconds if timed and pending.is_plain else None)

@@ -159,7 +159,7 @@ class StepCost:
 
     By rows and by packed tokens, piecewise linear between `KNOTS` (the cost grows in steps: the second token may cost much, tokens
     up to the next multiple of a tile nothing). Beyond the most tokens seen, and from `LINEAR` on, a token costs as much as those before
-    it, or as the tokens of prompts: on a CPU a hundred of them take many times as long as eight, on a GPU often no longer. Attention
+    it, or as the tokens of prompts that ran as steps do: on a CPU a hundred take many times as long as eight. Attention
     adds what each row and each packed token costs for every token of context.
 
     Attributes:

@@ -185,8 +185,8 @@ class Fastest(DraftLengthPolicy):
         self.models = range(self.num_lookups, len(drafters))  # the drafters that are asked for a depth
         self.longest = np.array([drafter.longest for drafter in drafters])
         self._catches_up = np.array([[not drafter.is_head] for drafter in drafters])
-        nodes = np.array([max(drafter.most_nodes / drafter.longest, 1.0) for drafter in drafters])
-        self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest, nodes)
+        nodes = np.array([drafter.most_nodes for drafter in drafters]) / np.maximum(self.longest, 1)
+        self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest, np.maximum(nodes, 1.0))
         self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
         self.steps = Counter[str]()
         self.num_steps = self._tried_at = 0

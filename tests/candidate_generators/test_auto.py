@@ -97,6 +97,14 @@ def test_one_word(tiny_model):
     hf_specdec.release(tiny_model)
 
 
+@pytest.mark.parametrize("methods", [["none"], ["none", "ngram"]])
+def test_a_part_may_draft_nothing(tiny_model, methods):
+    arguments = {**ragged([12, 5], seed=2), "max_new_tokens": 20, "do_sample": False}
+    auto = tiny_model.generate(**arguments, speculative_config={"method": "auto", "methods": methods})
+    assert auto.tolist() == tiny_model.generate(**arguments).tolist()
+    hf_specdec.release(tiny_model)
+
+
 def counting(calls, name, real):
     """`real`, with its calls counted."""
 

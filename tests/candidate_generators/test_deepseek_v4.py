@@ -225,6 +225,15 @@ def test_confidence_ends_drafts(target, tmp_path):
     assert len({len(drafted) for _, drafted in lengths.values()}) > 1
 
 
+def test_its_linear_layers_are_quantized_and_the_targets_are_not(target, tmp_path):
+    pytest.importorskip("torchao")
+    config = {"method": "dflash", "model": write(tmp_path, target, tensors())}
+    quantized, plain = (Watched(target, {**config, **more}).generator for more in ({"quantization": "wint8"}, {}))
+    of_stage, of_target = quantized.block.module.layers[0].self_attn.q_b_proj.weight, target.lm_head.weight
+    assert [type(weight) is torch.nn.Parameter for weight in (of_stage, of_target)] == [False, True]
+    assert type(plain.block.module.layers[0].self_attn.q_b_proj.weight) is torch.nn.Parameter
+
+
 def test_published_weights_are_quantized(target, tmp_path):
     """Experts in float4 with a factor for 32 columns, other matrices in float8 with one for each block, factors in e8m0."""
     codes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -205,6 +205,8 @@ def test_checkpoint_tree(tmp_path, model):
     for more, ends, kept in (({}, [4, 16, 40, 88], 3), ({"num_speculative_tokens": 2, "n_candidates": 7}, [4, 16], 7)):
         shape = integration.get_decoder(model, parse_config(base | more)).generator.shape
         assert shape.level_ends == ends and shape.keep_paths == kept
+    keys = [parse_config(base | {"use_checkpoint_tree": wanted}).tree_key for wanted in (True, False)]
+    assert keys == ["use_checkpoint_tree", None]
     mlp_checkpoint(tmp_path / "none", top_k_tokens_per_head=[3])
     with pytest.raises(SpeculativeConfigError, match=r"top_k_tokens_per_head = \[3\] for n_predict = 3"):
         integration.get_decoder(model, parse_config(base | {"model": str(tmp_path / "none")}))

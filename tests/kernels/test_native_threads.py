@@ -75,6 +75,21 @@ print(os.waitpid(child, 0)[1], torch.equal(product(), alone))
     assert run(script) == ["0", "True"]
 
 
+def test_a_forked_process_that_loads_the_library_itself_has_no_threads_either():
+    """They are its parent's, in which torch ran before: the runtime would wait for them without end."""
+    script = """
+import signal
+torch.randn(1 << 20).exp()
+library.cache_clear()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if torch.equal(product(), alone) else 2)
+print(os.waitpid(child, 0)[1])
+"""
+    assert run(script) == ["0"]
+
+
 def test_without_an_openmp_runtime_one_thread_does_the_work_and_a_warning_says_so():
     script = """
 import logging

@@ -16,6 +16,7 @@ from helpers_server import in_thread
 from tokenizers.processors import TemplateProcessing
 
 from hf_specdec import LLM
+from hf_specdec.cli.serve import _api_keys
 from hf_specdec.serve import SamplingParams
 from hf_specdec.serve.http.api import ROUTES, make_app
 from hf_specdec.serve.http.endpoints import Completions
@@ -530,9 +531,10 @@ def test_openapi_describes_what_is_served(tiny_tokenizer):
     assert "x-ignored-fields" in document["paths"]["/v1/lookup/{name}"]["put"]["responses"]["200"]["headers"]
 
 
-def test_an_empty_api_key_is_refused():
-    """A request without a key would have it: `--api-key "$UNSET"` would look like protection."""
-    for keys in ([""], ["secret", ""]):
+def test_an_empty_api_key_is_refused(monkeypatch):
+    """A request without a key would have it: `--api-key "$UNSET"`, or a variable so set, would look like protection."""
+    monkeypatch.setenv("HF_SPECDEC_API_KEY", "")
+    for keys in ([""], ["secret", ""], _api_keys(SimpleNamespace(api_key=None))):
         with pytest.raises(ValueError, match="An API key is empty"):
             Privacy().check(None, keys)
 

@@ -119,7 +119,8 @@ class DFlashGenerator(FeatureGenerator):
         hidden: torch.Tensor = self.block.block(rows, embedded, self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
         self.hidden = hidden[:, first : first + max(limits)]
-        self.base = capped(self.lm_head(self.hidden), self.layout.logit_scale, self.layout.softcap)
+        logits = self.lm_head(self.block.module.before_head(self.hidden))
+        self.base = capped(logits, self.layout.logit_scale, self.layout.softcap)
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
         self.state = hidden.new_zeros(len(sequences), 1, size)

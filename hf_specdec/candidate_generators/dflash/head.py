@@ -284,6 +284,10 @@ class DFlashDrafter(nn.Module):
         """The head that corrects the logits along a path, if there is one."""
         return self.markov_head or self.domino or self.candidate_selector
 
+    def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the language-model head reads: the block's hidden states, which have had the last norm."""
+        return hidden
+
     def context_keys_values(
         self, index: int, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

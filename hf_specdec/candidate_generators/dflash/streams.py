@@ -86,6 +86,10 @@ class StreamDrafter(nn.Module):
         """See DFlashDrafter."""
         return self.markov_head
 
+    def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the language-model head reads, from the block's hidden states, which the confidence head reads without a norm."""
+        return self.norm(hidden)
+
     def confidence_features(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """See DFlashDrafter."""
         return torch.cat([hidden, self.markov_head.summary(previous)], dim=-1)
@@ -171,6 +175,4 @@ def load_streams(
         module.rotary = type(decoder.rotary_emb)(config)
     module.embeddings = embeddings_of(checkpoint, target, None, config.hidden_size)
     vocabulary = target_parts.DraftVocabulary(target.vocab_size)
-    # the confidence head reads hidden states without this norm
-    lm_head = nn.Sequential(module.norm, target_parts.target_head(target))
-    return LoadedHead(StreamHead(module, layout, prepack_weights), lm_head, vocabulary)
+    return LoadedHead(StreamHead(module, layout, prepack_weights), target_parts.target_head(target), vocabulary)

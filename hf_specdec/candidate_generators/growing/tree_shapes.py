@@ -365,7 +365,7 @@ class TreeDraftingConfig(SpeculativeConfig):
     @property
     def tree_key(self) -> str | None:
         """The key that gives the shape of a tree; None for chains."""
-        return next((key for key in self.tree_keys if getattr(self, key) is not None), None)
+        return next((key for key in self.tree_keys if getattr(self, key) not in (None, False)), None)
 
     def _check_factors(self, key: str) -> None:
         """Check children per node at each depth, which fix the draft's depth."""

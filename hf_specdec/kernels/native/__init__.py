@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 from enum import IntEnum
 from pathlib import Path
 
@@ -103,6 +104,7 @@ OP = np.dtype(
 
 # Functions of OpenMP runtimes: GCC's and LLVM's way to run a function in all threads, and what both have.
 _OPENMP = ("GOMP_parallel", "__kmpc_fork_call", "omp_get_thread_num", "omp_get_num_threads")
+_PROCESS = os.getpid()  # that the runtime's threads are of
 
 
 # ---- the library ----
@@ -126,7 +128,8 @@ def library() -> ctypes.CDLL | None:
     loaded.specdec_use_openmp.argtypes = [_Pointer] * len(_OPENMP)
     loaded.specdec_use_openmp.restype = _Integer
     torch_library = ctypes.CDLL(torch._C.__file__)  # finds what it depends on, too: the OpenMP runtime
-    if not loaded.specdec_use_openmp(*(getattr(torch_library, name, None) for name in _OPENMP)):
+    functions = [getattr(torch_library, name, None) for name in _OPENMP]
+    if os.getpid() == _PROCESS and not loaded.specdec_use_openmp(*functions):
         logger.warning("torch has no OpenMP runtime here, so that small steps on the CPU run in one thread.")
     logger.info("The native library for CPUs runs with %s.", instruction_set(loaded))
     return loaded

@@ -75,7 +75,9 @@ class Privacy:
         """Check the API keys. Raises ValueError: one is empty; or a head would learn from the requests of several, so that those of one key
         shape another's drafts, which is not allowed."""
         if "" in (api_keys or []):
-            raise ValueError("An API key is empty, so that every request has it: give a key, or leave the option out.")
+            raise ValueError(
+                "An API key is empty, so that every request has it: give a key, or no --api-key and no HF_SPECDEC_API_KEY."
+            )
         config = None if speculative_config is None else parse_config(speculative_config)
         keeps_apart = len(set(api_keys or [])) > 1 and not (self.private or self.shares_across_keys)
         if keeps_apart and getattr(config, "learn", False):
