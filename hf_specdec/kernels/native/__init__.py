@@ -17,7 +17,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 7  # version of the structures; the library reports the version it was compiled with
+VERSION = 8  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -47,6 +47,15 @@ class Linear(ctypes.Structure):
     _fields_ = [
         *_fields(_Pointer, "x w bias y"),
         *_fields(_Integer, "type rows n k ldx ldw ldy streams bits group scales"),
+    ]
+
+
+class Choice(ctypes.Structure):
+    """See `source/abi.h`."""
+
+    _fields_ = [
+        *_fields(_Pointer, "scores seeds positions steps keys out"),
+        *_fields(_Integer, "rows vocab stream"),
     ]
 
 
@@ -119,8 +128,8 @@ def library() -> ctypes.CDLL | None:
     loaded.specdec_instruction_set.restype = ctypes.c_char_p
     loaded.specdec_use.argtypes = [ctypes.c_char_p]
     loaded.specdec_use.restype = _Integer
-    for function in (loaded.specdec_attention, loaded.specdec_linear, loaded.specdec_dequantize):
-        function.argtypes = [_Pointer, _Integer]
+    for name in ("attention", "linear", "dequantize", "noisy_argmax"):
+        getattr(loaded, f"specdec_{name}").argtypes = [_Pointer, _Integer]
     loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
     loaded.specdec_run.restype = _Integer
     loaded.specdec_use_openmp.argtypes = [_Pointer] * len(_OPENMP)

@@ -45,6 +45,15 @@ static inline i64 share_of(const Linear& call, i64 part, i64 parts) {
   return part == parts ? call.n : (call.n / unit * part / parts) * unit;
 }
 
+// The best token of each row of scores [rows, vocab] with the Gumbel noise of `stream`. `keys` [rows]: which of the seeds, positions and
+// steps a row uses.
+struct Choice {
+  const float* scores;
+  const i64 *seeds, *positions, *steps, *keys;
+  i64* out;
+  i64 rows, vocab, stream;
+};
+
 // A tensor [rows, size[0], size[1], size[2]] in memory.
 struct View {
   char* data;
