@@ -40,6 +40,10 @@ class SmallHeadForwards(Protocol):
         """The head's output; None: another way must be taken."""
         ...
 
+    def current(self, key: str) -> Any:
+        """Its program for this kind of call, if there is one now."""
+        ...
+
     def apply(self, function: Callable[..., torch.Tensor], called: list[nn.Module], hidden: Any) -> torch.Tensor:
         """What a function that calls these modules makes of hidden states."""
         ...

@@ -244,6 +244,10 @@ class StaticGrowth(Growth):
         ids = torch.zeros(batch, shape.level_ends[self.last - 1], dtype=torch.long, device=device)
         path_log_probs = ids.new_zeros(ids.shape, dtype=torch.float32) if ranked else None
         rows = [i for i, limit in enumerate(self.limits) if limit]
+        if self.last > 1 and shape.is_chain and not (ranked or self.draws or self.processors):
+            chains = self.drafter.greedy_chains(rows, logits, [self.limits[i] for i in rows])
+            if chains is not None:
+                return (chains if len(rows) == batch else ids.index_copy(0, torch.tensor(rows), chains),)
         logits, num_parents = logits[:, None], 1
         for depth, level in enumerate(shape.levels_on(device)[: self.last], 1):
             chosen, log_probs = self.choose(logits, rows, depth, num_parents, level.width, ranked)

@@ -70,6 +70,24 @@ class StepInputs(ctypes.Structure):
     ]
 
 
+class Chain(ctypes.Structure):
+    """See `source/program.h`."""
+
+    _fields_ = [
+        ("ops", _Pointer),
+        ("num_ops", _Integer),
+        *_fields(_Pointer, "slots head"),
+        ("num_head_ops", _Integer),
+        *_fields(_Pointer, "head_slots features output"),
+        ("width", _Integer),
+        ("logits", _Pointer),
+        *_fields(_Integer, "type size vocab"),
+        ("target_ids", _Pointer),
+        *_fields(_Integer, "num_rows num_columns"),
+        *_fields(_Pointer, "rows limits ids pools"),
+    ]
+
+
 # ---- programs, as in `source/program.h` ----
 
 
@@ -128,10 +146,10 @@ def library() -> ctypes.CDLL | None:
     loaded.specdec_instruction_set.restype = ctypes.c_char_p
     loaded.specdec_use.argtypes = [ctypes.c_char_p]
     loaded.specdec_use.restype = _Integer
-    for name in ("attention", "linear", "dequantize", "noisy_argmax"):
+    for name in ("attention", "linear", "dequantize", "noisy_argmax", "chain"):
         getattr(loaded, f"specdec_{name}").argtypes = [_Pointer, _Integer]
     loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
-    loaded.specdec_run.restype = _Integer
+    loaded.specdec_run.restype = loaded.specdec_chain.restype = _Integer
     loaded.specdec_use_openmp.argtypes = [_Pointer] * len(_OPENMP)
     loaded.specdec_use_openmp.restype = _Integer
     torch_library = ctypes.CDLL(torch._C.__file__)  # finds what it depends on, too: the OpenMP runtime

@@ -22,6 +22,11 @@ GROUP = 8  # adjacent ids whose exponential numbers are drawn through their mini
 _SPAN = 128  # groups served by 32 counters
 
 
+def on_host(device: torch.device) -> bool:
+    """True if values are on the host, so that numpy does not wait for a device."""
+    return device.type == "cpu"
+
+
 def philox4x32(c0, c1, c2, c3, k0, k1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ten Philox rounds on int64 tensors of 32-bit words (counters c0..c3, keys k0 and k1, of broadcastable shapes)."""
     for _ in range(10):
@@ -55,7 +60,7 @@ def _words_of(counters, seeds, positions, steps, stream: int) -> torch.Tensor:
     """The words int64 [R, C, 4] of `counters` int64 [R or 1, C]."""
     inputs = (counters, (positions & _MASK)[:, None], (steps & _MASK)[:, None], counters.new_full((1, 1), stream))
     keys = ((seeds & _MASK)[:, None], ((seeds >> 32) & _MASK)[:, None])
-    if seeds.device.type == "cpu":
+    if on_host(seeds.device):
         lanes = philox4x32_of_arrays(*(word.numpy().astype(np.uint32) for word in (*inputs, *keys)))
         return torch.from_numpy(np.stack(np.broadcast_arrays(*lanes), axis=-1).astype(np.int64))
     return torch.stack(torch.broadcast_tensors(*philox4x32(*inputs, *keys)), dim=-1)

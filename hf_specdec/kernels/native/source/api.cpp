@@ -129,5 +129,7 @@ i64 specdec_run(const Op* ops, i64 num_ops, char* const* slots, const Step* step
   return -1;
 }
 
+i64 specdec_chain(const Chain* chain, i64 threads) { return run_chain(*kernels, *chain, threads); }
+
 }
 #pragma GCC visibility pop

@@ -35,10 +35,14 @@ struct Best {
   }
 };
 
-inline i64 best_of(const float* scores, i64 vocab) {
+// The name of the best token; of equals, the least name. `names` null: tokens are called by their numbers.
+inline i64 best_of(const float* scores, i64 vocab, const i64* names) {
   Best best;
-  for (i64 i = 0; i < vocab; i++) best.see(scores[i], i);
-  return best.id;
+  for (i64 i = 0; i < vocab; i++) {
+    best.see(scores[i], i);
+    if (names && !(scores[i] < best.value) && names[i] < names[best.id]) best.id = i;
+  }
+  return names ? names[best.id] : best.id;
 }
 
 // A group's smallest exponential number bounds its noise, so other noise is drawn only for groups that may hold the best token.
