@@ -59,6 +59,15 @@ class Choice(ctypes.Structure):
     ]
 
 
+class Drafts(ctypes.Structure):
+    """See `source/abi.h`."""
+
+    _fields_ = [
+        *_fields(_Pointer, "scores first lengths tokens parents seeds positions samples table"),
+        *_fields(_Integer, "rows width vocab"),
+    ]
+
+
 class StepInputs(ctypes.Structure):
     """See `source/program.h`."""
 
@@ -146,7 +155,7 @@ def library() -> ctypes.CDLL | None:
     loaded.specdec_instruction_set.restype = ctypes.c_char_p
     loaded.specdec_use.argtypes = [ctypes.c_char_p]
     loaded.specdec_use.restype = _Integer
-    for name in ("attention", "linear", "dequantize", "noisy_argmax", "chain"):
+    for name in ("attention", "linear", "dequantize", "noisy_argmax", "follow_choices", "chain"):
         getattr(loaded, f"specdec_{name}").argtypes = [_Pointer, _Integer]
     loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
     loaded.specdec_run.restype = loaded.specdec_chain.restype = _Integer

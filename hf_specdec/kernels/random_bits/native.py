@@ -11,6 +11,11 @@ from ..native import Choice, library
 _SCORES_PER_THREAD = 1 << 17  # waking a thread takes as long as reading some
 
 
+def num_threads(scores: torch.Tensor) -> int:
+    """Number of threads that share the rows of these scores."""
+    return min(torch.get_num_threads(), 1 + scores.numel() // _SCORES_PER_THREAD)
+
+
 def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> torch.Tensor:
     """See `reference.noisy_argmax`. Noise is drawn only where it can matter; its last bits differ from the definition's."""
     loaded = library()
@@ -19,6 +24,5 @@ def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> tor
     scores, *held = (tensor.contiguous() for tensor in (scores.float(), seeds, positions, steps, keys))
     out = torch.empty(len(scores), dtype=torch.long)
     pointers = (tensor.data_ptr() for tensor in (scores, *held, out))
-    threads = min(torch.get_num_threads(), 1 + scores.numel() // _SCORES_PER_THREAD)
-    loaded.specdec_noisy_argmax(ctypes.byref(Choice(*pointers, *scores.shape, stream)), threads)
+    loaded.specdec_noisy_argmax(ctypes.byref(Choice(*pointers, *scores.shape, stream)), num_threads(scores))
     return out

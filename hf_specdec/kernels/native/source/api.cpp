@@ -122,6 +122,12 @@ void specdec_noisy_argmax(const Choice* call, i64 threads) {
   });
 }
 
+void specdec_follow_choices(const Drafts* drafts, i64 threads) {
+  run_together(threads, [&](i64 part, i64 parts) {
+    for (i64 row = drafts->rows * part / parts; row < drafts->rows * (part + 1) / parts; row++) follow_choices(*drafts, row);
+  });
+}
+
 i64 specdec_run(const Op* ops, i64 num_ops, char* const* slots, const Step* step, i64 threads) {
   i64 problem = check_ids(ops, num_ops, *step);
   if (problem >= 0) return problem;

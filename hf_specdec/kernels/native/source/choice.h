@@ -3,6 +3,7 @@
 #pragma once
 #include <cmath>
 #include <cstring>
+#include <vector>
 #include "abi.h"
 
 namespace {
@@ -76,6 +77,34 @@ inline i64 noisy_best_of(const float* scores, i64 vocab, uint64_t seed, i64 posi
     }
   }
   return best.id;
+}
+
+// Walks one tree along the target's own choices: the longest path of nodes that are chosen after their parents; the first of equals.
+inline void follow_choices(const Drafts& drafts, i64 row) {
+  const i64 width = drafts.width, count = drafts.lengths[row], *tokens = drafts.tokens + row * width;
+  std::vector<i64> depth(count + 1, -1), parent(count + 1), chosen(count + 1, -1);  // the root is node 0; depth -1: it is not reached
+  auto scores = [&](i64 node) { return drafts.scores + (drafts.first[row] + node) * drafts.vocab; };
+  auto choice = [&](i64 node) {
+    if (chosen[node] < 0)
+      chosen[node] = drafts.samples[row] ? noisy_best_of(scores(node), drafts.vocab, drafts.seeds[row], drafts.positions[row] + depth[node], 0, 0)
+                                         : best_of(scores(node), drafts.vocab, nullptr);
+    return chosen[node];
+  };
+  i64 last = depth[0] = 0, broken = 0, *out = drafts.table + row * (2 * width + 2);
+  for (i64 i = 1; i <= count; i++) {
+    parent[i] = drafts.parents ? drafts.parents[row * width + i - 1] + 1 : i - 1;
+    if (depth[parent[i]] < 0 || choice(parent[i]) != tokens[i - 1]) continue;
+    depth[i] = depth[parent[i]] + 1;
+    if (depth[i] > depth[last]) last = i;
+  }
+  for (i64 i = 0; i < width; i++) out[i] = 0, out[width + i] = tokens[i];
+  out[2 * width] = choice(last);
+  for (i64 node = last;; node = parent[node]) {
+    broken |= drafts.samples[row] && !std::isfinite(scores(node)[best_of(scores(node), drafts.vocab, nullptr)]);
+    if (!node) break;
+    out[node - 1] = 1;
+  }
+  out[2 * width + 1] = broken;
 }
 
 }  // namespace
