@@ -16,6 +16,8 @@ DRAFTERS = {
     "draft_model": {"model": "tiny-draft"},
     "eagle": {"model": "tiny-eagle"},
     "eagle3": {"model": "tiny-eagle3"},
+    "mtp": {"model": "tiny-mtp"},
+    "an mtp state before its norm": {"method": "mtp", "model": "tiny-mtp", "recycle_normed": False},
     "a draft vocabulary": {"method": "eagle3", "model": "tiny-eagle3", "draft_vocabulary": 1500},
     "a window": {"method": "draft_model", "model": "tiny-draft", "draft_window": 12},
     "two sinks": {"method": "eagle", "model": "tiny-eagle", "draft_window": 9, "draft_sinks": 2},

@@ -47,7 +47,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     head: PackedHead
     lm_head: nn.Module
     tokens_ahead = 1  # the head reads the feature of a token together with the token so many places after it
-    expands_chains = False  # whether `expand` is this class's, and `state` what `head` returns
+    expands_chains = False  # whether `state`, `head` and `score` are all that `expand` computes a chain with
     drafts_twice = False  # whether it can draft again for a text that it has read to its end
 
     def __init__(
