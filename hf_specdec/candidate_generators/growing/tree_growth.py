@@ -275,13 +275,15 @@ class StaticGrowth(Growth):
         """Each row's levels as trees; templates that keep the best paths keep those of the row's deepest level."""
         shape, count = self.shape, self.shape.level_ends[self.last - 1]
         ids, *path_log_probs = (tensor[:, :count] for tensor in tensors)
+        if shape.is_chain:
+            nodes = np.arange(count)
+            expanded = np.where(nodes + 1 < np.asarray(self.limits)[:, None], nodes, -1)
+            return Draft(DraftTrees(ids, list(self.limits), None, self.probs), expanded)
         lengths = [shape.level_ends[limit - 1] if limit else 0 for limit in self.limits]
         place = np.full(count, -1, dtype=np.int64)
         order = shape.expanded[shape.expanded < count]
         place[order] = np.arange(len(order))
         expanded = np.where(shape.depths[None, :count] < np.asarray(self.limits)[:, None], place, -1)
-        if shape.is_chain:
-            return Draft(DraftTrees(ids, lengths, None, self.probs), expanded)
         parents = np.tile(shape.parents[:count], (len(lengths), 1))
         if shape.keep_paths is not None:
             above, at = (upload(tensor, ids.device) for tensor in (parents, expanded))
