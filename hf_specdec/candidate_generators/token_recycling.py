@@ -239,14 +239,19 @@ class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
 
     def _matrices_of(self, sequences: list[Sequence]) -> list[int]:
         """The matrix number of each sequence. Reads the text of new sequences."""
+        unread: dict[int, list[list[int]]] = {}
         for seq in sequences:
             if seq.id not in self.matrix_of:
                 shared = self.spaces.enter(seq)
-                copies = self.config.matrix_per_sequence and seq.is_shared
-                matrix = self.matrix_of[seq.id] = self.matrices.copy(shared) if copies else shared
+                matrix = shared
+                if self.config.matrix_per_sequence and seq.is_shared:
+                    self._read(unread)  # the copy knows them, too
+                    unread, matrix = {}, self.matrices.copy(shared)
+                self.matrix_of[seq.id] = matrix
                 if self.config.recycle_prompt == "text":
                     for target in {shared, matrix}:
-                        self._read(target, seq.tokens)
+                        unread.setdefault(target, []).append(seq.tokens)
+        self._read(unread)
         return [self.matrix_of[seq.id] for seq in sequences]
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
@@ -293,9 +298,11 @@ class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
                 logits = logits.index_select(0, upload(np.concatenate(rows), logits.device))
             self._recycle(outcome.sequences, counts, _verified_tokens(outcome), logits)
         else:
+            unread: dict[int, list[list[int]]] = {}
             for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
                 for matrix in {*self._matrices_of([seq]), self.spaces.enter(seq)}:
-                    self._read(matrix, seq.tokens[-len(new) - 1 :])
+                    unread.setdefault(matrix, []).append(seq.tokens[-len(new) - 1 :])
+            self._read(unread)
 
     def _recycle(
         self, sequences: list[Sequence], counts: np.ndarray, tokens: torch.Tensor, logits: torch.Tensor
@@ -309,18 +316,19 @@ class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
             places = matrices[0] if one else torch.from_numpy(np.repeat(matrices, counts)).to(device)
             self.matrices.write(places, tokens, best)
 
-    def _read(self, matrix: int, text: list[int]) -> None:
-        """Make the tokens that follow a token in the text its best successors, the latest first."""
-        followers: dict[int, dict[int, None]] = {}  # a dict keeps the order of insertion
-        for token, follower in itertools.pairwise(text):
-            after = followers.setdefault(token, {})
-            after.pop(follower, None)
-            after[follower] = None
-        recent = {token: list(after)[-self.config.num_successors :] for token, after in followers.items()}
-        for age in range(max(map(len, recent.values()), default=0)):
-            pairs = [(token, after[age]) for token, after in recent.items() if len(after) > age]
-            tokens, newest = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
-            self.matrices.move_to_front(matrix, tokens, newest)
+    def _read(self, unread: dict[int, list[list[int]]]) -> None:
+        """Make the tokens that follow a token in the texts of a matrix its best successors, the latest first."""
+        for matrix, texts in unread.items():
+            followers: dict[int, dict[int, None]] = {}  # a dict keeps the order of insertion
+            for token, follower in itertools.chain.from_iterable(map(itertools.pairwise, texts)):
+                after = followers.setdefault(token, {})
+                after.pop(follower, None)
+                after[follower] = None
+            recent = {token: list(after)[-self.config.num_successors :] for token, after in followers.items()}
+            for age in range(max(map(len, recent.values()), default=0)):
+                pairs = [(token, after[age]) for token, after in recent.items() if len(after) > age]
+                tokens, newest = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
+                self.matrices.move_to_front(matrix, tokens, newest)
 
 
 def _state(matrices: SuccessorMatrices, spaces: Spaces[int], most_bytes: int) -> State:

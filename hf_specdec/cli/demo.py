@@ -35,6 +35,7 @@ float32 and compares its text with that of plain generate(); the exit code is 1 
 """
 
 SIZES = ("tiny", "100m", "300m", "1b")
+LEARNT = {"draft_length": "auto"}
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "tiny-draft"}
 TREE = {"depth": 5, "top_k": 4, "total_tokens": 24}
 SHOWN = Variant("draft_model, chain", {**DRAFT, "num_speculative_tokens": 5})
@@ -72,12 +73,11 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class DemoModel:
-    """The target, which writes `tiny`'s text, and its EAGLE-3 head's folder, if installed; `cheap_rows`: a few more tokens cost little."""
+    """The target, which writes `tiny`'s text, and its EAGLE-3 head's folder, if installed."""
 
     model: Any
     tokenizer: Any
     eagle3: str | None
-    cheap_rows: bool
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -98,10 +98,10 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
 
     args.model, wanted, args.dtype = "tiny", args.dtype, "float32"
     source, tokenizer = options.load_model_and_tokenizer(args)
-    cheap_rows = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"
-    dtype = torch.bfloat16 if cheap_rows else torch.float32
+    halves = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"
+    dtype = torch.bfloat16 if halves else torch.float32
     # Steps must be long enough to gain from drafts, and short enough for the demo's time limit.
-    affordable = "1b" if source.device.type == "cuda" else "300m" if cheap_rows else "100m"
+    affordable = "1b" if source.device.type == "cuda" else "300m" if halves else "100m"
     name = affordable if args.size == "auto" else args.size
     sizes = {} if name == "tiny" else dict(zip(DIMENSIONS, PRESETS[name], strict=True))
     model = inflate(source, **sizes, dtype=dtype)
@@ -111,7 +111,7 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
             head = hf_specdec.bundled("tiny-eagle3")
             inflate_eagle3(head, source.config, model.config, folder, dtype, device=source.device)
         try:
-            yield DemoModel(model, tokenizer, folder if has_head else None, cheap_rows)
+            yield DemoModel(model, tokenizer, folder if has_head else None)
         finally:
             hf_specdec.release(model)
 
@@ -125,10 +125,9 @@ def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
     """Show one text, then the table. Returns 1 if a text differs in float32."""
     prompts = bundled_prompts(max(args.limit, 2 * BATCH))
     show_text(console, demo, prompts[0], args.max_new_tokens)
-    # Half as many tokens in a batch, so that its runs take about as long as those of single prompts.
     tables = {
         1: compare(demo, options.spread(prompts, args.limit), single_variants(demo), args.max_new_tokens, 1),
-        BATCH: compare(demo, prompts, batch_variants(demo), max(args.max_new_tokens // 2, 1), BATCH),
+        BATCH: compare(demo, prompts, batch_variants(demo), args.max_new_tokens, BATCH),
     }
     for batch_size, results in tables.items():
         console.print(f"Batch size {batch_size}:")
@@ -163,25 +162,21 @@ def stream(console: Output, model: Any, tokenizer: Any, prompt: str, max_new_tok
 
 
 def single_variants(demo: DemoModel) -> list[Variant]:
-    """The variants at batch size 1, EAGLE-3 last: long drafts and trees if verifying more tokens is cheap, else short drafts."""
-    if demo.cheap_rows:
-        light = Variant("token_recycling, tree", {"method": "token_recycling"})
-        tokens, tree = 5, {"depth": 5, "top_k": 4, "total_tokens": 15}
-    else:
-        method = "suffix" if importlib.util.find_spec("arctic_inference") else "ngram"
-        light = Variant(method, {"method": method})
-        tokens, tree = 3, {"depth": 4, "top_k": 3, "total_tokens": 8}
-    variants = [light, Variant(f"draft_model, {tokens} tokens", {**DRAFT, "num_speculative_tokens": tokens})]
-    if demo.eagle3 is not None:
-        variants.append(Variant(f"eagle3, tree of {tree['total_tokens']}", {"model": demo.eagle3, **tree}))
-    return measure.with_baselines(variants)
+    """The variants at batch size 1, EAGLE-3 last: a look-up, and drafters with weights. The lengths of their drafts are learnt."""
+    lookup = "suffix" if importlib.util.find_spec("arctic_inference") else "ngram"
+    return measure.with_baselines([Variant(lookup, {"method": lookup, **LEARNT}), *with_weights(demo)])
 
 
 def batch_variants(demo: DemoModel) -> list[Variant]:
-    """The variants for a batch, in which each drafted token costs more: short drafts."""
-    tokens = 4 if demo.cheap_rows else 2
-    name, drafter = ("draft_model", DRAFT) if demo.eagle3 is None else ("eagle3", {"model": demo.eagle3})
-    return measure.with_baselines([Variant(f"{name}, {tokens} tokens", {**drafter, "num_speculative_tokens": tokens})])
+    """The best drafter in a batch, where each drafted token costs more."""
+    return measure.with_baselines(with_weights(demo)[-1:])
+
+
+def with_weights(demo: DemoModel) -> list[Variant]:
+    """The draft model, and the head if there is one: trees where many more tokens cost little."""
+    shape = TREE if demo.model is not None and demo.model.device.type == "cuda" else {}
+    heads = [] if demo.eagle3 is None else [Variant("eagle3", {"model": demo.eagle3, **shape, **LEARNT})]
+    return [Variant("draft_model", {**DRAFT, **LEARNT}), *heads]
 
 
 def compare(
@@ -196,13 +191,13 @@ def compare(
 
 def remark(demo: DemoModel, float32: bool) -> str:
     """Notes on reading the table, for this machine."""
-    lines = []
+    lines = ["Drafts have the lengths that are fastest by what the loop measures, up to none at all."]
     if not float32:
         lines.append(
             "bfloat16 rounds: where two tokens are about equally likely, a text may continue with the other token. Two batch sizes "
             "of generate() differ in the same way."
         )
-    if not demo.cheap_rows and demo.model.device.type == "cpu":
+    if demo.model.device.type == "cpu" and not has_bfloat16(demo.model.device):
         lines.append(
             "This processor has no bfloat16 arithmetic. In float32, verifying four tokens takes about 1.6 times as long as one; "
             "with bfloat16, or on a GPU, it takes hardly longer than one, so that more of τ becomes speed-up."

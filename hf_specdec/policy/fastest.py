@@ -439,12 +439,12 @@ class Fastest(DraftLengthPolicy):
             seconds = max(step.drafting_seconds - sum(table.seconds) - self._spent, 0.0)
             slots = self.acceptance.slots(step.sequences, self.num_steps)
             self._observe_model(step, drafter, slots, np.array([depth]), seconds)
-        if step.seconds is not None and not self._spent:
+        if step.seconds is not None:
             packed, plain = 1 + int(step.nodes.sum()) + step.num_more, self.cost.of_plain(1)
             if table.trial is None:  # a drafter's first draft may compile kernels
                 expected = sum(table.seconds) / plain + extra / table.dearer
                 most = 1.5 * (1.0 + expected) - 1.0  # a step that a busy machine delays shows nothing
-                seen = min(step.seconds / plain - 1.0, most), expected
+                seen = min((step.seconds - self._spent) / plain - 1.0, most), expected
                 for i, value in enumerate(seen):
                     self._dearer[i] += (1.0 - self.DEARER) * (value - self._dearer[i])
             if packed > 1:
@@ -698,7 +698,7 @@ class Fastest(DraftLengthPolicy):
         """True if a look-up may save more than it takes: by its worth, and by the hope that halves with `TRIAL` asks in vain."""
         if self._table is not None:
             return self._table.left[index] > 0
-        return self._aged_idle(index) <= self._patience(index)
+        return self._aged_idle(index) < self._patience(index)
 
     def _patience(self, index: int) -> float:
         """How often a look-up is asked in vain until it is hoped to save less than it takes."""

@@ -213,7 +213,7 @@ def test_a_demo_that_fails_leaves_no_hook_on_the_model(tiny_model, tiny_tokenize
         raise RuntimeError("mine")
 
     monkeypatch.setattr(tiny_model, "generate", fail)
-    shown = demo.DemoModel(tiny_model, tiny_tokenizer, hf_specdec.bundled("tiny-eagle3"), False)
+    shown = demo.DemoModel(tiny_model, tiny_tokenizer, hf_specdec.bundled("tiny-eagle3"))
     with pytest.raises(RuntimeError, match="mine"):
         demo.show_text(Output(), shown, PROMPT, 4)
     assert not tiny_model.get_input_embeddings()._forward_pre_hooks
@@ -306,15 +306,18 @@ def test_measurements_end_when_their_time_is_up(tiny_model, monkeypatch):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize(("cheap_rows", "light"), [(True, "token_recycling"), (False, "suffix")])
-def test_what_the_demo_compares_can_be_parsed(cheap_rows, light):
-    model = demo.DemoModel(None, None, hf_specdec.bundled("tiny-eagle3"), cheap_rows)
-    variants = [*demo.single_variants(model), *demo.batch_variants(model)]
-    methods = [hf_specdec.parse_config(each.speculative_config).method for each in variants if each.speculative_config]
-    assert methods.count("none") == 2
-    if importlib.util.find_spec("arctic_inference") is None:
-        light = "ngram" if light == "suffix" else light
-    assert [each for each in methods if each != "none"] == [light, "draft_model", "eagle3", "eagle3"]
+@pytest.mark.parametrize("head", [None, "tiny-eagle3"])
+def test_what_the_demo_compares_can_be_parsed(head):
+    model = demo.DemoModel(None, None, head and hf_specdec.bundled(head))
+    single, batch = (
+        [hf_specdec.parse_config(variant.speculative_config) for variant in variants if variant.speculative_config]
+        for variants in (demo.single_variants(model), demo.batch_variants(model))
+    )
+    lookup = "ngram" if importlib.util.find_spec("arctic_inference") is None else "suffix"
+    learnt = [lookup, "draft_model", *(["eagle3"] if head else [])]
+    assert [config.method for config in single] == ["none", *learnt]
+    assert [config.method for config in batch] == ["none", learnt[-1]]
+    assert all(config.draft_length == "auto" for config in [*single[1:], *batch[1:]])
 
 
 def test_rows_end_at_their_end_token():

@@ -121,10 +121,10 @@ void scores_of(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, con
     const E* four[4];
     for (int i = 0; i < 4; i++) four[i] = keys + slots[smaller(j + i, n - 1)] * pitch;
     for (i64 r = 0; r < rows; r += MOST_TOKENS) {
-      const int count = (int)smaller(MOST_TOKENS, rows - r);
+      const i64 count = smaller(MOST_TOKENS, rows - r);
       float sums[MOST_SUMS];
-      dots<4>(count, four, x + r * width, width, Part{0, width, true, nullptr}, 0, Fetched<E>{}, sums);
-      for (int i = 0; i < count; i++) memcpy(out + (r + i) * ldo + j, sums + 4 * i, 16);
+      dots<4>(count, 0, four, x + r * width, width, width, Fetched<E>{}, sums);
+      for (i64 i = 0; i < count; i++) memcpy(out + (r + i) * ldo + j, sums + 4 * i, 16);
     }
   }
 }

@@ -28,13 +28,6 @@ template <int COUNT, int ROWS> inline void sums_of(const Floats (&x)[COUNT][ROWS
   sums_of(x, sums, std::make_integer_sequence<int, (COUNT * ROWS + 3) / 4>());
 }
 
-// Part of k: numbers `from` to `to` of each row (`from` a multiple of 64). Sums that go on are in `kept`, [COUNT * ROWS].
-struct Part {
-  i64 from, to;
-  bool is_last;
-  Floats* kept;
-};
-
 // Rows of weights that are fetched from memory while others are read.
 template <class E> struct Fetched {
   const E* first;
@@ -73,17 +66,14 @@ template <> struct Meeting<bf16, bf16> {
 };
 #endif
 
-// sums[t * ROWS + r] = w[r] . x[t] for COUNT tokens, while FETCHES other rows are fetched. Each sum has the same order whatever ROWS,
-// COUNT and the parts are.
+// sums[t * ROWS + r] = w[r] . x[t] for COUNT tokens, while FETCHES other rows are fetched. Each sum has the same order whatever ROWS and
+// COUNT are.
 template <int ROWS, int COUNT, int FETCHES, class E, class X>
-inline void dots(const E* const* w, const X* x, i64 ldx, Part part, Fetched<E> next, float* sums) {
+inline void dots(const E* const* w, const X* x, i64 ldx, i64 k, Fetched<E> next, float* sums) {
   typedef Meeting<E, X> M;
   Floats total[COUNT][ROWS] = {};
-  i64 i = part.from;
-  if (i)
-    UNROLLED for (int t = 0; t < COUNT; t++)
-      UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = part.kept[t * ROWS + r];
-  for (; i + M::WIDTH <= part.to; i += M::WIDTH) {
+  i64 i = 0;
+  for (; i + M::WIDTH <= k; i += M::WIDTH) {
     typename M::Weights weights[ROWS];
     UNROLLED for (int r = 0; r < ROWS; r++) weights[r] = M::weights(w[r] + i);
     UNROLLED for (int r = 0; r < FETCHES; r++) __builtin_prefetch(next.first + r * next.ldw + i, 0, FETCHED_TO);
@@ -92,51 +82,44 @@ inline void dots(const E* const* w, const X* x, i64 ldx, Part part, Fetched<E> n
       UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = M::add(total[t][r], weights[r], own);
     }
   }
-  if (!part.is_last) {
-    UNROLLED for (int t = 0; t < COUNT; t++)
-      UNROLLED for (int r = 0; r < ROWS; r++) part.kept[t * ROWS + r] = total[t][r];
-    return;
-  }
   if constexpr (M::WIDTH != LANES) {
-    if (i < part.to) {
-      const auto inside = (1u << (part.to - i)) - 1;
+    if (i < k) {
+      const auto inside = (1u << (k - i)) - 1;
       UNROLLED for (int t = 0; t < COUNT; t++) {
         const auto own = M::first_of(x + t * ldx + i, inside);
         UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = M::add(total[t][r], M::first_of(w[r] + i, inside), own);
       }
     }
-    i = part.to;
+    i = k;
   }
   if constexpr (ROWS == 4) {
     UNROLLED for (int t = 0; t < COUNT; t++) sums_of_four(total[t][0], total[t][1], total[t][2], total[t][3], sums + 4 * t);
   } else {
     sums_of(total, sums);
   }
-  for (int t = 0; i < part.to && t < COUNT; t++)
+  for (int t = 0; i < k && t < COUNT; t++)
     for (int r = 0; r < ROWS; r++)
-      for (i64 rest = i; rest < part.to; rest++) sums[t * ROWS + r] += to_float(w[r][rest]) * to_float(x[t * ldx + rest]);
+      for (i64 rest = i; rest < k; rest++) sums[t * ROWS + r] += to_float(w[r][rest]) * to_float(x[t * ldx + rest]);
 }
 
-// With one tile of tokens, ROWS rows are fetched. With several, which have three tokens or more with AVX-512, each tile of 4 rows fetches two
-// or one; smaller tiles fetch some rows twice.
-template <int ROWS, int COUNT, class E, class X>
-inline void dots_of(const E* const* w, const X* x, i64 ldx, Part part, int fetches, Fetched<E> next, float* sums) {
-  if (fetches == 0) return dots<ROWS, COUNT, 0>(w, x, ldx, part, next, sums);
-  if constexpr (ROWS == 4 && COUNT >= 3) {
-    if (fetches == 1) return dots<ROWS, COUNT, 1>(w, x, ldx, part, next, sums);
-    if (fetches == 2) return dots<ROWS, COUNT, 2>(w, x, ldx, part, next, sums);
-  }
-  dots<ROWS, COUNT, ROWS>(w, x, ldx, part, next, sums);
-}
+constexpr int MOST_AT_ONCE = 5;  // tokens that meet weights row by row
 
-// `dots` for a number of tokens known at run time, at most MOST_SUMS / ROWS and 12.
+// `dots` for a number of tokens, and of rows to fetch (0, ROWS, or of four rows also 1 and 2), known at run time. Not inlined, 4 and 5 tokens
+// that meet weights row by row take 1.3 times as long.
 template <int ROWS, class E, class X>
-inline void dots(int count, const E* const* w, const X* x, i64 ldx, Part part, int fetches, Fetched<E> next, float* sums) {
-  constexpr int MOST = MOST_SUMS / ROWS < 12 ? MOST_SUMS / ROWS : 12;
-#define CASE(COUNT) case COUNT: if constexpr (COUNT <= MOST) dots_of<ROWS, COUNT>(w, x, ldx, part, fetches, next, sums); return;
-  switch (count) {
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-  }
+[[gnu::always_inline]] inline void dots(i64 count, i64 fetches, const E* const* w, const X* x, i64 ldx, i64 k, Fetched<E> next, float* sums) {
+#define CASE(COUNT) \
+  case COUNT: \
+    if constexpr (COUNT <= (ROWS == 1 ? MOST_AT_ONCE : MOST_TOKENS)) { \
+      if (fetches == 0) return dots<ROWS, COUNT, 0>(w, x, ldx, k, next, sums); \
+      if constexpr (ROWS == 4) { \
+        if (fetches == 1) return dots<ROWS, COUNT, 1>(w, x, ldx, k, next, sums); \
+        if (fetches == 2) return dots<ROWS, COUNT, 2>(w, x, ldx, k, next, sums); \
+      } \
+      dots<ROWS, COUNT, ROWS>(w, x, ldx, k, next, sums); \
+    } \
+    return;
+  switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 }
 
@@ -158,69 +141,45 @@ template <class E> inline const float* met(const E* x, i64 rows, i64 k, i64* ldx
   return converted;
 }
 
-constexpr i64 TOKEN_BYTES = 24 << 10, PART_BYTES = 16 << 10;  // of tokens that stay in the nearest cache beside the weights
-constexpr i64 PANEL = 8, MOST_KEPT = 10;  // rows of weights whose sums wait for the next part of k, and for how many tokens
-
-// Numbers of each row in a part of k: a multiple of 64, or all. Fewer or more tokens are faster in one part; measured.
-inline i64 part_of(i64 rows, i64 k, i64 bytes) {
-  if (bytes > 2 || rows < 6 || rows > MOST_KEPT || rows * k * bytes <= TOKEN_BYTES) return k;
-  i64 parts = (rows * k * bytes + PART_BYTES - 1) / PART_BYTES;
-  return (k / parts + 63) / 64 * 64;
-}
-
 // Outputs first .. last, ROWS rows of weights at a time, in tiles of tokens whose sums fit the registers.
 template <int ROWS, class E, class X>
 void linear_by(const Linear& call, const X* x, i64 ldx, i64 first, i64 last) {
   const E *weights = (const E*)call.w, *bias = (const E*)call.bias;
   E* y = (E*)call.y;
-  const i64 most = smaller(MOST_SUMS / ROWS, 12), tiles = (call.rows + most - 1) / most;
-  const i64 size = part_of(call.rows, call.k, sizeof(X)), panel = size == call.k ? last - first : PANEL;
-  Floats kept[PANEL * MOST_KEPT];
-  for (i64 from = first; from < last; from += panel) {
-    const i64 end_of_panel = smaller(from + panel, last);
-    for (i64 begin = 0; begin < call.k; begin += size) {
-      Part part = {begin, smaller(begin + size, call.k), begin + size >= call.k, kept};
-      for (i64 n = from; n < end_of_panel; n += ROWS) {
-        const E* w[ROWS];
-        for (int r = 0; r < ROWS; r++) w[r] = weights + smaller(n + r, last - 1) * call.ldw;
-        // What is read four rows of weights later: in this panel, or its next part, or the next panel's first part.
-        i64 ahead = n + ROWS + 4 <= end_of_panel ? 4 * call.ldw : !part.is_last ? size - (panel - 4) * call.ldw
-                  : n + ROWS + 4 <= last ? 4 * call.ldw - begin : 0;
-        // It is fetched by all tiles: one of them alone would wait for memory.
-        const int each = ahead ? (int)larger(1, tiles < 4 ? ROWS / smaller(tiles, 2) : ROWS / 4) : 0;
-        for (i64 tile = 0; tile < tiles; tile++) {
-          i64 t = call.rows * tile / tiles, end = call.rows * (tile + 1) / tiles;
-          float sums[MOST_SUMS];
-          part.kept = kept + (n - from) * call.rows + t * ROWS;
-          const i64 row = tile * each;
-          dots<ROWS>((int)(end - t), w, x + t * ldx, ldx, part, row < ROWS ? each : 0, Fetched<E>{w[0] + ahead + row * call.ldw, call.ldw},
-                     sums);
-          if (!part.is_last) continue;
-          for (i64 i = t; i < end; i++) {
-            float* own = sums + (i - t) * ROWS;
-            if (bias)
-              for (int r = 0; r < ROWS && n + r < last; r++) own[r] += to_float(bias[n + r]);
-            if (ROWS == 4 && n + 4 <= last) store_four(y + i * call.ldy + n, own);
-            else
-              for (i64 r = 0; r < ROWS && n + r < last; r++) store(y + i * call.ldy + n + r, own[r]);
-          }
-        }
+  const i64 most = ROWS == 1 ? MOST_AT_ONCE : MOST_TOKENS, tiles = (call.rows + most - 1) / most;
+  for (i64 n = first; n < last; n += ROWS) {
+    const E* w[ROWS];
+    for (int r = 0; r < ROWS; r++) w[r] = weights + smaller(n + r, last - 1) * call.ldw;
+    for (i64 tile = 0; tile < tiles; tile++) {
+      const i64 t = call.rows * tile / tiles, end = call.rows * (tile + 1) / tiles;
+      // What is read four rows later is fetched by all tiles: one of them alone would wait for memory.
+      const i64 row = ROWS * tile / tiles, fetches = n + ROWS + 4 <= last ? ROWS * (tile + 1) / tiles - row : 0;
+      float sums[MOST_SUMS];
+      dots<ROWS>(end - t, fetches, w, x + t * ldx, ldx, call.k, Fetched<E>{w[0] + (4 + row) * call.ldw, call.ldw}, sums);
+      for (i64 i = t; i < end; i++) {
+        float* own = sums + (i - t) * ROWS;
+        if (bias)
+          for (int r = 0; r < ROWS && n + r < last; r++) own[r] += to_float(bias[n + r]);
+        if (ROWS == 4 && n + 4 <= last) store_four(y + i * call.ldy + n, own);
+        else
+          for (i64 r = 0; r < ROWS && n + r < last; r++) store(y + i * call.ldy + n + r, own[r]);
       }
     }
   }
 }
 
-// From memory, few rows of weights at a time are read fastest; from a cache, or where they have to be converted, four rows make
-// the most of what is loaded. The bounds are measured.
+constexpr i64 TOKEN_BYTES = 24 << 10;  // of tokens that stay in the nearest cache beside the weights
+
+// Four rows of weights at a time make the most of what is loaded. From memory, numbers that need no conversion are read up to 1.3 times as
+// fast row by row, as long as the tokens stay in the nearest cache. Measured on Zen 4.
 template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
   if (!call.rows) return;
   i64 ldx = call.ldx;
   const auto* x = met((const E*)call.x, call.rows, call.k, &ldx);
-  const i64 rows = call.rows, most = sizeof(*x) == 2 ? 5 : 4;
-  const bool streams = call.streams && sizeof(E) == sizeof(*x);
-  if (streams && rows <= most) linear_by<1, E>(call, x, ldx, first, last);
-  else if (streams && sizeof(*x) == 2 && rows > 6 && rows <= 10) linear_by<2, E>(call, x, ldx, first, last);
-  else linear_by<4, E>(call, x, ldx, first, last);
+  if constexpr (sizeof(*x) == 2)
+    if (call.streams && call.rows <= MOST_AT_ONCE && call.rows * call.k * 2 <= TOKEN_BYTES)
+      return linear_by<1, E>(call, x, ldx, first, last);
+  linear_by<4, E>(call, x, ldx, first, last);
 }
 
 void plain_linear(const Linear& call, i64 first, i64 last) {
