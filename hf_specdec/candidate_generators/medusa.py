@@ -202,6 +202,12 @@ class MedusaGenerator(LastHiddenGenerator):
         self.heads = load_once(config, target, lambda: load_medusa(checkpoint, target))
         config = config.with_default_length(proposed_length(checkpoint))
         super().__init__(config, target, self.heads, len(self.heads.blocks))
+        head = self.heads.scoring()[0]
+        if not self.heads.lm_heads and type(head) is nn.Linear:  # a layer of its own, which may compute in another way
+            with torch.device("meta"):
+                own = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+            own.weight, own.bias = head.weight, head.bias
+            self.heads = self.use_heads("lm_heads", [own])
         self.taps = self.heads.taps
         self.vocabulary = DraftVocabulary(target.vocab_size, self.heads.target_ids)
 

@@ -40,6 +40,10 @@ class SmallHeadForwards(Protocol):
         """The head's output; None: another way must be taken."""
         ...
 
+    def current(self, key: str) -> Any:
+        """Its program for this kind of call, if there is one now."""
+        ...
+
     def apply(self, function: Callable[..., torch.Tensor], called: list[nn.Module], hidden: Any) -> torch.Tensor:
         """What a function that calls these modules makes of hidden states."""
         ...
@@ -61,12 +65,14 @@ class PackedHead:
     Attributes:
         graphs, reading_graphs: run forwards without and with `fuse` as CUDA graphs; None: kernels are launched one by one.
         native: runs small forwards as one call of the native library on a CPU; None: operators are called one by one.
+        after: a module of `module` that the hidden states go through last, if it does not apply it itself.
     """
 
     graphs: GraphRunner | None = None
     reading_graphs: GraphRunner | None = None
     native: SmallHeadForwards | None = None
     window: int | Window | None = None
+    after: Callable[[torch.Tensor], torch.Tensor] | None = None
     _layers: RewrittenLayers | None = None
 
     def __init__(
@@ -180,4 +186,5 @@ class PackedHead:
         mask = features.new_zeros(1, 1, 1, 1) if self.is_latent else None  # its values are never read
         given = {"attention_mask": mask, CACHE: batch.cache, "specdec": batch}
         with batch.cache.running(batch):
-            return self.module(batch.input_ids, features[None], batch.position_ids, **given)[0]
+            hidden = self.module(batch.input_ids, features[None], batch.position_ids, **given)[0]
+            return hidden if self.after is None else self.after(hidden)

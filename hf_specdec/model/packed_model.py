@@ -72,6 +72,10 @@ class SmallForwards(Activated, Protocol):
         """The most tokens of a forward."""
         ...
 
+    def current(self, key: str) -> Any:
+        """Its program for this kind of call, if there is one now."""
+        ...
+
     def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None:
         """The forward's output; None: the model must run."""
         ...

@@ -11,11 +11,11 @@ import torch
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
-from ..kernels.dispatch import current
+from ..kernels.dispatch import current, uses_native
 from ..kernels.transfer import upload
-from ..kernels.verification import greedy_tokens
+from ..kernels.verification import greedy_tokens, native
 from ..sampling.parameters import FusedSampling
-from .rules import RULES
+from .rules import RULES, follow_target, streams_of
 
 
 @dataclass
@@ -97,9 +97,12 @@ def begin_verification(
         with current(scores.device):
             table = greedy_tokens(scores)[:, None]
             return PendingVerdict(table if agree is None else agree(table))
+    groups = _rows_by_rule(sequences, rule)
+    if len(groups) == 1 and RULES[groups[0][0]] is follow_target and uses_native(scores.device):
+        table = native.verdicts(trees, scores, streams_of(sequences))
+        return PendingVerdict(table if agree is None else agree(table), checked=True)
     score_rows = _score_rows(trees)
     tokens = trees.tokens.to(scores.device)
-    groups = _rows_by_rule(sequences, rule)
     with current(scores.device):
         if len(groups) == 1:
             accepted, next_tokens = RULES[groups[0][0]](trees, scores, score_rows, sequences, config, sampling)

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specdec.candidate_generators.growing.grower import GrowsDrafts
+from hf_specdec.candidate_generators.growing.own_cache import OwnsCache
 
 HIDDEN, INNER, HEADS, KV_HEADS, WIDTH = 32, 48, 4, 2, 8
 EPS = 1e-5
@@ -216,7 +218,7 @@ class Recording:
 
 @contextlib.contextmanager
 def recorded(generator_class):
-    """Inside, generators of this class write down what they do."""
+    """Inside, generators of this class write down what they do, depth by depth."""
     recording, frontier = Recording(), []
     root_logits, expand, propose = GrowsDrafts.root_logits, generator_class.expand, generator_class.propose
 
@@ -250,7 +252,9 @@ def recorded(generator_class):
     GrowsDrafts.root_logits, generator_class.expand = recording_root, recording_expand
     generator_class.propose = recording_propose
     try:
-        yield recording
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OwnsCache, "greedy_chains", GrowsDrafts.greedy_chains)
+            yield recording
     finally:
         GrowsDrafts.root_logits, generator_class.expand = root_logits, expand
         generator_class.propose = propose

@@ -43,6 +43,9 @@ class PathDrafter:
     def root_logits(self):
         return torch.from_numpy(np.stack([logits_after(row, ()) for row in self.rows]))
 
+    def greedy_chains(self, rows, logits, limits):
+        return None
+
     def expand(self, level: DraftLevel) -> torch.Tensor:
         assert [self.rows[i] for i in level.kept] == level.rows
         out, paths = [], []

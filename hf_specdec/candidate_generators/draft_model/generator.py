@@ -304,6 +304,12 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         output = self.over_nodes(self.drafter, level, self.bridge.drafter_ids(level.tokens), level.ancestors)
         return output.logits.view(rows, count, -1)
 
+    def chain_programs(self) -> tuple[Any, None] | None:
+        if self.drafter.native is None or type(self.bridge) is not SharedVocabulary:
+            return None
+        program = self.drafter.native.current("forward")
+        return program and (program, None)
+
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
         if self.bridge.nodes_are_drafter_tokens:
             for seq, length, at in zip(sequences, draft.trees.lengths, draft.expanded, strict=True):

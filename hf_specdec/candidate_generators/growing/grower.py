@@ -127,6 +127,11 @@ class GrowsDrafts(ABC):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
 
+    def greedy_chains(self, rows: list[int], logits: torch.Tensor, limits: list[int]) -> torch.Tensor | None:
+        """Chains of the likeliest tokens for `rows` of the batch, int64 [R, largest limit], all depths at once; None: `expand` drafts them.
+        `logits` [R, Vd] and `state` are those after the texts; they may be overwritten."""
+        return None
+
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
         """Replace the language-model heads of `begin` and `expand` by `rows` of them, which are those of `draft_vocabulary`. Raises
         SpeculativeConfigError: this drafter cannot."""

@@ -17,7 +17,7 @@ from ...core.output import Taps
 from ...core.sequence import Sequence
 from ...kernels.transfer import upload
 from ...model.options.prepacked import prepack
-from ...model.options.replaced_linears import few_row_linears
+from ...model.options.replaced_linears import few_row_linears, native_linears
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, RunsModel
 from ..checkpoints.config import HeadConfig
@@ -73,8 +73,11 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
 
     def _use(self, heads: nn.Module) -> None:
         self._heads = heads
-        graphs = self.target.graphs is not None
-        self._linears = few_row_linears(heads) if graphs else prepack(heads, self.config.prepack_weights)
+        graphs, packed = self.target.graphs is not None, self.config.prepack_weights
+        natively = not (graphs or packed or self.config.native is False)
+        self._linears = (
+            native_linears(heads) if natively else few_row_linears(heads) if graphs else prepack(heads, packed)
+        )
 
     def use_heads(self, name: str, lm_heads: Iterable[nn.Module]) -> Any:
         """Draft with a copy of the drafter's weights whose list of this name holds these language-model heads. Returns the copy."""

@@ -12,6 +12,7 @@ from ...cache import OutOfBlocks, PagedStaticCache
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.draft_loop import LevelForward
+from ...model.native import draft_chains
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, DrafterContext
 from .grower import GrowsDrafts
@@ -155,6 +156,19 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
         if self.loop is not None:
             return model.forward_batch(self.loop.batch(level.depth, tokens, ancestors), **features)
         return model.forward(self.node_inputs(level, tokens, ancestors, shift), *features.values(), self.cache)
+
+    def greedy_chains(self, rows: list[int], logits: torch.Tensor, limits: list[int]) -> torch.Tensor | None:
+        """See `GrowsDrafts`."""
+        programs = self.chain_programs()
+        if programs is None or len(rows) > programs[0].most_tokens or any(p is not None and p.calls for p in programs):
+            return None
+        features = None if self.state is None else self.state[:, 0]
+        seq_ids = [self.sequences[row].id for row in rows]
+        return draft_chains(*programs, self.cache, seq_ids, logits, limits, features, self.vocabulary)
+
+    def chain_programs(self) -> tuple[Any, Any] | None:
+        """The `forward` and `head` of `draft_chains` that compute what `expand` does for a chain; None: there are none."""
+        return None
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
         """One for each depth but the last: the head whose turn it is reads all nodes it has not read."""

@@ -244,6 +244,10 @@ class StaticGrowth(Growth):
         ids = torch.zeros(batch, shape.level_ends[self.last - 1], dtype=torch.long, device=device)
         path_log_probs = ids.new_zeros(ids.shape, dtype=torch.float32) if ranked else None
         rows = [i for i, limit in enumerate(self.limits) if limit]
+        if self.last > 1 and shape.is_chain and not (ranked or self.draws or self.processors):
+            chains = self.drafter.greedy_chains(rows, logits, [self.limits[i] for i in rows])
+            if chains is not None:
+                return (chains if len(rows) == batch else ids.index_copy(0, torch.tensor(rows), chains),)
         logits, num_parents = logits[:, None], 1
         for depth, level in enumerate(shape.levels_on(device)[: self.last], 1):
             chosen, log_probs = self.choose(logits, rows, depth, num_parents, level.width, ranked)
@@ -271,13 +275,15 @@ class StaticGrowth(Growth):
         """Each row's levels as trees; templates that keep the best paths keep those of the row's deepest level."""
         shape, count = self.shape, self.shape.level_ends[self.last - 1]
         ids, *path_log_probs = (tensor[:, :count] for tensor in tensors)
+        if shape.is_chain:
+            nodes = np.arange(count)
+            expanded = np.where(nodes + 1 < np.asarray(self.limits)[:, None], nodes, -1)
+            return Draft(DraftTrees(ids, list(self.limits), None, self.probs), expanded)
         lengths = [shape.level_ends[limit - 1] if limit else 0 for limit in self.limits]
         place = np.full(count, -1, dtype=np.int64)
         order = shape.expanded[shape.expanded < count]
         place[order] = np.arange(len(order))
         expanded = np.where(shape.depths[None, :count] < np.asarray(self.limits)[:, None], place, -1)
-        if shape.is_chain:
-            return Draft(DraftTrees(ids, lengths, None, self.probs), expanded)
         parents = np.tile(shape.parents[:count], (len(lengths), 1))
         if shape.keep_paths is not None:
             above, at = (upload(tensor, ids.device) for tensor in (parents, expanded))

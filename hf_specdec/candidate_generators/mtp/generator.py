@@ -6,6 +6,7 @@ Gloeckle et al. 2024; DeepSeek-V3 report, section 2.2.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -104,12 +105,13 @@ class MtpGenerator(FeatureGenerator):
         )
         length = loaded.proposed_length or len(loaded.heads)
         super().__init__(config.with_default_length(length), target, context)
-        self.heads = [self.captured(head) for head in loaded.heads[: self.shape.depth]]
-        self.head, self.num_heads = self.heads[0], len(self.heads)
-        self.mtp_modules: list[Any] = [head.module for head in self.heads]
-        self.lm_heads = [module.shared["lm_head"] for module in self.mtp_modules]
         normed = config.recycle_normed
         self.hands_on_normed = loaded.layout.normed_output if normed is None else normed
+        self.heads = [self._handing_on(head) for head in loaded.heads[: self.shape.depth]]
+        self.head, self.num_heads = self.heads[0], len(self.heads)
+        self.expands_chains = self.num_heads == 1
+        self.mtp_modules: list[Any] = [head.module for head in self.heads]
+        self.lm_heads = [module.shared["lm_head"] for module in self.mtp_modules]
         self.vocabulary = DraftVocabulary(target.vocab_size, loaded.target_ids)
         self.boundaries = BlockEnds()
         self.reached: dict[int, list[torch.Tensor | None]] = {}
@@ -137,9 +139,11 @@ class MtpGenerator(FeatureGenerator):
 
     # ---- the modules' outputs ---------------------------------------------------------------------------------------
 
-    def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
-        """x [n, H], the state that a module passes on, from its layer's output [n, H]: after its last norm if `hands_on_normed`."""
-        return self.mtp_modules[module].norm(hidden) if self.hands_on_normed else hidden
+    def _handing_on(self, head: Any) -> Any:
+        """The head, `captured`, with x as its output: the state that it passes on, after its last norm if `hands_on_normed`."""
+        head = copy.copy(head)
+        head.after = head.module.norm if self.hands_on_normed else None
+        return self.captured(head)
 
     def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] from x [n, H]."""
@@ -232,7 +236,7 @@ class MtpGenerator(FeatureGenerator):
                     rows.append(i)
             if not inputs:
                 break  # later modules begin even later
-            hidden = self.state_of(j, head.forward(inputs, torch.cat([below[i] for i in rows]), self.cache))
+            hidden = head.forward(inputs, torch.cat([below[i] for i in rows]), self.cache)
             counts = [len(row.tokens) for row in inputs]
             last = hidden[upload(np.cumsum(counts) - 1, hidden.device)]
             first_states = last if j == 0 else first_states
@@ -275,7 +279,7 @@ class MtpGenerator(FeatureGenerator):
         return first, *(torch.stack([none if state is None else state for state in states]) for states in reached)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        self.draft = DraftNodes(list(roots))
+        self.draft, self.state = DraftNodes(list(roots)), roots[0][:, None].clone()
         return self.score_of(0, roots[0])
 
     def expand(self, level: DraftLevel) -> torch.Tensor:
@@ -288,6 +292,6 @@ class MtpGenerator(FeatureGenerator):
         features = draft.features(module).flatten(0, 1)
         tokens, ancestors = draft.tokens[:, first:], draft.ancestors[:, first:]
         hidden = self.over_nodes(self.heads[module], level, tokens, ancestors, shift=module, features=features)
-        hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
+        hidden = hidden.view(rows, tokens.shape[1], -1)
         draft.made(module, hidden, width)
         return self.score_of(module, hidden[:, -width:].flatten(0, 1)).view(rows, width, -1)

@@ -96,7 +96,7 @@ def linear(
         x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), TYPES[x.dtype], x.shape[0],
         layout.outputs, layout.inputs, x.stride(0), 0, layout.outputs, 0, layout.bits, layout.group, TYPES[layout.scales],
     )  # fmt: skip
-    _library().specdec_linear(ctypes.byref(call), _threads(panels))
+    library_of().specdec_linear(ctypes.byref(call), threads_for(panels))
     return out
 
 
@@ -107,15 +107,17 @@ def dequantized(panels: torch.Tensor, layout: WeightLayout, dtype: torch.dtype) 
         0, panels.data_ptr(), 0, out.data_ptr(), TYPES[dtype], 0, layout.outputs, layout.inputs, 0, 0, layout.inputs, 0, layout.bits,
         layout.group, TYPES[layout.scales],
     )  # fmt: skip
-    _library().specdec_dequantize(ctypes.byref(call), _threads(panels))
+    library_of().specdec_dequantize(ctypes.byref(call), threads_for(panels))
     return out
 
 
-def _library() -> ctypes.CDLL:
+def library_of() -> ctypes.CDLL:
+    """The library, for callers that know that it is there."""
     loaded = library()
-    assert loaded is not None  # weights are packed only for the library
+    assert loaded is not None
     return loaded
 
 
-def _threads(panels: torch.Tensor) -> int:
-    return min(torch.get_num_threads(), 1 + panels.nbytes // _BYTES_PER_THREAD)
+def threads_for(weights: torch.Tensor) -> int:
+    """Number of threads that read these weights."""
+    return min(torch.get_num_threads(), 1 + weights.nbytes // _BYTES_PER_THREAD)

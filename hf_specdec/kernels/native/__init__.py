@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 7  # version of the structures; the library reports the version it was compiled with
+VERSION = 8  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -51,6 +51,24 @@ class Linear(ctypes.Structure):
     ]
 
 
+class Choice(ctypes.Structure):
+    """See `source/abi.h`."""
+
+    _fields_ = [
+        *_fields(_Pointer, "scores seeds positions steps keys out"),
+        *_fields(_Integer, "rows vocab stream"),
+    ]
+
+
+class Drafts(ctypes.Structure):
+    """See `source/abi.h`."""
+
+    _fields_ = [
+        *_fields(_Pointer, "scores first lengths tokens parents seeds positions samples table"),
+        *_fields(_Integer, "rows width vocab"),
+    ]
+
+
 class StepInputs(ctypes.Structure):
     """See `source/program.h`."""
 
@@ -59,6 +77,24 @@ class StepInputs(ctypes.Structure):
         *_fields(_Pointer, "ids positions selected write_slots rows"),
         ("num_rows", _Integer),
         ("pools", _Pointer),
+    ]
+
+
+class Chain(ctypes.Structure):
+    """See `source/program.h`."""
+
+    _fields_ = [
+        ("ops", _Pointer),
+        ("num_ops", _Integer),
+        *_fields(_Pointer, "slots head"),
+        ("num_head_ops", _Integer),
+        *_fields(_Pointer, "head_slots features output"),
+        ("width", _Integer),
+        ("logits", _Pointer),
+        *_fields(_Integer, "type size vocab"),
+        ("target_ids", _Pointer),
+        *_fields(_Integer, "num_rows num_columns"),
+        *_fields(_Pointer, "rows limits ids pools"),
     ]
 
 
@@ -121,10 +157,10 @@ def library() -> ctypes.CDLL | None:
     loaded.specdec_instruction_set.restype = ctypes.c_char_p
     loaded.specdec_use.argtypes = [ctypes.c_char_p]
     loaded.specdec_use.restype = _Integer
-    for function in (loaded.specdec_attention, loaded.specdec_linear, loaded.specdec_dequantize):
-        function.argtypes = [_Pointer, _Integer]
+    for name in ("attention", "linear", "dequantize", "noisy_argmax", "follow_choices", "chain"):
+        getattr(loaded, f"specdec_{name}").argtypes = [_Pointer, _Integer]
     loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
-    loaded.specdec_run.restype = _Integer
+    loaded.specdec_run.restype = loaded.specdec_chain.restype = _Integer
     loaded.specdec_use_openmp.argtypes = [_Pointer] * len(_OPENMP)
     loaded.specdec_use_openmp.restype = _Integer
     torch_library = ctypes.CDLL(torch._C.__file__)  # finds what it depends on, too: the OpenMP runtime

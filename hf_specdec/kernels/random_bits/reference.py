@@ -20,12 +20,10 @@ TOKEN_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 0, 1, 2, 3
 MINIMA = 4  # added to a stream to get the stream of its groups' minima
 GROUP = 8  # adjacent ids whose exponential numbers are drawn through their minimum
 _SPAN = 128  # groups served by 32 counters
-_CANDIDATES = 32  # groups per row whose noise is drawn first
-_WORTH_CHOOSING = 50_000  # for fewer scores, drawing all noise is as fast
 
 
 def on_host(device: torch.device) -> bool:
-    """True if values are on the host, so that numpy and branches on values do not wait for a device."""
+    """True if values are on the host, so that numpy does not wait for a device."""
     return device.type == "cpu"
 
 
@@ -114,40 +112,12 @@ def _gumbel_of(u: torch.Tensor, which: torch.Tensor, above: torch.Tensor) -> tor
 
 
 def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> torch.Tensor:
-    """argmax(scores + gumbel(..)), the lowest id among equals: int64 [R]. Noise is drawn only where it can matter.
-
-    A group's minimum bounds its noise. For each row, noise is drawn for the _CANDIDATES groups with the highest bounds, and for the
-    whole row if another group might still win.
+    """argmax(scores + gumbel(..)), the lowest id among equals: int64 [R].
 
     Args:
-        scores: float32 [R, V]. If they are small or not on the host, all noise is drawn.
+        scores: float32 [R, V].
         seeds, positions, steps: int64 [U].
         rows: int64 [R], which of the U keys each row of scores uses; None: its own.
     """
-    vocab = scores.shape[1]
-    groups = -(-vocab // GROUP)
-    rows = torch.arange(len(scores), device=scores.device) if rows is None else rows
-    if not on_host(scores.device) or scores.numel() < _WORTH_CHOOSING or groups <= _CANDIDATES:
-        return (scores + gumbel(seeds, positions, steps, stream, vocab)[rows]).argmax(1)
-    u, which = minima(seeds, positions, steps, stream, groups)
-    if vocab % GROUP:
-        scores = torch.nn.functional.pad(scores, (0, groups * GROUP - vocab), value=float("-inf"))
-    of_groups = scores.reshape(-1, groups, GROUP)
-    bounds = of_groups.amax(2) + u.neg().log1p_().div_(-GROUP).log_().neg_()[rows]
-    highest, tokens = bounds.topk(_CANDIDATES + 1)
-    tokens, unseen = tokens[:, :-1], highest[:, -1]
-    at = rows[:, None]
-    counters = (tokens[:, :, None] * 2 + torch.arange(2)).flatten(1)
-    words = _words_of(counters, seeds[rows], positions[rows], steps[rows], stream)
-    noise = _gumbel_of(u[at, tokens], which[at, tokens], _uniform_of(words).view(*tokens.shape, GROUP))
-    noisy = of_groups.gather(1, tokens[:, :, None].expand(-1, -1, GROUP)) + noise
-    best = noisy.flatten(1).amax(1)
-    ids = tokens[:, :, None] * GROUP + torch.arange(GROUP)
-    chosen = torch.where(noisy == best[:, None, None], ids, vocab).flatten(1).amin(1)
-    # The margin is far above rounding errors. Rows with NaN are drawn whole, too.
-    missed = (~(unseen < best - 1e-3 - 1e-5 * best.abs())).nonzero().squeeze(1)
-    if len(missed):
-        keys = rows[missed]
-        whole = gumbel(seeds[keys], positions[keys], steps[keys], stream, vocab)
-        chosen[missed] = (scores[missed, :vocab] + whole).argmax(1)
-    return chosen
+    noise = gumbel(seeds, positions, steps, stream, scores.shape[1])
+    return (scores + (noise if rows is None else noise[rows])).argmax(1)

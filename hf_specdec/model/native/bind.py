@@ -102,12 +102,18 @@ class _Bound:
                     if stack is not None:
                         stack.close()
 
-    def _program(self, key: str, subject: Callable[[], Traceable], made: dict[Any, Made]) -> Program | None:
-        """The program of a subject with this key; None if the caller must compute it."""
+    def current(self, key: str) -> Program | None:
+        """The program with this key, if it has been made in this context and can run now."""
         if torch.is_autocast_enabled("cpu") or interposed():
             return None
+        return self._current.get(key)
+
+    def _program(self, key: str, subject: Callable[[], Traceable], made: dict[Any, Made]) -> Program | None:
+        """The program of a subject with this key; None if the caller must compute it."""
         if key in self._current:
-            return self._current[key]
+            return self.current(key)
+        if torch.is_autocast_enabled("cpu") or interposed():
+            return None
         if not self._depth or self._stack is not None:
             return None
         with self._lock:

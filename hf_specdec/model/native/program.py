@@ -66,7 +66,21 @@ class Program:
     def __post_init__(self) -> None:
         self._most_threads = max(1, sum(weight.nbytes for weight in self.weights) // _BYTES_PER_THREAD)
         self._filled: list[torch.Tensor] = []
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+
+    @property
+    def num_threads(self) -> int:
+        """Number of threads that a call uses."""
+        return min(torch.get_num_threads(), self._most_threads)
+
+    def make_room(self, num_positions: int) -> None:
+        """Compute the tables anew if they end before `num_positions`. Call it with the lock."""
+        if num_positions > self.num_positions:
+            # More rows than necessary, so that tables are rarely computed again, but at most the model's own number of positions,
+            # unless the text itself is longer.
+            room = max(_POSITIONS_AT_FIRST, 2 * num_positions)
+            most = room if self.max_positions is None or num_positions > self.max_positions else self.max_positions
+            self._fill_tables(min(room, most))
 
     def _fill_tables(self, num_positions: int) -> None:
         """Compute the tables for positions 0 .. `num_positions` - 1."""
@@ -103,21 +117,15 @@ class Program:
             num_tokens, selected.shape[0], batch.input_ids.data_ptr(), batch.position_ids.data_ptr(), selected.data_ptr(),
             batch.write_slots.data_ptr(), rows.table.ctypes.data, len(rows.table), pools.ctypes.data,
         )  # fmt: skip
-        with self._lock:
-            highest = int(batch.position_ids.max())
-            if highest >= self.num_positions:
-                # More rows than necessary, so that tables are rarely computed again, but at most the model's own number of positions,
-                # unless the text itself is longer.
-                room = max(_POSITIONS_AT_FIRST, 2 * (highest + 1))
-                most = room if self.max_positions is None or highest >= self.max_positions else self.max_positions
-                self._fill_tables(min(room, most))
+        with self.lock:
+            self.make_room(int(batch.position_ids.max()) + 1)
             return self._call(inputs, features, num_outputs, (batch.input_ids, batch.position_ids))
 
     def run_rows(self, features: torch.Tensor) -> list[torch.Tensor]:
         """The outputs for features [n, F] of at most `most_tokens` rows, for programs that read nothing else."""
         inputs = StepInputs()
         inputs.num_tokens = features.shape[0]
-        with self._lock:
+        with self.lock:
             return self._call(inputs, features)
 
     def _call(
@@ -141,7 +149,7 @@ class Program:
             assert features is not None
             features = features.contiguous()
             self.slots[self.features] = features.data_ptr()
-        threads, step = min(torch.get_num_threads(), self._most_threads), ctypes.byref(inputs)
+        threads, step = self.num_threads, ctypes.byref(inputs)
         ops, slots, first = self.ops.ctypes.data, self.slots.ctypes.data, 0
         for last in (*self.calls, num_ops):
             if loaded.specdec_run(ops + first * OP.itemsize, last - first, slots, step, threads) >= 0:

@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...kernels import linear as ops
-from ...kernels.dispatch import uses_triton
+from ...kernels.dispatch import uses_native, uses_triton
+from ...kernels.linear import native
+from ...kernels.linear.quantized import MOST_TOKENS
+from ...kernels.native import TYPES
 from ..architectures import all_modules
 from ..sharding import bias_of, is_sharded, sharded_forward, weight_of
 from ..structure import place_of
@@ -188,3 +191,34 @@ def few_row_linears(model: nn.Module, left_out: Collection[nn.Module] = ()) -> R
     if parameter is None or not uses_triton(parameter.device):
         return None
     return ReplacedLinears(model, FewRowsProduct, _is_large, left_out)
+
+
+# ---- few rows on a CPU: the native library in place of torch, without a second copy of the weights ----
+
+
+class NativeProduct(FewRowsProduct):
+    """As its base, in the native library."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The output [..., N] for x [..., K]."""
+        return native.linear(x, self.weight, self.bias)
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """True for the rows [..., K] of a decoding step, not for a prompt."""
+        return x.dtype == self.weight.dtype and x.numel() <= MOST_TOKENS * x.shape[-1]
+
+
+def _is_read(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """True for an unmodified linear layer whose parameters the library can read."""
+    if not is_untouched(module) or is_sharded(module):
+        return False
+    tensors = _tensors(module)
+    return all(each.dtype in TYPES and each.is_contiguous() and each.dtype == tensors[0].dtype for each in tensors)
+
+
+def native_linears(model: nn.Module) -> ReplacedLinears | None:
+    """A model's linear layers, computed by the native library for few rows; None where it cannot run."""
+    parameter = next(model.parameters(), None)
+    if parameter is None or not uses_native(parameter.device):
+        return None
+    return ReplacedLinears(model, NativeProduct, _is_read)

@@ -45,6 +45,25 @@ static inline i64 share_of(const Linear& call, i64 part, i64 parts) {
   return part == parts ? call.n : (call.n / unit * part / parts) * unit;
 }
 
+// The best token of each row of scores [rows, vocab] with the Gumbel noise of `stream`. `keys` [rows]: which of the seeds, positions and
+// steps a row uses.
+struct Choice {
+  const float* scores;
+  const i64 *seeds, *positions, *steps, *keys;
+  i64* out;
+  i64 rows, vocab, stream;
+};
+
+// Draft trees of `rows` rows with up to `width` nodes, and the target's scores float32 [.., vocab]: of each row's root, then of its nodes.
+struct Drafts {
+  const float* scores;
+  const i64 *first, *lengths;              // [rows]: the root's line of scores; number of nodes
+  const i64 *tokens, *parents;             // [rows, width]; parents null: chains
+  const i64 *seeds, *positions, *samples;  // [rows]: of the noise; the index of the token after the root; 0: greedy
+  i64* table;                              // [rows, 2 width + 2]: see `verification.native`
+  i64 rows, width, vocab;
+};
+
 // A tensor [rows, size[0], size[1], size[2]] in memory.
 struct View {
   char* data;

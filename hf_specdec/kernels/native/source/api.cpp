@@ -1,5 +1,6 @@
 // What Python calls.
 #include <cstring>
+#include "choice.h"
 #include "program.h"
 #include "threads.h"
 #if defined(HAS_AMX_BF16) && defined(__linux__)
@@ -59,7 +60,7 @@ const Kernels* kernels = choose();
 extern "C" {
 
 // The version of the structures; Python refuses another one.
-i64 specdec_version() { return 7; }
+i64 specdec_version() { return 8; }
 
 // See `use_openmp`.
 i64 specdec_use_openmp(void* gomp_parallel, void* fork_call, void* thread_num, void* num_threads) {
@@ -111,12 +112,30 @@ void specdec_attention(const Attention* call, i64 threads) {
   run_together(threads, [&](i64 part, i64 parts) { kernels->attention(*call, part, parts); });
 }
 
+void specdec_noisy_argmax(const Choice* call, i64 threads) {
+  run_together(threads, [&](i64 part, i64 parts) {
+    for (i64 row = call->rows * part / parts; row < call->rows * (part + 1) / parts; row++) {
+      const i64 key = call->keys[row];
+      call->out[row] = noisy_best_of(call->scores + row * call->vocab, call->vocab, call->seeds[key], call->positions[key],
+                                     call->steps[key], call->stream);
+    }
+  });
+}
+
+void specdec_follow_choices(const Drafts* drafts, i64 threads) {
+  run_together(threads, [&](i64 part, i64 parts) {
+    for (i64 row = drafts->rows * part / parts; row < drafts->rows * (part + 1) / parts; row++) follow_choices(*drafts, row);
+  });
+}
+
 i64 specdec_run(const Op* ops, i64 num_ops, char* const* slots, const Step* step, i64 threads) {
   i64 problem = check_ids(ops, num_ops, *step);
   if (problem >= 0) return problem;
   run_together(threads, [&](i64 part, i64 parts) { run_program(*kernels, ops, num_ops, slots, *step, part, parts); });
   return -1;
 }
+
+i64 specdec_chain(const Chain* chain, i64 threads) { return run_chain(*kernels, *chain, threads); }
 
 }
 #pragma GCC visibility pop

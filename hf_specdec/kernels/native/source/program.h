@@ -33,3 +33,26 @@ struct Step {
 i64 check_ids(const Op* ops, i64 num_ops, const Step& step);
 
 void run_program(const Kernels& kernels, const Op* ops, i64 num_ops, char* const* slots, const Step& step, i64 part, i64 parts);
+
+// Draws greedy chains. At each depth a row's best token is chosen, and one forward reads it, of all rows together.
+struct Chain {
+  const Op* ops;  // the forward
+  i64 num_ops;
+  char* const* slots;
+  const Op* head;  // makes logits of the forward's output; null: the output is logits
+  i64 num_head_ops;
+  char* const* head_slots;
+  char *features, *output;  // [R, width] bytes: what a forward reads of the one before, and what it makes
+  i64 width;                // 0: a forward reads ids only
+  const char* logits;       // [R, size]; at first these and `output` belong to the texts
+  i64 type, size, vocab;    // only the first `vocab` of `size` tokens are chosen
+  const i64* target_ids;    // [vocab], what tokens are called; null: by their numbers
+  i64 num_rows, num_columns;
+  const Row* rows;          // as in the first forward
+  const i64* limits;        // [R], tokens of each row
+  i64* ids;                 // [R, num_columns], those tokens
+  char* const* pools;
+};
+
+// -1, or the index of an operation that would read an embedding that does not exist.
+i64 run_chain(const Kernels& kernels, const Chain& chain, i64 threads);

@@ -1,0 +1,37 @@
+"""Verification by the target's own choices in the native library for CPUs: it chooses tokens only along the accepted path."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from ..drafts import Drafts, RowStreams
+from ..native import Drafts as Arguments
+from ..native import library
+from ..random_bits.native import num_threads
+
+
+def verdicts(drafts: Drafts, scores: torch.Tensor, streams: RowStreams) -> torch.Tensor:
+    """`reference.follow_choices` as a table int64 [B, 2 N + 2]: accepted nodes, drafted ids, the token after them, and whether that row had
+    nothing to sample from: scores without a finite maximum.
+
+    Args:
+        scores: float32 [R, V], after the root and the nodes of row 0, then of row 1, ..
+    """
+    loaded = library()
+    assert loaded is not None
+    batch, width = drafts.tokens.shape
+    scores, tokens = scores.float().contiguous(), drafts.tokens.contiguous()
+    counts = np.asarray(drafts.lengths, dtype=np.int64)
+    rows = np.array([np.cumsum(counts + 1) - counts - 1, counts, *(streams[i] for i in (0, 1, 3))], dtype=np.int64)
+    parents = None if drafts.is_chain else np.ascontiguousarray(drafts.parent_index)
+    table = torch.empty(batch, 2 * width + 2, dtype=torch.long)
+    first, lengths, *more = (rows[i].__array_interface__["data"][0] for i in range(len(rows)))
+    arguments = Arguments(
+        scores.data_ptr(), first, lengths, tokens.data_ptr(), 0 if parents is None else parents.ctypes.data, *more,
+        table.data_ptr(), batch, width, scores.shape[1],
+    )  # fmt: skip
+    loaded.specdec_follow_choices(ctypes.byref(arguments), num_threads(scores))
+    return table

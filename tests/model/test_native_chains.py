@@ -1,0 +1,96 @@
+"""Greedy chains of drafts as one native call: the very drafts that are made depth by depth."""
+
+import copy
+
+import pytest
+import torch
+
+import hf_specdec
+from hf_specdec.candidate_generators.growing import own_cache
+from hf_specdec.candidate_generators.growing.grower import GrowsDrafts
+from hf_specdec.kernels.native import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
+
+DRAFTERS = {
+    "draft_model": {"model": "tiny-draft"},
+    "eagle": {"model": "tiny-eagle"},
+    "eagle3": {"model": "tiny-eagle3"},
+    "mtp": {"model": "tiny-mtp"},
+    "an mtp state before its norm": {"method": "mtp", "model": "tiny-mtp", "recycle_normed": False},
+    "a draft vocabulary": {"method": "eagle3", "model": "tiny-eagle3", "draft_vocabulary": 1500},
+    "a window": {"method": "draft_model", "model": "tiny-draft", "draft_window": 12},
+    "two sinks": {"method": "eagle", "model": "tiny-eagle", "draft_window": 9, "draft_sinks": 2},
+}
+TEXTS = [
+    "Once upon a time there was a little dog", "Tom and Lily went to the", "One day,", "The cat sat on the mat and looked at",
+    "A bird",
+]  # fmt: skip
+
+
+@pytest.fixture
+def chains(monkeypatch):
+    """How many chains of each number of rows have been drafted at once."""
+    seen = []
+    original = own_cache.draft_chains
+
+    def counted(forward, head, cache, seq_ids, *rest):
+        seen.append(len(seq_ids))
+        return original(forward, head, cache, seq_ids, *rest)
+
+    monkeypatch.setattr(own_cache, "draft_chains", counted)
+    return seen
+
+
+def drafts_of(model, tokenizer, config, texts, **more):
+    """The text, and every round's drafts as lists of ids."""
+    rounds, propose = [], GrowsDrafts.propose
+
+    def noted(self, sequences, limits):
+        trees = propose(self, sequences, limits)
+        rounds.append(trees.chains())
+        return trees
+
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GrowsDrafts, "propose", noted)
+        out = model.generate(**inputs, max_new_tokens=30, speculative_config=config, **{"do_sample": False, **more})
+    hf_specdec.release(model)
+    return out, rounds
+
+
+@pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS], ids=["one row", "ragged"])
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_chains_are_those_drafted_depth_by_depth(name, texts, tiny_model, tiny_tokenizer, chains, monkeypatch):
+    config = {"method": name, "num_speculative_tokens": 4} | DRAFTERS[name]
+    text, drafts = drafts_of(tiny_model, tiny_tokenizer, config, texts)
+    assert chains and max(chains) == len(texts)
+    assert len(texts) == 1 or any(len({len(draft) for draft in rows if draft}) > 1 for rows in drafts)
+    monkeypatch.setattr(own_cache.OwnsCache, "greedy_chains", GrowsDrafts.greedy_chains)
+    expected, step_by_step = drafts_of(tiny_model, tiny_tokenizer, config, texts)
+    assert torch.equal(text, expected)
+    assert drafts == step_by_step
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_two_bytes(dtype, tiny_model, tiny_tokenizer, chains, monkeypatch):
+    """Of equal logits, which are common, the first is chosen."""
+    config = {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 4}
+    model = copy.deepcopy(tiny_model).to(dtype)
+    text, drafts = drafts_of(model, tiny_tokenizer, config, TEXTS)
+    assert chains
+    monkeypatch.setattr(own_cache.OwnsCache, "greedy_chains", GrowsDrafts.greedy_chains)
+    expected, step_by_step = drafts_of(model, tiny_tokenizer, config, TEXTS)
+    assert torch.equal(text, expected)
+    assert drafts == step_by_step
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [({"draft_confidence_threshold": 0.2}, {}), ({}, {"do_sample": True}), ({}, {"repetition_penalty": 1.2})],
+    ids=["threshold", "sampled", "processed"],
+)
+def test_other_drafts_are_made_depth_by_depth(config, more, tiny_model, tiny_tokenizer, chains):
+    config = {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3, "seed": 3} | config
+    drafts_of(tiny_model, tiny_tokenizer, config, TEXTS[:2], **more)
+    assert not chains
