@@ -57,10 +57,10 @@ def draft_chains(
         if head is not None and states is not None:
             forward.slots[forward.features], forward.slots[forward.outputs[0].slot] = (s.data_ptr() for s in states)
             head.slots[head.features] = states[1].data_ptr()
-            of_head = head.ops.ctypes.data, len(head.ops), head.slots.ctypes.data
+            of_head = head.ops.ctypes.data, head.num_ops(1), head.slots.ctypes.data
         scoring.slots[output.slot] = logits.data_ptr()
         chain = Chain(
-            forward.ops.ctypes.data, len(forward.ops), forward.slots.ctypes.data, *of_head,
+            forward.ops.ctypes.data, forward.num_ops(1), forward.slots.ctypes.data, *of_head,
             *((0, 0, 0) if states is None else (states[0].data_ptr(), states[1].data_ptr(), states[0][0].nbytes)),
             logits.data_ptr(), TYPES[output.dtype], output.elements, min(output.elements, vocabulary.vocab_size),
             0 if vocabulary.target_ids is None else vocabulary.target_ids.data_ptr(), count, most,

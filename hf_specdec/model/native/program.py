@@ -73,6 +73,10 @@ class Program:
         """Number of threads that a call uses."""
         return min(torch.get_num_threads(), self._most_threads)
 
+    def num_ops(self, num_outputs: int) -> int:
+        """Number of operations that make so many outputs: the last ones write one each, in order."""
+        return len(self.ops) - len(self.outputs) + num_outputs
+
     def make_room(self, num_positions: int) -> None:
         """Compute the tables anew if they end before `num_positions`. Call it with the lock."""
         if num_positions > self.num_positions:
@@ -139,9 +143,7 @@ class Program:
         assert loaded is not None
         counts = {Rows.TOKENS: inputs.num_tokens, Rows.SELECTED: inputs.num_selected}
         outputs = self.outputs[:num_outputs]
-        num_ops = len(self.ops) - (
-            len(self.outputs) - len(outputs)
-        )  # the last operations write one output each, in order
+        num_ops = self.num_ops(len(outputs))
         results = [torch.empty(counts[output.rows], output.elements, dtype=output.dtype) for output in outputs]
         for output, result in zip(outputs, results, strict=True):
             self.slots[output.slot] = result.data_ptr()
