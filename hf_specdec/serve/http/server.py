@@ -11,28 +11,29 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...candidate_generators import parse_config
 from ...core.errors import is_failure
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderInput
+from ..engine.outputs import Logprob
 from ..engine.params import SamplingParams
-from ..engine.request import Logprob
 from ..engine.structured import StructuredOutputsParams
 from ..engine.text import Detokenizer
 from ..ipc.engine_process import EngineProcess
 from ..ipc.messages import Call, Cancel, Facts, Load, Submit, Update
-from ..ipc.worker import EngineWorker
-from ..llm import LLM
 from ..metrics import Metrics
 from .errors import ApiError, bad_request, failed, overloaded, shutting_down, stopped, unavailable
 from .lanes import Lanes
 from .media import Media
 from .reader import RequestReader
 from .store import ResponseStore
+
+if TYPE_CHECKING:
+    from ..ipc.worker import EngineWorker
+    from ..llm import LLM
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,12 @@ class Privacy:
         shape another's drafts, which is not allowed."""
         if "" in (api_keys or []):
             raise ValueError("An API key is empty, so that every request has it: give a key, or leave the option out.")
-        config = None if speculative_config is None else parse_config(speculative_config)
         keeps_apart = len(set(api_keys or [])) > 1 and not (self.private or self.shares_across_keys)
-        if keeps_apart and getattr(config, "learn", False):
+        if not keeps_apart or speculative_config is None:
+            return
+        from ...candidate_generators import parse_config  # loads every drafter
+
+        if getattr(parse_config(speculative_config), "learn", False):
             raise ValueError(
                 "'learn' teaches one head from the requests of all API keys: allow that with --share-across-api-keys, or leave 'learn' out."
             )

@@ -10,7 +10,6 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, Field, model_validator
 
-from ..engine.weights import GROUP_NAME
 from .bodies import Body, Part, checked, parsed
 from .endpoints import ignored_header
 from .errors import bad_request
@@ -27,7 +26,7 @@ class Group(Part):
     master_port: int = Field(ge=1, le=65535)
     rank_offset: int = 1
     world_size: int = 2
-    group_name: str = GROUP_NAME
+    group_name: str | None = None
     backend: Literal["gloo", "nccl"] | None = None
     packed: Literal[False] = Field(False, exclude=True)
 
@@ -117,7 +116,7 @@ _Call = Callable[[Any], tuple[str, dict[str, Any]]]
 
 def _with_fields(method: str, part: Part) -> tuple[str, dict[str, Any]]:
     """A method of `Control`, and a part's fields as its arguments."""
-    return method, part.model_dump(include=set(type(part).model_fields))
+    return method, part.model_dump(include=set(type(part).model_fields), exclude_none=True)
 
 
 def _post(path: str, form: type[Body], summary: str, call: str | _Call, answer: dict[str, Any]) -> Route:
