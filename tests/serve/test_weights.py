@@ -151,10 +151,15 @@ def test_sleep(make, three_prompts, both_texts, new_folder):
     llm.sleep(1)
     llm.wake_up(["weights"])
     assert torch.any(llm.model.model.norm.weight)
-    llm.sleep(2)
-    assert not llm.model.model.norm.weight.numel()
-    llm.wake_up()
-    llm.update_weights(new_folder)
+    for levels in ((2,), (1, 2), (2, 1)):  # one that sleeps may go on to level 2, and what is freed stays so
+        for level in levels:
+            llm.sleep(level)
+        assert not llm.model.model.norm.weight.numel(), levels
+        llm.wake_up()
+        with pytest.raises(ValueError, match="weights are missing"):
+            texts_of(llm, three_prompts)
+        llm.update_weights(new_folder)
+        assert texts_of(llm, three_prompts) == both_texts[1]
     with pytest.raises(ValueError, match="level 3: use 1 or 2"):
         llm.sleep(3)
     with pytest.raises(ValueError, match="tags: use weights and kv_cache"):
