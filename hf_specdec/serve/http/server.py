@@ -169,6 +169,7 @@ class Server(RequestReader):
         self.answers: dict[str, Answer] = {}  # those that have not ended, by id
         self.lanes = Lanes(self)
         self.corpora: dict[str, dict[str, int]] = {}  # that clients have added: space → name → number of tokens
+        self._asked: set[asyncio.Task] = set()  # what the engine has been asked to do and has not done yet
         self._num_submitted = 0  # choices
         self.is_closed = False  # the time for draining is over: every request is refused
         self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
@@ -192,6 +193,8 @@ class Server(RequestReader):
                 self.worker.send(Cancel(name))
         self.end_with(shutting_down())
         self.lanes.end()
+        for task in self._asked:
+            task.cancel()
 
     def end_with(self, error: ApiError) -> None:
         """End all answers with an error."""
@@ -248,18 +251,25 @@ class Server(RequestReader):
 
     async def _done(self, asked: Future, param: str | None, then: Callable[[], object] = lambda: None) -> None:
         """Wait for what the engine was asked to do, and do what follows `then`, even if the client leaves. Raises ApiError: 400, the
-        engine refuses it, because of the field `param`; 503, the engine has stopped."""
+        engine refuses it, because of the field `param`; 503, the engine has stopped, or the server is shutting down."""
 
         async def done() -> None:
             await asyncio.wrap_future(asked)
             then()
 
+        task = asyncio.ensure_future(done())
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
         try:
-            await asyncio.shield(done())
+            await asyncio.shield(task)
         except (ValueError, ImportError) as error:
             raise bad_request(str(error), param) from None
         except ChildProcessError:
             raise stopped() from None
+        except asyncio.CancelledError:
+            if self.is_closed:
+                raise shutting_down() from None
+            raise
 
     async def change_adapters(self, name: str, path: str | None, replaces: bool = False) -> None:
         """Load a LoRA adapter (see `Adapters.load`), or unload it (`path` None). Answers that use it end as they began. Raises ApiError:
