@@ -48,7 +48,7 @@ class SpeculationField(BaseModel):
         default=None, ge=0, description="tokens of a draft; 0: none; default: the method's"
     )
     enabled: bool = Field(True, description="false: plain decoding")
-    private: bool = Field(False, description="nothing is learnt from this request's text")
+    private: bool = Field(False, description="this request and others do not draft from each other's texts")
 
 
 class JsonSchema(Part):
