@@ -170,13 +170,13 @@ class Weights:
         """Level 1: move the weights from the GPU to host memory, where a CPU's are anyhow. Level 2: free them; buffers, which trainers do
         not send, are moved. A second call may go on from level 1 to level 2."""
         places = self.places(even_away=True)
-        origins = {id(tensor): origin for tensor, *origin in self._put_away}
+        origins = {id(away[0]): away for away in self._put_away}
         self._put_away = []
         freed = {name for name, tensor in places.items() if level == 2 and isinstance(tensor, nn.Parameter)}
         self.unsure |= freed
         for name, tensor in {id(tensor): (name, tensor) for name, tensor in places.items()}.values():
             if name in freed or tensor.device.type != "cpu" or id(tensor) in origins:
-                self._put_away.append((tensor, *origins.get(id(tensor), (tensor.device, tensor.shape))))
+                self._put_away.append(origins.get(id(tensor), (tensor, tensor.device, tensor.shape)))
                 tensor.data = tensor.data.new_empty(0) if name in freed else tensor.data.cpu()
 
     def bring_back(self) -> None:

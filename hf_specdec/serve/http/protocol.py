@@ -42,13 +42,13 @@ class SpeculationField(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     method: str | None = Field(
-        None, description="which drafter drafts, of method per_request or auto; default: the server's choice"
+        default=None, description="which drafter drafts, of method per_request or auto; default: the server's choice"
     )
     num_speculative_tokens: int | None = Field(
         default=None, ge=0, description="tokens of a draft; 0: none; default: the method's"
     )
-    enabled: bool = Field(True, description="false: plain decoding")
-    private: bool = Field(False, description="this request and others do not draft from each other's texts")
+    enabled: bool = Field(default=True, description="false: plain decoding")
+    private: bool = Field(default=False, description="this request and others do not draft from each other's texts")
 
 
 class JsonSchema(Part):
