@@ -1,11 +1,11 @@
 """Speculative decoding for Hugging Face transformers: `model.generate(..., speculative_config={"method": "ngram"})`."""
 
-import importlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .bundled import bundled, bundled_names, resolve_model
 from .config import SpeculativeConfig, SpeculativeConfigError
+from .lazy_names import lazy_names
 from .plugin import generate, install, release, uninstall
 
 if TYPE_CHECKING:
@@ -48,28 +48,23 @@ __all__ = [
     "uninstall",
 ]
 
-# Imported when they are first asked for: `import hf_specdec` loads no more than the plugin.
-_NAMES_OF = {
-    ".serve": ["LLM"],
-    ".serve.engine.params": ["SamplingParams"],
-    ".serve.engine.structured": ["StructuredOutputsParams"],
-    ".candidate_generators": ["CandidateGenerator", "available_methods", "parse_config", "register"],
-    ".candidate_generators.base": ["DrafterContext"],
-    ".core.draft_trees": ["DraftTrees"],
-    ".core.output": ["PackedOutput", "Taps"],
-    ".core.outcome": ["StepOutcome"],
-    ".core.sequence": ["Sequence"],
-    ".model.packed_model": ["PackedModel"],
-    ".assisted": ["assisted_loop"],
-}
-_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
-    return value
+# `import hf_specdec` loads no more than the plugin.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".serve": ["LLM"],
+        ".serve.engine.params": ["SamplingParams"],
+        ".serve.engine.structured": ["StructuredOutputsParams"],
+        ".candidate_generators": ["CandidateGenerator", "available_methods", "parse_config", "register"],
+        ".candidate_generators.base": ["DrafterContext"],
+        ".core.draft_trees": ["DraftTrees"],
+        ".core.output": ["PackedOutput", "Taps"],
+        ".core.outcome": ["StepOutcome"],
+        ".core.sequence": ["Sequence"],
+        ".model.packed_model": ["PackedModel"],
+        ".assisted": ["assisted_loop"],
+    },
+)
 
 
 def __dir__() -> list[str]:

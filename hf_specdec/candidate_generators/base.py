@@ -137,8 +137,16 @@ class RunsModel(ABC):
         """A context for all other calls, in which the model reads our pages and its layers use their fastest kernels."""
 
 
-class SharesPrefixes(ABC):
-    """Keeps what it computed from a text's features, and uses it for other texts with the same beginning."""
+class KeepsPrefixes(ABC):
+    """Keeps what it computed from a text, and uses it for other texts with the same beginning."""
+
+    @abstractmethod
+    def forget_prefixes(self) -> None:
+        """Called when the target's weights have changed or a step has raised an error: drop what is kept of earlier texts."""
+
+
+class SharesPrefixes(KeepsPrefixes):
+    """Keeps what it computed from a text's features, so that the target must not compute them again."""
 
     @abstractmethod
     def known_prefix(self, seq: Sequence) -> int:
@@ -149,10 +157,6 @@ class SharesPrefixes(ABC):
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
         """Called when the target skips the first `num_tokens` tokens, which are at most `known_prefix` and fill whole blocks: use what
         is kept of them."""
-
-    @abstractmethod
-    def forget_prefixes(self) -> None:
-        """Called when the target's weights have changed or a step has raised an error: drop what is kept of earlier texts."""
 
 
 class Transferable(ABC):

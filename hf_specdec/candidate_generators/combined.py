@@ -17,6 +17,7 @@ from ..core.sequence import Sequence
 from .base import (
     CandidateGenerator,
     DrafterContext,
+    KeepsPrefixes,
     KeepsTables,
     ReadsCorpora,
     RunsModel,
@@ -152,7 +153,7 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
             part.share_prefix(seq, num_tokens)
 
     def forget_prefixes(self) -> None:
-        for part in _able(self.parts, SharesPrefixes):
+        for part in _able(self.parts, KeepsPrefixes):
             part.forget_prefixes()
 
     def moved_caches(self) -> list[PagedStaticCache] | None:

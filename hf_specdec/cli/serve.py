@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import sys
 from functools import partial
@@ -24,6 +23,12 @@ examples:
 The speculative configuration and the other requests change the speed, not the answers: greedy answers are those of plain decoding, and
 a request's seed gives the same tokens every time. Flags have vLLM's names.
 """
+
+# options that are arguments of `LLM`, which the HTTP side does not import
+_OF_ENGINE = (
+    "speculative_config", "revision", "dtype", "device", "tensor_parallel_size", "enable_expert_parallel", "trust_remote_code",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "kv_transfer_config", "seed",
+)  # fmt: skip
 
 # Defaults of options that replicas refuse. argparse's default is None, which shows that an option is not given.
 _READ_SECONDS = 30.0
@@ -140,8 +145,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--store-bytes is for --store FOLDER: give both.")
     if args.lookup_corpus:
         args.speculative_config = _with_corpora(args.speculative_config, args.lookup_corpus)
-    if args.speculative_config is not None:
-        hf_specdec.parse_config(args.speculative_config)  # report errors before the model is loaded
     if args.kv_transfer_config is not None:
         args.kv_transfer_config = json_object(args.kv_transfer_config, "--kv-transfer-config")
         KVTransferConfig.of(args.kv_transfer_config)  # report errors before the model is loaded
@@ -184,10 +187,7 @@ def _api_keys(args: argparse.Namespace) -> list[str] | None:
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `LLM` that have the same name as an option, but for the model and its tokenizer."""
-    from ..serve.llm import LLM
-
-    names = inspect.signature(LLM).parameters.keys() - {"model", "tokenizer"}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    given = {name: getattr(args, name) for name in _OF_ENGINE}
     return {**given, "lora_modules": _lora_modules(args.lora_modules)}
 
 

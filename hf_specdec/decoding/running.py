@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..candidate_generators import CandidateGenerator
-from ..candidate_generators.base import HasDrafters, SharesPrefixes, active_drafter, known_prefix
+from ..candidate_generators.base import HasDrafters, KeepsPrefixes, SharesPrefixes, active_drafter, known_prefix
 from ..candidate_generators.combined import configure
 from ..config import SpeculativeConfig
 from ..core.rows import RowInput
@@ -34,6 +34,7 @@ class RunningSequences:
         self.target.taps = self.target.taps | generator.taps
         self.policy = policy
         self._sharer = generator if isinstance(generator, SharesPrefixes) else None
+        self._keeper = generator if isinstance(generator, KeepsPrefixes) else None
         self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
         self.cache = self.target.new_cache(1, self.config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
@@ -175,8 +176,8 @@ class RunningSequences:
     def forget_prefixes(self) -> None:
         """Drop what is kept of texts that have ended, because the model has changed or a step has raised."""
         self.cache.forget_prefixes()
-        if self._sharer is not None:
-            self._sharer.forget_prefixes()
+        if self._keeper is not None:
+            self._keeper.forget_prefixes()
 
     def abort(self, sequences: list[Sequence]) -> None:
         """After an error: remove the sequences and drop everything that is cached."""
@@ -190,8 +191,8 @@ class RunningSequences:
     @contextlib.contextmanager
     def active(self):
         """A context in which `step` may run, without gradients. Inside, the models read our pages; on exit they are restored."""
-        if self.learner is not None and self.learner.swap() and self._sharer is not None:
-            self._sharer.forget_prefixes()
+        if self.learner is not None and self.learner.swap() and self._keeper is not None:
+            self._keeper.forget_prefixes()
         with torch.no_grad(), contextlib.ExitStack() as self._models:
             self._activate()
             yield self

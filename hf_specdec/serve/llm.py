@@ -42,9 +42,10 @@ from ..model.structure import structure_of
 from .engine.encoder import EncoderFacts, EncoderSide
 from .engine.engine import Engine
 from .engine.images import load_processor, reads_images
+from .engine.outputs import RequestOutput
 from .engine.params import OF_MODELS, SamplingParams
 from .engine.prompts import PromptReader
-from .engine.request import Request, RequestOutput
+from .engine.request import Request
 from .hidden_states import NIXL, KVTransferConfig, with_storage
 from .ipc.messages import Load, Submit, Update
 from .ipc.worker import EngineWorker, load_of

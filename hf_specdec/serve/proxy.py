@@ -118,6 +118,7 @@ def make_app(prefill: list[str], decode: list[str]) -> Any:
 
 
 def main() -> None:
+    """Run the proxy with the options of the command line until a signal ends it."""
     import uvicorn
 
     parser = argparse.ArgumentParser(prog="python -m hf_specdec.serve.proxy", description=__doc__)

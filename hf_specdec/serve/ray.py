@@ -77,6 +77,7 @@ class Arguments:
 
     @property
     def limits(self) -> Limits:
+        """The limits of a replica's server; those that are no arguments have their defaults."""
         names = ("max_body_bytes", "keep_alive_seconds", "answer_seconds")
         return Limits(**{name: getattr(self, name) for name in names})
 

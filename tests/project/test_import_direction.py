@@ -31,6 +31,7 @@ LEAVES = {
     "bundled",
     "inflation",
     "jsonl",
+    "lazy_names",
 }  # import nothing of ours, may be imported by all but kernels
 FLOOR_OF = {name: i for i, names in enumerate(FLOORS) for name in names}
 # The rooms of serve: the engine knows of no other process, and only the HTTP side knows of HTTP.

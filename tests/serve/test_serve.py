@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import openai
 import pytest
 import torch
-from helpers_server import Process
+from helpers_server import Process, free_port
 
 from hf_specdec.serve.http.endpoints import Completions
 from hf_specdec.serve.http.protocol import CompletionRequest
@@ -325,10 +325,10 @@ def test_many_clients_at_once(server, tiny_model, tiny_tokenizer):
 LONG = {"prompt": "Lily", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-def in_threads(process, bodies):
+def in_threads(process, bodies, path="/v1/completions"):
     """Send each body in a thread; returns the threads and the list that their answers are appended to."""
     found = []
-    send = lambda body: found.append(process.post("/v1/completions", body))  # noqa: E731
+    send = lambda body: found.append(process.post(path, body))  # noqa: E731
     threads = [threading.Thread(target=send, args=(body,)) for body in bodies]
     for thread in threads:
         thread.start()
@@ -389,6 +389,28 @@ def test_answers_that_do_not_end_in_time_end_with_an_error():
         for status, headers, answer in found:
             assert status == 503 and headers["Retry-After"] == "5" and answer["error"]["type"] == "service_unavailable"
         assert process.process.wait(timeout=60) == 0
+    finally:
+        process.process.kill()
+
+
+def test_a_call_that_waits_for_a_trainer_ends_with_the_server():
+    """After SIGTERM and `--shutdown-timeout`, although the trainer never comes."""
+    process = Process("--enable-weight-updates", "--shutdown-timeout", "0.2")
+    try:
+        process.wait()
+        process.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+        group = {"master_address": "127.0.0.1", "master_port": free_port()}
+        (thread,), found = in_threads(process, [group], "/init_weights_update_group")
+        time.sleep(1)
+        assert not found
+        began = time.monotonic()
+        process.process.send_signal(signal.SIGTERM)
+        thread.join()
+        assert time.monotonic() - began < 4  # not only once uvicorn gives up
+        ((status, headers, answer),) = found
+        assert status == 503 and headers["Retry-After"] == "5" and "shutting down" in answer["error"]["message"]
+        assert process.process.wait(timeout=60) == 0
+        assert time.monotonic() - began < 9  # nobody had to kill the engine
     finally:
         process.process.kill()
 

@@ -528,6 +528,7 @@ def test_openapi_describes_what_is_served(tiny_tokenizer):
     assert [(each["name"], each["in"]) for each in page["parameters"]] == [
         ("id", "path"), ("limit", "query"), ("order", "query"), ("after", "query")
     ]  # fmt: skip
+    assert not [name for name, schema in document["components"]["schemas"].items() if not schema.get("description")]
     assert "x-ignored-fields" in document["paths"]["/v1/lookup/{name}"]["put"]["responses"]["200"]["headers"]
 
 

@@ -72,6 +72,19 @@ def test_texts_are_those_of_the_weights(make, three_prompts, both_texts, new_fol
     assert ("native" in options) == (native is None) and (native is None or native.refused is None)
 
 
+def test_a_drafter_of_the_targets_layers_drafts_with_the_new_weights(make, three_prompts, new_folder):
+    """With `early_exit` the drafter's keys are of the old weights, too: they are forgotten, and drafts are as if there had been none."""
+    accepted = []
+    for is_used in (True, False):
+        llm = make({"method": "draft_model", "early_exit": 1, "block_size": 4})
+        if is_used:
+            texts_of(llm, three_prompts)
+        llm.update_weights(new_folder)
+        outputs = llm.generate(three_prompts, GREEDY, use_tqdm=False)
+        accepted.append([output.speculation.num_accepted_tokens for output in outputs])
+    assert accepted[0] == accepted[1] and any(accepted[0])
+
+
 def test_rows_with_adapters_follow(make, three_prompts, new_model, new_folder, tmp_path):
     llm = make(NGRAM, lora_modules={"north": save(tmp_path / "north", 1)})
     params = [GREEDY.copy(lora=name) for name in ("north", None)]
@@ -138,10 +151,15 @@ def test_sleep(make, three_prompts, both_texts, new_folder):
     llm.sleep(1)
     llm.wake_up(["weights"])
     assert torch.any(llm.model.model.norm.weight)
-    llm.sleep(2)
-    assert not llm.model.model.norm.weight.numel()
-    llm.wake_up()
-    llm.update_weights(new_folder)
+    for levels in ((2,), (1, 2), (2, 1)):  # one that sleeps may go on to level 2, and what is freed stays so
+        for level in levels:
+            llm.sleep(level)
+        assert not llm.model.model.norm.weight.numel(), levels
+        llm.wake_up()
+        with pytest.raises(ValueError, match="weights are missing"):
+            texts_of(llm, three_prompts)
+        llm.update_weights(new_folder)
+        assert texts_of(llm, three_prompts) == both_texts[1]
     with pytest.raises(ValueError, match="level 3: use 1 or 2"):
         llm.sleep(3)
     with pytest.raises(ValueError, match="tags: use weights and kv_cache"):

@@ -144,11 +144,6 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
         self.cache.match_prefix(seq.id, seq.tokens, num_tokens)
 
-    def forget_prefixes(self) -> None:
-        """Drop all prefix hashes: the head's rows were computed from features of the changed target."""
-        if self.pages is not None:
-            self.cache.pool.forget()
-
     def moved_caches(self) -> list[PagedStaticCache] | None:
         return [self.cache]
 

@@ -14,13 +14,13 @@ from ...core.sequence import Sequence
 from ...model.draft_loop import LevelForward
 from ...model.native import draft_chains
 from ...model.packed_model import PackedModel
-from ..base import CandidateGenerator, DrafterContext
+from ..base import CandidateGenerator, DrafterContext, KeepsPrefixes
 from .grower import GrowsDrafts
 from .tree_growth import DraftLevel
 from .tree_shapes import TreeDraftingConfig
 
 
-class OwnsCache(GrowsDrafts, CandidateGenerator):
+class OwnsCache(GrowsDrafts, CandidateGenerator, KeepsPrefixes):
     """A drafter with keys and values of its own. A run in which it is never asked costs no cache.
 
     Attributes:
@@ -108,6 +108,11 @@ class OwnsCache(GrowsDrafts, CandidateGenerator):
         del self._joined[seq.id]
         if self.pages is not None:
             self.pages.remove(seq.id)
+
+    def forget_prefixes(self) -> None:
+        """Drop all prefix hashes: rows of the cache come from the target, its features or its weights."""
+        if self.pages is not None:
+            self.pages.forget_prefixes()
 
     def num_read(self, seq: Sequence) -> int:
         """Number of the sequence's tokens that are in the cache."""

@@ -150,15 +150,14 @@ class Control:
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache and move the weights of a GPU to host memory (level 1), or free them (level 2: `update` all of them after
-        `wake_up`). No request may have begun."""
+        `wake_up`). Level 2 may follow level 1. No request may have begun."""
         self.check_sleep(level)
         if any(choice.is_added for choice in self._choices()):
             raise ValueError("Requests have begun: pause with mode 'abort' or 'wait' first.")
-        if "weights" not in self.asleep:
-            self.weights.put_away(level)
-            for option in self._decoder.target.active_options:
-                if isinstance(option, ReplacedLinears):
-                    option.forget()
+        self.weights.put_away(level)
+        for option in self._decoder.target.active_options:
+            if isinstance(option, ReplacedLinears):
+                option.forget()
         if "kv_cache" not in self.asleep:
             self._decoder.release(keeps_pools=False)
             self._allocate()  # pools that take memory once they are used
@@ -170,8 +169,7 @@ class Control:
         """Raise ValueError if the engine cannot sleep, whatever becomes of its requests."""
         if level not in (1, 2):
             raise ValueError(f"level {level}: use 1 or 2.")
-        if "weights" not in self.asleep:
-            self.weights.places()
+        self.weights.places(even_away=True)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring back what sleeps: "weights", "kv_cache"; None: both."""

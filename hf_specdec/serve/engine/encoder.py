@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessor, WhisperTimeStampLogitsProcessor
 
 from ...core.errors import UnsupportedModel
-from ...model.architectures import position_limit
-from ...model.encoder_decoder import is_encoder_decoder
-from ...model.encoder_decoder.source import Source
-from ...sampling.warpers import BeginningLogitsProcessor
 from .speech import Speech
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation.logits_process import LogitsProcessor
+
+    from ...model.encoder_decoder.source import Source
 
 
 def check_ids(ids: Items[int], size: int, what: str, who: str = "the model") -> None:
@@ -61,6 +61,9 @@ class EncoderFacts:
         Raises:
             UnsupportedModel: the encoder reads neither ids nor Whisper's features.
         """
+        from ...model.architectures import position_limit
+        from ...model.encoder_decoder import is_encoder_decoder
+
         if not is_encoder_decoder(model):
             return None
         given: Any = model.generation_config
@@ -100,6 +103,8 @@ class EncoderSide:
 
     def source(self, given: EncoderInput | None) -> Source:
         """The source of a request's rows, which the encoder has not read yet. Raises ValueError: it cannot be read."""
+        from ...model.encoder_decoder.source import Source
+
         if given is None:
             raise ValueError(
                 f"{type(self.model).__name__} has an encoder, and this request has nothing for it to read."
@@ -121,6 +126,10 @@ class EncoderSide:
 
     def rules(self, given: EncoderInput, prompt: Items[int]) -> list[LogitsProcessor]:
         """The logits processors that `generate()` makes of the model's generation config, and of how the answer begins. `prompt`: ids."""
+        from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+        from ...sampling.warpers import BeginningLogitsProcessor
+
         begin = len(prompt) + len(given.beginning)
         ids = torch.tensor([given.ids]) if given.ids else None
         generator: Any = self.model

@@ -1,4 +1,4 @@
-"""Prompts with images: what a model's processor makes of them, and how the model reads that."""
+"""Prompts with images: what a model's processor makes of them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import copy
 import io
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from transformers import AutoProcessor, BatchFeature, PreTrainedConfig, PreTrainedModel
-from transformers.image_utils import load_image
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from ...model.packed_model import PackedModel
-from ...model.prompt import ReadPrompt, read_prompt
-from ...refusals import check_inputs
 from .encoder import EncoderInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +49,8 @@ def load_processor(name: str, config: PreTrainedConfig, tokenizer: Any, **origin
     """
     if tokenizer is None or not reads_images(config):
         return None
+    from transformers import AutoProcessor
+
     try:
         processor = AutoProcessor.from_pretrained(name, **origin)
         if not hasattr(processor, "image_processor"):
@@ -87,6 +86,8 @@ def read_images(files: Iterable[bytes]) -> list[Any]:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise ImportError(f"Images need Pillow: {_INSTALL}") from error
+    from transformers.image_utils import load_image
+
     images, left = [], MOST_PIXELS
     for raw in files:
         if len(images) == MOST_IMAGES:
@@ -134,31 +135,3 @@ def processed(processor: Any, text: str, images: list[Any]) -> tuple[list[int], 
     inputs = {key: value.numpy() if torch.is_tensor(value) else value for key, value in made.items()}
     inputs.pop("attention_mask", None)  # one row, without padding
     return inputs.pop("input_ids")[0].tolist(), EncoderInput(images=inputs)
-
-
-class ImagePrompt:
-    """A prompt with images, of one row, which the model itself reads.
-
-    Args:
-        inputs: see `EncoderInput.images`.
-    """
-
-    def __init__(self, model: PreTrainedModel, ids: list[int], inputs: dict[str, Any]):
-        self.model, self.ids, self.inputs = model, ids, inputs
-
-    def read(self, target: PackedModel) -> ReadPrompt:
-        """Let the model read it, prepared as by its `generate()`. Call outside `active()`. Raises ValueError: it does not take these
-        inputs; UnsupportedModel: it cannot go on from them as here."""
-
-        def read(model, input_ids, logits_processor, stopping_criteria, generation_config, **prepared):
-            check_inputs(model, input_ids, generation_config, prepared)
-            columns = [np.arange(input_ids.shape[1])]
-            return read_prompt(target, input_ids, prepared, generation_config, input_ids, columns)
-
-        model: Any = self.model
-        # Without a mask generate() would hide tokens with the id that pads.
-        given = {"input_ids": [self.ids], "attention_mask": [[1] * len(self.ids)], **self.inputs}
-        inputs = BatchFeature(given, tensor_type="pt").to(model.device, model.dtype)
-        return model.generate(
-            **inputs, custom_generate=read, max_length=len(self.ids) + 1, do_sample=False, num_beams=1
-        )

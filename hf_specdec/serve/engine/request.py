@@ -1,4 +1,4 @@
-"""Requests: how they are checked and made, the engine's state of a prompt and of each of its answers, and the results that users get."""
+"""Requests: how they are checked and made, and the engine's state of a prompt and of each of its answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import BatchFeature, PreTrainedModel
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -21,85 +23,46 @@ from ...core.sequence import Sequence, stream_seeds
 from ...decoding.decoder import SpeculativeDecoder
 from ...decoding.generate import check_methods
 from ...decoding.outputs import RowStatistics, summarize
+from ...model.packed_model import PackedModel
+from ...model.prompt import ReadPrompt, read_prompt
+from ...refusals import check_inputs
 from ...sampling.grammar import GrammarLogitsProcessor, Reasoning
 from ...sampling.processors import NodeProcessors
 from ...sampling.warpers import FusedSamplingLogitsWarper, OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
 from .adapters import Adapters
 from .encoder import EncoderInput, EncoderSide, check_ids
-from .images import ImagePrompt
+from .outputs import CompletionOutput, Logprob, RequestOutput
 from .params import SamplingParams
 from .structured import GrammarCompiler
 from .text import Detokenizer, safe_length, token_text
 
 
-@dataclass
-class Logprob:
-    """Log-probability of one token under the model's own distribution (before penalties and temperature).
+class ImagePrompt:
+    """A prompt with images, of one row, which the model itself reads.
 
-    Attributes:
-        rank: 1 for the most probable token.
-        decoded_token: the token's text; None without a tokenizer.
+    Args:
+        inputs: see `EncoderInput.images`.
     """
 
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
+    def __init__(self, model: PreTrainedModel, ids: list[int], inputs: dict[str, Any]):
+        self.model, self.ids, self.inputs = model, ids, inputs
 
+    def read(self, target: PackedModel) -> ReadPrompt:
+        """Let the model read it, prepared as by its `generate()`. Call outside `active()`. Raises ValueError: it does not take these
+        inputs; UnsupportedModel: it cannot go on from them as here."""
 
-@dataclass
-class CompletionOutput:
-    """One choice.
+        def read(model, input_ids, logits_processor, stopping_criteria, generation_config, **prepared):
+            check_inputs(model, input_ids, generation_config, prepared)
+            columns = [np.arange(input_ids.shape[1])]
+            return read_prompt(target, input_ids, prepared, generation_config, input_ids, columns)
 
-    Attributes:
-        index: number of the choice, from 0 to n - 1.
-        text: the new text. A stop text that ended it is cut off unless `include_stop_str_in_output`.
-        token_ids: new ids; if an end-of-sequence or stop token ended the choice, it is the last one.
-        cumulative_logprob: sum of the new tokens' log-probabilities; None unless `logprobs` was requested.
-        logprobs: {id: Logprob} for each new token; None unless requested.
-        finish_reason: "stop", "length", "abort", "error", or None while it runs.
-        stop_reason: the stop text or id that ended it; None for the end-of-sequence token.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass
-class RequestOutput:
-    """A request's choices and statistics.
-
-    Attributes:
-        prompt: the prompt's text; None if it was given as token ids.
-        prompt_logprobs: {id: Logprob} for each prompt token, None for the first; None unless requested.
-        num_cached_tokens: prompt tokens whose KV came from earlier requests.
-        speculation: statistics of speculation over all choices (see `Speculation`).
-        kv_transfer_params: with the method `extract_hidden_states`, {"hidden_states_path": the first choice's file}; on a prefill server
-            that keeps the prompt's KV, the parameters for the decode server; else None.
-        error: why the request failed while it ran; its choices then have what was generated before. None: it did not fail.
-        encoder_prompt: the text that the encoder of an encoder-decoder model has read; None: it was given ids or audio.
-        encoder_prompt_token_ids: the ids that it has read. `prompt_token_ids` are then the decoder's.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = False
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0
-    speculation: dict[str, Any] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    error: BaseException | None = None
-    encoder_prompt: str | None = None
-    encoder_prompt_token_ids: list[int] | None = None
+        model: Any = self.model
+        # Without a mask generate() would hide tokens with the id that pads.
+        given = {"input_ids": [self.ids], "attention_mask": [[1] * len(self.ids)], **self.inputs}
+        inputs = BatchFeature(given, tensor_type="pt").to(model.device, model.dtype)
+        return model.generate(
+            **inputs, custom_generate=read, max_length=len(self.ids) + 1, do_sample=False, num_beams=1
+        )
 
 
 @dataclass(eq=False)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from ...core.errors import UnsupportedModel
 from ...core.sequence import end_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SECONDS_PER_FRAME = 0.01
 _SECONDS_PER_STATE = 0.02

@@ -168,13 +168,15 @@ class Weights:
 
     def put_away(self, level: int) -> None:
         """Level 1: move the weights from the GPU to host memory, where a CPU's are anyhow. Level 2: free them; buffers, which trainers do
-        not send, are moved."""
-        places = self.places()
+        not send, are moved. A second call may go on from level 1 to level 2."""
+        places = self.places(even_away=True)
+        origins = {id(away[0]): away for away in self._put_away}
+        self._put_away = []
         freed = {name for name, tensor in places.items() if level == 2 and isinstance(tensor, nn.Parameter)}
         self.unsure |= freed
         for name, tensor in {id(tensor): (name, tensor) for name, tensor in places.items()}.values():
-            if name in freed or tensor.device.type != "cpu":
-                self._put_away.append((tensor, tensor.device, tensor.shape))
+            if name in freed or tensor.device.type != "cpu" or id(tensor) in origins:
+                self._put_away.append(origins.get(id(tensor), (tensor, tensor.device, tensor.shape)))
                 tensor.data = tensor.data.new_empty(0) if name in freed else tensor.data.cpu()
 
     def bring_back(self) -> None:
@@ -184,13 +186,14 @@ class Weights:
             tensor.data = held.to(device)
         self._put_away.clear()
 
-    def places(self) -> dict[str, torch.Tensor]:
-        """The model's weights and kept buffers by name, without those of LoRA adapters. Raises ValueError: they cannot be written."""
+    def places(self, even_away: bool = False) -> dict[str, torch.Tensor]:
+        """The model's weights and kept buffers by name, without those of LoRA adapters. Raises ValueError: they cannot be written, also,
+        unless `even_away`, because they are put away."""
         model = self._target.model
         kind = type(model).__name__
         if self._exchanges_kv:
             raise ValueError("kv_transfer_config: engines that exchange KV must keep their weights.")
-        if self._put_away:
+        if self._put_away and not even_away:
             raise ValueError("The weights are put away: wake them up first (/wake_up).")
         if self._target.ranks is not None:
             raise ValueError(f"{kind} is sharded (tensor_parallel_size): its weights cannot be updated.")

@@ -134,6 +134,7 @@ class Endpoint(ABC):
             return Response(answer, headers=headers, media_type="application/json")
 
     def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token's text, which may be a part of a character."""
         return token_bytes(self.server.tokenizer, token)
 
     def answer(self, results: list[list[Update]]) -> dict[str, Any]:

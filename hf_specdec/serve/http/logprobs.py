@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..engine.request import Logprob
+from ..engine.outputs import Logprob
 from ..ipc.messages import Update
 
 _LEAST = -9999.0  # sent in place of minus infinity, which JSON cannot hold

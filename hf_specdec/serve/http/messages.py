@@ -27,6 +27,8 @@ _DELTAS = {
 
 
 class TextBlock(Part):
+    """A text."""
+
     type: Literal["text"]
     text: str
 
@@ -36,6 +38,8 @@ class TextBlock(Part):
 
 
 class Base64Source(Part):
+    """A file within the request: its media type, such as image/png, and its bytes in base64."""
+
     type: Literal["base64"]
     media_type: str
     data: str
@@ -47,6 +51,8 @@ class Base64Source(Part):
 
 
 class UrlSource(Part):
+    """A file by its URL: a data URL, or one of a host of --allowed-media-hosts."""
+
     type: Literal["url"]
     url: str
 
@@ -57,6 +63,8 @@ class UrlSource(Part):
 
 
 class ImageBlock(Part):
+    """An image, for models that read images."""
+
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, _BY_TYPE]
 
@@ -66,6 +74,8 @@ class ImageBlock(Part):
 
 
 class ToolResultBlock(Part):
+    """What a tool returned for the call with this id; default: nothing."""
+
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Items[Annotated[TextBlock | ImageBlock, _BY_TYPE]] = ""
@@ -79,6 +89,8 @@ class ThinkingBlock(Part):
 
 
 class ToolUseBlock(Part):
+    """A call of a tool in an earlier answer: its id, the tool's name and its arguments, an object."""
+
     type: Literal["tool_use"]
     id: str
     name: str
@@ -90,6 +102,8 @@ class ToolUseBlock(Part):
 
 
 class SystemMessage(Part):
+    """Instructions within the conversation."""
+
     role: Literal["system"]
     content: str | Annotated[Items[TextBlock], Field(min_length=1)]
 
@@ -99,6 +113,8 @@ class SystemMessage(Part):
 
 
 class UserMessage(Part):
+    """What the user wrote, and results of tools."""
+
     role: Literal["user"]
     content: str | Annotated[Items[Annotated[TextBlock | ImageBlock | ToolResultBlock, _BY_TYPE]], Field(min_length=1)]
 
@@ -118,6 +134,8 @@ class UserMessage(Part):
 
 
 class AssistantMessage(Part):
+    """An earlier answer, with its reasoning and calls; the last message may be the beginning of the answer."""
+
     role: Literal["assistant"]
     content: str | Items[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, _BY_TYPE]]
 
@@ -153,26 +171,36 @@ class InputTool(Part):
 
 
 class ToolChoice(Part):
+    """Whether the model must call a tool: auto (it chooses), any (it must), none (it must not)."""
+
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool = False
 
 
 class NamedToolChoice(Part):
+    """The tool that the model must call."""
+
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool = False
 
 
 class Thinking(Part):
+    """Whether the model thinks before it answers."""
+
     type: Literal["disabled", "adaptive"]
 
 
 class LimitedThinking(Part):
+    """The model thinks, for at most `budget_tokens` tokens."""
+
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1)
 
 
 class OutputConfig(Part):
+    """How much the model thinks (effort, for chat templates that read it), and what the text must be (format)."""
+
     effort: str | None = None
     format: TextFormat | None = None
 

@@ -41,13 +41,19 @@ class SpeculationField(BaseModel):
     """The field `speculative_config` of a request: drafter, draft length, or no drafts at all; and whether others learn from it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    method: str | None = None
-    num_speculative_tokens: int | None = Field(default=None, ge=0)
-    enabled: bool = True
-    private: bool = False
+    method: str | None = Field(
+        default=None, description="which drafter drafts, of method per_request or auto; default: the server's choice"
+    )
+    num_speculative_tokens: int | None = Field(
+        default=None, ge=0, description="tokens of a draft; 0: none; default: the method's"
+    )
+    enabled: bool = Field(default=True, description="false: plain decoding")
+    private: bool = Field(default=False, description="this request and others do not draft from each other's texts")
 
 
 class JsonSchema(Part):
+    """A JSON schema that the answer must follow."""
+
     strict: bool | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
@@ -87,37 +93,54 @@ class PredictionField(Part):
 class SamplingFields(Body):
     """The fields that chat, completion and response requests share."""
 
-    model: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    n: int = Field(1, ge=1, le=128)
-    stream: bool = False
+    model: str | None = Field(None, description="a name that /v1/models lists; default: the first")
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="of disaggregated prefill: as the other server answered"
+    )
+    n: int = Field(1, ge=1, le=128, description="number of answers")
+    stream: bool = Field(False, description="send the answer in events, as it is written")
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    logit_bias: dict[str, float] | None = Field(None, max_length=_MOST_BIASES)
-    allowed_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
-    skip_special_tokens: bool = True
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    priority: int = 0
-    max_time: float | None = Field(None, gt=0, allow_inf_nan=False)
+    temperature: float | None = Field(None, description="0: the likeliest token; default: the model's, else 1")
+    top_p: float | None = Field(None, description="0 to 1; default: the model's, else 1")
+    top_k: int | None = Field(None, description="likeliest tokens to draw from; 0 or -1: all; default: the model's")
+    min_p: float | None = Field(
+        None, description="least probability, as a share of the largest; default: the model's, else 0"
+    )
+    presence_penalty: float = Field(0.0, description="-2 to 2, for tokens that the answer has")
+    frequency_penalty: float = Field(0.0, description="-2 to 2, for each time that it has them")
+    repetition_penalty: float | None = Field(
+        None, description="factor for tokens of prompt and answer; default: the model's, else 1"
+    )
+    seed: int | None = Field(None, description="the same seed draws the same tokens; default: a random one")
+    stop: str | Items[str] | None = Field(None, description="texts that end the answer")
+    stop_token_ids: Items[int] | None = Field(None, description="token ids that end it")
+    include_stop_str_in_output: bool = Field(False, description="keep the stop text")
+    ignore_eos: bool = Field(False, description="go on after the end-of-sequence token")
+    min_tokens: int = Field(0, description="tokens before which the answer does not end")
+    logit_bias: dict[str, float] | None = Field(
+        None, max_length=_MOST_BIASES, description="token id → number that is added to its logit"
+    )
+    allowed_token_ids: Items[int] | None = Field(None, description="the only ids to draw from; default: all")
+    bad_words: Items[str] | None = Field(None, description="texts that are not written")
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="likeliest tokens shown per prompt token; default: none"
+    )
+    priority: int = Field(0, description="smaller numbers run first")
+    max_time: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds after which the answer ends with what is written; default: no limit",
+    )
     speculative_config: SpeculationField | None = None
     prediction: PredictionField | None = None
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = Field(False, description="show ids of prompt and answer")
+    return_tokens_as_token_ids: bool = Field(False, description="name tokens of logprobs token_id:5")
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="what the text must match: json, json_object, regex, choice or grammar, and white space"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -186,10 +209,12 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
-    max_tokens: int | None = Field(16, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = False
-    decoder_prompt: str | Items[int] | None = None
+    max_tokens: int | None = Field(16, ge=0, description="new tokens, at most")
+    logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens shown per token; default: none")
+    echo: bool = Field(False, description="put the prompt before the answer")
+    decoder_prompt: str | Items[int] | None = Field(
+        None, description="how the answer of an encoder-decoder model begins; default: the model's"
+    )
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -280,11 +305,15 @@ class Function(BaseModel):
 
 
 class Tool(Part):
+    """A function that the model may call."""
+
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(Part):
+    """A function by its name."""
+
     name: str
 
 

@@ -35,10 +35,14 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(Part):
+    """The field `text`: what the answer's text must be; default: any text."""
+
     format: TextFormat | None = None
 
 
 class ReasoningOptions(Part):
+    """The field `reasoning`: how much the model thinks, for chat templates that read it; default: the template's."""
+
     effort: str | None = None
 
 
@@ -58,6 +62,8 @@ class FunctionTool(Part):
 
 
 class NamedFunctionTool(NamedFunction):
+    """The function that the model must call."""
+
     type: Literal["function"]
 
 

@@ -45,9 +45,15 @@ _MODEL = holding(id=TEXT, object={"const": "model"}, created=INTEGER, owned_by=T
 _MODEL["properties"] |= {"max_model_len": INTEGER, "parent": TEXT}
 _OR_NULL = {"type": ["string", "null"]}
 _SHAPES = {
-    "Error": holding(error=holding(message=TEXT, type=TEXT, param=_OR_NULL, code=_OR_NULL)),
-    "AnthropicError": holding(type={"const": "error"}, error=holding(type=TEXT, message=TEXT)),
-    "Model": _MODEL,
+    "Error": {
+        "description": "What is wrong, of which field.",
+        **holding(error=holding(message=TEXT, type=TEXT, param=_OR_NULL, code=_OR_NULL)),
+    },
+    "AnthropicError": {
+        "description": "What is wrong, in Anthropic's shape.",
+        **holding(type={"const": "error"}, error=holding(type=TEXT, message=TEXT)),
+    },
+    "Model": {"description": "A name of the model, or an adapter; `created`: seconds since 1970.", **_MODEL},
 }
 
 

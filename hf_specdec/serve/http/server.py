@@ -11,28 +11,29 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...candidate_generators import parse_config
 from ...core.errors import is_failure
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderInput
+from ..engine.outputs import Logprob
 from ..engine.params import SamplingParams
-from ..engine.request import Logprob
 from ..engine.structured import StructuredOutputsParams
 from ..engine.text import Detokenizer
 from ..ipc.engine_process import EngineProcess
 from ..ipc.messages import Call, Cancel, Facts, Load, Submit, Update
-from ..ipc.worker import EngineWorker
-from ..llm import LLM
 from ..metrics import Metrics
 from .errors import ApiError, bad_request, failed, overloaded, shutting_down, stopped, unavailable
 from .lanes import Lanes
 from .media import Media
 from .reader import RequestReader
 from .store import ResponseStore
+
+if TYPE_CHECKING:
+    from ..ipc.worker import EngineWorker
+    from ..llm import LLM
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,12 @@ class Privacy:
             raise ValueError(
                 "An API key is empty, so that every request has it: give a key, or no --api-key and no HF_SPECDEC_API_KEY."
             )
-        config = None if speculative_config is None else parse_config(speculative_config)
         keeps_apart = len(set(api_keys or [])) > 1 and not (self.private or self.shares_across_keys)
-        if keeps_apart and getattr(config, "learn", False):
+        if not keeps_apart or speculative_config is None:
+            return
+        from ...candidate_generators import parse_config  # loads every drafter
+
+        if getattr(parse_config(speculative_config), "learn", False):
             raise ValueError(
                 "'learn' teaches one head from the requests of all API keys: allow that with --share-across-api-keys, or leave 'learn' out."
             )
@@ -167,6 +171,7 @@ class Server(RequestReader):
         self.answers: dict[str, Answer] = {}  # those that have not ended, by id
         self.lanes = Lanes(self)
         self.corpora: dict[str, dict[str, int]] = {}  # that clients have added: space → name → number of tokens
+        self._asked: set[asyncio.Task] = set()  # what the engine has been asked to do and has not done yet
         self._num_submitted = 0  # choices
         self.is_closed = False  # the time for draining is over: every request is refused
         self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
@@ -190,6 +195,8 @@ class Server(RequestReader):
                 self.worker.send(Cancel(name))
         self.end_with(shutting_down())
         self.lanes.end()
+        for task in self._asked:
+            task.cancel()
 
     def end_with(self, error: ApiError) -> None:
         """End all answers with an error."""
@@ -246,18 +253,25 @@ class Server(RequestReader):
 
     async def _done(self, asked: Future, param: str | None, then: Callable[[], object] = lambda: None) -> None:
         """Wait for what the engine was asked to do, and do what follows `then`, even if the client leaves. Raises ApiError: 400, the
-        engine refuses it, because of the field `param`; 503, the engine has stopped."""
+        engine refuses it, because of the field `param`; 503, the engine has stopped, or the server is shutting down."""
 
         async def done() -> None:
             await asyncio.wrap_future(asked)
             then()
 
+        task = asyncio.ensure_future(done())
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
         try:
-            await asyncio.shield(done())
+            await asyncio.shield(task)
         except (ValueError, ImportError) as error:
             raise bad_request(str(error), param) from None
         except ChildProcessError:
             raise stopped() from None
+        except asyncio.CancelledError:
+            if self.is_closed:
+                raise shutting_down() from None
+            raise
 
     async def change_adapters(self, name: str, path: str | None, replaces: bool = False) -> None:
         """Load a LoRA adapter (see `Adapters.load`), or unload it (`path` None). Answers that use it end as they began. Raises ApiError:

@@ -10,7 +10,6 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, Field, model_validator
 
-from ..engine.weights import GROUP_NAME
 from .bodies import Body, Part, checked, parsed
 from .endpoints import ignored_header
 from .errors import bad_request
@@ -23,22 +22,24 @@ _Sizes = list[Annotated[int, Field(ge=0, lt=1 << 63)]]
 class Group(Part):
     """Where the trainer, rank 0, waits for the engine."""
 
-    master_address: str
+    master_address: str = Field(description="host of the trainer")
     master_port: int = Field(ge=1, le=65535)
-    rank_offset: int = 1
-    world_size: int = 2
-    group_name: str = GROUP_NAME
-    backend: Literal["gloo", "nccl"] | None = None
+    rank_offset: int = Field(1, description="rank of this engine")
+    world_size: int = Field(2, description="ranks in the group")
+    group_name: str | None = Field(None, description="default: weight_update_group")
+    backend: Literal["gloo", "nccl"] | None = Field(None, description="default: nccl on a GPU, else gloo")
     packed: Literal[False] = Field(False, exclude=True)
 
 
 class Tensors(Part):
     """A folder, or what the trainer broadcasts one by one."""
 
-    path: str | None = None
-    names: list[str] | None = None
-    dtype_names: list[str] = []
-    shapes: list[_Sizes] = []
+    path: str | None = Field(None, description="a folder on the server's machine, with the whole model")
+    names: list[str] | None = Field(
+        None, description="the model's names of the tensors, in the order in which they come"
+    )
+    dtype_names: list[str] = Field([], description="their dtypes, such as bfloat16")
+    shapes: list[_Sizes] = Field([], description="their shapes")
     packed: Literal[False] = Field(False, exclude=True)
 
     @model_validator(mode="after")
@@ -87,11 +88,11 @@ class DiskRequest(Body):
 class PauseRequest(Body):
     """POST /pause. Running requests are aborted, run to their end, or wait and go on later."""
 
-    mode: Literal["abort", "wait", "keep"] = "abort"
+    mode: Literal["abort", "wait", "keep"] = Field("abort", description="what becomes of running requests")
 
 
 class SleepRequest(Body):
-    """POST /sleep."""
+    """POST /sleep. Level 1 moves a GPU's weights to host memory, level 2 frees them; both free the KV cache."""
 
     level: Annotated[Literal[1, 2, "1", "2"], AfterValidator(int)] = 1  # in a query it is a text
 
@@ -99,7 +100,7 @@ class SleepRequest(Body):
 class WakeRequest(Body):
     """POST /wake_up."""
 
-    tags: list[Literal["weights", "kv_cache"]] | None = None
+    tags: list[Literal["weights", "kv_cache"]] | None = Field(None, description="what wakes up; default: both")
 
 
 class EmptyRequest(Body):
@@ -117,7 +118,7 @@ _Call = Callable[[Any], tuple[str, dict[str, Any]]]
 
 def _with_fields(method: str, part: Part) -> tuple[str, dict[str, Any]]:
     """A method of `Control`, and a part's fields as its arguments."""
-    return method, part.model_dump(include=set(type(part).model_fields))
+    return method, part.model_dump(include=set(type(part).model_fields), exclude_none=True)
 
 
 def _post(path: str, form: type[Body], summary: str, call: str | _Call, answer: dict[str, Any]) -> Route:

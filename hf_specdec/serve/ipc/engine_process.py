@@ -21,13 +21,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..llm import LLM
 from .messages import Ask, Call, Cancel, Done, Ended, Facts, Load, Submit, Update
-from .worker import EngineWorker
+
+if TYPE_CHECKING:
+    from .worker import EngineWorker
 
 SECONDS_TO_END = 10.0  # for a process to end after it was told to; it is then killed
 BEAT_SECONDS = 2.0  # after this time the engine's process says something, even if nothing runs
@@ -253,6 +254,8 @@ def _serve(arguments: bytes, channel: Channel, reader: _Reader) -> BaseException
         channel.put(updates)
 
     try:
+        from ..llm import LLM  # here only: the HTTP side needs no engine
+
         llm = LLM(**pickle.loads(arguments))
         facts, worker = Facts.of(llm, llm.tokenizer), llm.make_worker(deliver, channel.put)
     except BaseException as error:

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from ...sampling.grammar import Reasoning
 from ..engine.encoder import EncoderFacts, EncoderInput
+from ..engine.outputs import Logprob
 from ..engine.params import SamplingParams
-from ..engine.request import Logprob
 from ..engine.structured import response_template_of
 
 
