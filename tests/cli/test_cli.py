@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from paths import ROOT
 
 import hf_specdec
-from hf_specdec.cli import demo, main, measure
+from hf_specdec.cli import build_parser, demo, main, measure, serve
 from hf_specdec.cli.measure import Measurement, Variant, cut_at_end, equal_rows
 from hf_specdec.cli.options import Output, read_prompts
 
@@ -332,3 +333,10 @@ def test_measurement_arithmetic():
     assert (result.seconds, result.new_tokens, result.outputs.pop()) == ([1.0, 2.0, 4.5], [8, 8, 10], [5, 6])
     assert result.tokens_per_second == 4.0
     assert equal_rows(result, Measurement(Variant("y"), outputs=[[1], [3]])) == 1
+
+
+def test_every_option_of_the_engine_reaches_it():
+    """The list is written down, because the HTTP side does not import `LLM`, which has these arguments."""
+    args = build_parser().parse_args(["serve", "tiny", "--lora-modules", "name=folder"])
+    arguments = inspect.signature(hf_specdec.LLM).parameters.keys() - {"model", "tokenizer"}
+    assert serve._engine_arguments(args).keys() == arguments & vars(args).keys()
