@@ -213,7 +213,7 @@ def _is_read(module: nn.Module) -> TypeGuard[nn.Linear]:
     if not is_untouched(module) or is_sharded(module):
         return False
     tensors = _tensors(module)
-    return all(each.dtype in TYPES and each.is_contiguous() and each.dtype == tensors[0].dtype for each in tensors)
+    return all(part.dtype in TYPES and part.is_contiguous() and part.dtype == tensors[0].dtype for part in tensors)
 
 
 def native_linears(model: nn.Module) -> ReplacedLinears | None:
