@@ -203,11 +203,11 @@ class MedusaGenerator(LastHiddenGenerator):
         config = config.with_default_length(proposed_length(checkpoint))
         super().__init__(config, target, self.heads, len(self.heads.blocks))
         head = self.heads.scoring()[0]
-        if not self.heads.lm_heads and type(head) is nn.Linear:  # a layer of its own, which may compute in another way
+        if not self.heads.lm_heads and type(head) is nn.Linear:  # another layer, which may compute in another way
             with torch.device("meta"):
-                own = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
-            own.weight, own.bias = head.weight, head.bias
-            self.heads = self.use_heads("lm_heads", [own])
+                copied = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+            copied.weight, copied.bias = head.weight, head.bias
+            self.heads = self.use_heads("lm_heads", [copied])
         self.taps = self.heads.taps
         self.vocabulary = DraftVocabulary(target.vocab_size, self.heads.target_ids)
 
