@@ -121,7 +121,8 @@ class NGramGenerator(CandidateGenerator, ContinuesDrafts, ReadsCorpora):
         for i, (seq, draft, limit) in enumerate(zip(sequences, drafts, limits, strict=True)):
             if limit > 0:
                 index = self.indices[seq.id]
-                text = seq.read_ids + seq.tokens if seq.read_ids else seq.tokens  # a long text is not copied in every step
+                # a long text is not copied in every step
+                text = seq.read_ids + seq.tokens if seq.read_ids else seq.tokens
                 index.extend(text)  # only now: rows that do not draft need no index
                 added[i] = index.continuation(text, limit, draft, self.corpora.of(seq))
         return added
