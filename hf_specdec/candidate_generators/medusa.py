@@ -203,7 +203,8 @@ class MedusaGenerator(LastHiddenGenerator):
         config = config.with_default_length(proposed_length(checkpoint))
         super().__init__(config, target, self.heads, len(self.heads.blocks))
         head = self.heads.scoring()[0]
-        if not self.heads.lm_heads and type(head) is nn.Linear:  # another layer, which may compute in another way
+        if not self.heads.lm_heads and type(head) is nn.Linear:
+            # a layer with the same weights, so that the target's own goes on computing as it does
             with torch.device("meta"):
                 copied = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
             copied.weight, copied.bias = head.weight, head.bias

@@ -98,10 +98,10 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
 
     args.model, wanted, args.dtype = "tiny", args.dtype, "float32"
     source, tokenizer = options.load_model_and_tokenizer(args)
-    halves = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"
-    dtype = torch.bfloat16 if halves else torch.float32
+    in_bfloat16 = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"
+    dtype = torch.bfloat16 if in_bfloat16 else torch.float32
     # Steps must be long enough to gain from drafts, and short enough for the demo's time limit.
-    affordable = "1b" if source.device.type == "cuda" else "300m" if halves else "100m"
+    affordable = "1b" if source.device.type == "cuda" else "300m" if in_bfloat16 else "100m"
     name = affordable if args.size == "auto" else args.size
     sizes = {} if name == "tiny" else dict(zip(DIMENSIONS, PRESETS[name], strict=True))
     model = inflate(source, **sizes, dtype=dtype)
@@ -168,13 +168,13 @@ def single_variants(demo: DemoModel) -> list[Variant]:
 
 
 def batch_variants(demo: DemoModel) -> list[Variant]:
-    """The best drafter in a batch, where each drafted token costs more."""
+    """The variants in a batch, where a drafted token costs more: one drafter, the head if there is one."""
     return measure.with_baselines(with_weights(demo)[-1:])
 
 
 def with_weights(demo: DemoModel) -> list[Variant]:
-    """The draft model, and the head if there is one: trees where many more tokens cost little."""
-    shape = TREE if demo.model is not None and demo.model.device.type == "cuda" else {}
+    """The draft model, and the head if there is one. The head drafts trees on a GPU, where many more tokens cost little."""
+    shape = TREE if demo.model.device.type == "cuda" else {}
     heads = [] if demo.eagle3 is None else [Variant("eagle3", {"model": demo.eagle3, **shape, **LEARNT})]
     return [Variant("draft_model", {**DRAFT, **LEARNT}), *heads]
 

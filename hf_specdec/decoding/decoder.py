@@ -294,8 +294,8 @@ class SpeculativeDecoder(RunningSequences):
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, seen: StepOutcome, proposed: DraftTrees, pending: PendingStep, timed: bool) -> None:
-        """Tell the policy the results of its draft lengths. The time of a step that also read prompts says only what many tokens take, if
-        steps are no graphs: long prompts run without them, and take longer in any case.
+        """Tell the policy the results of its draft lengths. The time of a step that also read prompts says only what many tokens take.
+        Where steps are CUDA graphs it does not say even that, because long prompts run without graphs.
 
         A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads hidden states could
         not draft yet.

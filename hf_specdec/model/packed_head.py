@@ -65,7 +65,7 @@ class PackedHead:
     Attributes:
         graphs, reading_graphs: run forwards without and with `fuse` as CUDA graphs; None: kernels are launched one by one.
         native: runs small forwards as one call of the native library on a CPU; None: operators are called one by one.
-        after: a module of `module` that the hidden states go through last, if it does not apply it itself.
+        after: what is applied to the hidden states of `module` at the end, such as its last norm; None: nothing.
     """
 
     graphs: GraphRunner | None = None

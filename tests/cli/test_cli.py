@@ -5,8 +5,10 @@ import importlib.util
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from paths import ROOT
 
 import hf_specdec
@@ -307,9 +309,10 @@ def test_measurements_end_when_their_time_is_up(tiny_model, monkeypatch):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("head", [None, "tiny-eagle3"])
-def test_what_the_demo_compares_can_be_parsed(head):
-    model = demo.DemoModel(None, None, head and hf_specdec.bundled(head))
+@pytest.mark.parametrize(("head", "device"), [(None, "cpu"), ("tiny-eagle3", "cpu"), ("tiny-eagle3", "cuda")])
+def test_what_the_demo_compares_can_be_parsed(head, device):
+    target = SimpleNamespace(device=torch.device(device))
+    model = demo.DemoModel(target, None, head and hf_specdec.bundled(head))
     single, batch = (
         [hf_specdec.parse_config(variant.speculative_config) for variant in variants if variant.speculative_config]
         for variants in (demo.single_variants(model), demo.batch_variants(model))

@@ -330,6 +330,7 @@ class LayeredHead(nn.Module):
     lm_head: nn.Linear
 
     def borrowed(self) -> list[nn.Module]:
+        """Modules that may be the target's own."""
         return [self.embeddings.table]
 
 

@@ -84,6 +84,7 @@ class MtpModule(nn.Module):
         self.shared = {"embed_tokens": embed_tokens, "lm_head": lm_head} | dict(self.named_children())
 
     def borrowed(self) -> list[nn.Module]:
+        """Modules that may be the target's own."""
         return [self.shared["embed_tokens"], self.shared["lm_head"]]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

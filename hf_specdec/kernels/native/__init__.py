@@ -140,7 +140,7 @@ OP = np.dtype(
 
 # Functions of OpenMP runtimes: GCC's and LLVM's way to run a function in all threads, and what both have.
 _OPENMP = ("GOMP_parallel", "__kmpc_fork_call", "omp_get_thread_num", "omp_get_num_threads")
-_PROCESS = os.getpid()  # that the runtime's threads are of
+_PROCESS = os.getpid()  # the OpenMP runtime's threads belong to it, and a forked process has none of them
 
 
 # ---- the library ----

@@ -51,7 +51,7 @@ def draft_chains(
     states = None if features is None else (torch.empty_like(features), features.contiguous())
     pools, of_head = addresses(forward, cache), (0, 0, 0)
     with contextlib.ExitStack() as held:
-        for program in {forward, scoring}:
+        for program in sorted({forward, scoring}, key=id):  # all threads take locks in one order
             held.enter_context(program.lock)
         forward.make_room(max(table.length for table in tables) + most)
         if head is not None and states is not None:

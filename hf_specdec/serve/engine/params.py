@@ -12,6 +12,7 @@ from .structured import StructuredOutputsParams
 
 MOST_LOGPROBS = 20
 MOST_CHOICES = 128
+GROUP_NAME = "weight_update_group"  # of a trainer and the engine, where none is given
 # Logits divided by a smaller number could become infinite.
 _LEAST_TEMPERATURE = 1e-20
 _LEAST_PENALTY = 1e-3

@@ -15,8 +15,8 @@ from torch import nn
 from ...model.adapters import lora_layers
 from ...model.packed_model import PackedModel
 from ...model.structure import place_of
+from .params import GROUP_NAME
 
-GROUP_NAME = "weight_update_group"
 _GROUP_SECONDS = 120  # for the other ranks to join, and for a tensor to arrive
 _NO_MATTER = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 

@@ -10,6 +10,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, Field, model_validator
 
+from ..engine.params import GROUP_NAME
 from .bodies import Body, Part, checked, parsed
 from .endpoints import ignored_header
 from .errors import bad_request
@@ -26,7 +27,7 @@ class Group(Part):
     master_port: int = Field(ge=1, le=65535)
     rank_offset: int = Field(1, description="rank of this engine")
     world_size: int = Field(2, description="ranks in the group")
-    group_name: str | None = Field(None, description="default: weight_update_group")
+    group_name: str = Field(GROUP_NAME, description="name of the group")
     backend: Literal["gloo", "nccl"] | None = Field(None, description="default: nccl on a GPU, else gloo")
     packed: Literal[False] = Field(False, exclude=True)
 
@@ -118,7 +119,7 @@ _Call = Callable[[Any], tuple[str, dict[str, Any]]]
 
 def _with_fields(method: str, part: Part) -> tuple[str, dict[str, Any]]:
     """A method of `Control`, and a part's fields as its arguments."""
-    return method, part.model_dump(include=set(type(part).model_fields), exclude_none=True)
+    return method, part.model_dump(include=set(type(part).model_fields))
 
 
 def _post(path: str, form: type[Body], summary: str, call: str | _Call, answer: dict[str, Any]) -> Route:
