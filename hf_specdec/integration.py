@@ -25,11 +25,13 @@ from .core.errors import UnsupportedModel
 from .core.names import CACHE
 from .core.ranks import ranks_of
 from .decoding import SpeculativeDecoder, decode
+from .decoding.attention_weights import attention_weights, check_attention_weights
 from .decoding.ranked import agreed_call, decoder_of
 from .model.architectures import has_bidirectional_prompts
 from .model.encoder_decoder import family_of, is_encoder_decoder
 from .model.encoder_decoder.source import sources_of
 from .model.prepare import ModelOptions, prepare
+from .model.recurrent.families import num_cached
 from .model.self_test import check, is_intervened
 from .model.structure import hooks_in, structure_of
 from .refusals import adapter_names, check_inputs, check_mode, check_model
@@ -75,6 +77,7 @@ def specdec_decoding(
         raise UnsupportedModel(
             "PEFT's virtual tokens work before prompts of text only: call generate() without speculative_config."
         )
+    adapters = _of_rows(vars(generation_config)["adapter_names"], input_ids, is_more_than_ids)
     with_encoder = is_encoder_decoder(model)
     seed = config.seed
     if seed is None:
@@ -87,6 +90,11 @@ def specdec_decoding(
         for used in sorted({model, assistant_model} - {None}, key=id):
             stack.enter_context(_kept(used).lock)
         decoder = get_decoder(model, config, DrafterContext(assistant_model, tokenizer, assistant_tokenizer))
+        wants_weights = bool(generation_config.return_dict_in_generate and generation_config.output_attentions)
+        if wants_weights:
+            cache: Any = None if with_encoder else model_kwargs.get(CACHE)
+            is_cached = cache is not None and num_cached(cache) > 0
+            check_attention_weights(decoder.target, is_more_than_ids or is_cached or (offsets or adapters) is not None)
         result = decode(
             decoder,
             input_ids,
@@ -101,11 +109,16 @@ def specdec_decoding(
             prompt_inputs=model_kwargs if is_more_than_ids else None,
             offsets=offsets,
             sources=sources_of(model, inputs_tensor, model_kwargs, config.block_size) if with_encoder else None,
-            adapters=_of_rows(vars(generation_config)["adapter_names"], input_ids, is_more_than_ids),
+            adapters=adapters,
             predictions=predictions_of(config, input_ids.shape[0], tokenizer, decoder.target.vocab_size),
         )
-        if with_encoder and not torch.is_tensor(result) and generation_config.output_hidden_states:
+        if torch.is_tensor(result):
+            return result
+        if with_encoder and generation_config.output_hidden_states:
             result["encoder_hidden_states"] = model_kwargs["encoder_outputs"].get("hidden_states")
+        if wants_weights:
+            for name, steps in attention_weights(decoder.target, input_ids, result["sequences"], model_kwargs).items():
+                result[name] = steps
         return result
 
 

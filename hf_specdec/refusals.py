@@ -78,10 +78,6 @@ def check_model(
         )
     _settle_cache_implementation(model, generation_config)
     _check_processors(generation_config)
-    if generation_config.return_dict_in_generate and generation_config.output_attentions:
-        raise ValueError(
-            "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
-        )
     kind: Any = type(model)
     if kind._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):
         raise UnsupportedModel(

@@ -125,6 +125,19 @@ def test_pipeline():
         texts(num_beams=5, speculative_config=NGRAM)
 
 
+def test_times_of_tokens():
+    """From attention weights, for recordings of one window and of several."""
+    for num_frames, options in ((40, {"language": "en"}), (130, TO_PREVIOUS)):
+        inputs, given = speech(num_frames), {**options, "return_token_timestamps": True, "num_beams": 1}
+        model = whisper()
+        model.generation_config.alignment_heads = [[0, 0], [0, 1]]
+        plain, ours = (
+            model.generate(**copy.deepcopy(inputs), **given, speculative_config=config) for config in (None, NGRAM)
+        )
+        assert torch.equal(ours["sequences"], plain["sequences"]) and len(plain["token_timestamps"].unique()) > 3
+        assert torch.allclose(ours["token_timestamps"], plain["token_timestamps"])
+
+
 def test_a_decoder_needs_an_encoder_of_its_width():
     """A decoder that is passed reads the target's encoder, and is no target itself."""
     model, inputs, options = whisper(), speech(130), {**TO_PREVIOUS, "begin_suppress_tokens": None}
