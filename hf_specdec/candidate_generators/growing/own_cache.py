@@ -165,7 +165,9 @@ class OwnsCache(GrowsDrafts, CandidateGenerator, KeepsPrefixes):
     def greedy_chains(self, rows: list[int], logits: torch.Tensor, limits: list[int]) -> torch.Tensor | None:
         """See `GrowsDrafts`."""
         programs = self.chain_programs()
-        if programs is None or len(rows) > programs[0].most_tokens or any(p is not None and p.calls for p in programs):
+        if programs is None or len(rows) > programs[0].most_tokens:
+            return None
+        if any(program is not None and (program.calls or program.reads_sources) for program in programs):
             return None
         features = None if self.state is None else self.state[:, 0]
         seq_ids = [self.sequences[row].id for row in rows]

@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 8  # version of the structures; the library reports the version it was compiled with
+VERSION = 9  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -76,7 +76,7 @@ class StepInputs(ctypes.Structure):
         *_fields(_Integer, "num_tokens num_selected"),
         *_fields(_Pointer, "ids positions selected write_slots rows"),
         ("num_rows", _Integer),
-        ("pools", _Pointer),
+        *_fields(_Pointer, "pools sources"),
     ]
 
 

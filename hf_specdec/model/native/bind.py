@@ -23,6 +23,7 @@ from ...kernels.dispatch import uses_native
 from ...kernels.native import TYPES
 from .. import architectures
 from ..adapters import have_adapters
+from ..encoder_decoder.source import dummy_sources
 from ..packed_batch import PackedBatch
 from ..structure import interposed
 from .check import Traceable
@@ -50,10 +51,13 @@ def _forward_of_model(packed: PackedModel, by_row: bool) -> Traceable:
         more = [output.last_hidden] if taps.last_hidden else [], [output.all_logits] if taps.logits else []
         return [output.logits, *more[0], *output.layers.values(), *more[1]]  # pyright: ignore[reportReturnType]
 
+    def begin(cache: PagedStaticCache, seq_id: int, row: int) -> None:
+        packed.read_source(cache, seq_id, dummy_sources(model, row + 1, packed.device)[row])
+
     return Traceable(
         (taps, packed.num_layers, packed.window, by_row), type(model).__name__, modules, packed.device, model.dtype,
-        compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), model.config,
-        vocab_size=packed.vocab_size, max_positions=packed.max_positions, ours=False, rounds=packed.rounds,
+        compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), config=model.config,
+        begin=None if packed.family is None else begin, vocab_size=packed.vocab_size, max_positions=packed.max_positions, ours=False, rounds=packed.rounds,
     )  # fmt: skip
 
 
@@ -69,7 +73,8 @@ def _forward_of_head(head: PackedHead, key: Hashable, reads: bool, features_widt
     return Traceable(
         key, type(head.module).__name__, modules, head.device, head.dtype,
         lambda batch, features: [run(batch, features=features)],  # pyright: ignore[reportArgumentType]
-        lambda: head.new_cache(num_blocks=16, block_size=16), head.config, features_width, min(tables, default=1),
+        lambda: head.new_cache(num_blocks=16, block_size=16), config=head.config, features_width=features_width,
+        vocab_size=min(tables, default=1),
     )  # fmt: skip
 
 
@@ -192,7 +197,7 @@ class NativeRunner(_Bound):
 def can_try(packed: PackedModel) -> bool:
     """True if a program might run this model: it is on a CPU with the library, reads pages, and its rows are only text. A program has no
     collectives, so a sharded model never gets one."""
-    whole = packed.ranks is None and packed.recurrent is None and packed.family is None and packed.graphs is None
+    whole = packed.ranks is None and packed.recurrent is None and packed.graphs is None
     plain = whole and not (packed.gather or packed.is_latent or packed.segments or packed.deterministic)
     return plain and uses_native(packed.device) and packed.model.dtype in TYPES
 

@@ -38,6 +38,7 @@ class Traceable:
         modules: all modules that it calls, submodules included.
         compute: its outputs, [T or R, width] each, operator by operator, from a batch and features [T, F].
         new_cache: a small cache for trials: 16 blocks of 16 slots; None: it reads only features, and neither ids nor positions.
+        begin: called with a cache, a row's id and its number before the row is fed; None: nothing needs to be done.
         features_width: number of features per token that it reads besides ids; 0: none.
         vocab_size: ids that it has embeddings for.
         max_positions: positions it was built for; None: any number.
@@ -52,6 +53,7 @@ class Traceable:
     dtype: torch.dtype
     compute: Callable[[Any, torch.Tensor | None], list[torch.Tensor]]
     new_cache: Callable[[], PagedStaticCache] | None = None
+    begin: Callable[[PagedStaticCache, int, int], None] | None = None
     config: Any = None
     features_width: int = 0
     vocab_size: int = 1
@@ -81,12 +83,15 @@ def build(subject: Traceable, code: CalledCode, called: list[nn.Module]) -> Prog
     cache, ours = _cache(subject, rows), _cache(subject, rows)
     batch, features = PackedBatch.pack(rows, cache, subject.device, gather=False), _features(subject, num_tokens)
     recorder = TapeRecorder(subject.modules, called, tape, batch, features)
-    batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
+    batches = [batch] if cache.cross is None else [batch, batch.cross]
+    for read in batches:
+        read._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
     try:
         outputs = _recorded(subject, code, recorder, batch, features)
     finally:
-        batch._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
-    layers: list[Any] = cache.layers
+        for read in batches:
+            read._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
+    layers: list[Any] = [layer for read in batches for layer in read.cache.layers]
     if any(layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
         raise NotLowered("keys in another dtype than the model's")
     values = [recorder.value_of(output) for output in outputs]
@@ -164,8 +169,10 @@ def _further_rows(rows: list[RowInput], vocab_size: int) -> list[list[RowInput]]
 def _cache(subject: Traceable, rows: list[RowInput]) -> PagedStaticCache:
     assert subject.new_cache is not None
     cache = subject.new_cache()
-    for row in rows:
+    for i, row in enumerate(rows):
         cache.add(row.seq_id)
+        if subject.begin is not None:
+            subject.begin(cache, row.seq_id, i)
     for row in reversed(rows):
         cache.reserve(row.seq_id, row.num_tokens + _MORE)
     return cache

@@ -57,7 +57,7 @@ class Program:
     features: int | None  # slot of the features that the caller passes; None: the program reads none
     outputs: list[ProgramOutput]
     calls: dict[int, ModuleCall]  # by index of the operation
-    pools: dict[int, tuple[int, ...]]  # by layer: key heads, width, value heads, value width
+    pools: dict[int, tuple[int, ...]]  # by layer, sources' last: key heads, width, value heads, value width
     dtype: torch.dtype  # of keys and values
     # that the model was built for; its rotary module may have no angles after them. None: unknown
     max_positions: int | None = None
@@ -65,6 +65,8 @@ class Program:
 
     def __post_init__(self) -> None:
         self._most_threads = max(1, sum(weight.nbytes for weight in self.weights) // _BYTES_PER_THREAD)
+        attends = self.ops["operation"] == Operation.ATTEND
+        self.reads_sources = bool((attends & (self.ops["kind"] == 1)).any())  # of encoder-decoder models
         self._filled: list[torch.Tensor] = []
         self.lock = threading.Lock()
 
@@ -116,10 +118,11 @@ class Program:
         """
         num_tokens = batch.input_ids.shape[1]
         selected = torch.arange(num_tokens) if batch.logit_index is None else batch.logit_index
-        rows = batch.native_rows()
+        rows, sources = batch.native_rows(), batch.cross.native_rows() if self.reads_sources else None
         inputs = StepInputs(
             num_tokens, selected.shape[0], batch.input_ids.data_ptr(), batch.position_ids.data_ptr(), selected.data_ptr(),
             batch.write_slots.data_ptr(), rows.table.ctypes.data, len(rows.table), pools.ctypes.data,
+            0 if sources is None else sources.table.ctypes.data,
         )  # fmt: skip
         with self.lock:
             self.make_room(int(batch.position_ids.max()) + 1)
@@ -163,10 +166,12 @@ class Program:
 
 
 def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
-    """int64: where keys and values of layer 0, of layer 1, .. are in a cache; pools that do not exist yet are allocated."""
-    places = np.zeros(2 * len(cache.layers), dtype=np.int64)
+    """int64: where keys and values of layer 0, of layer 1, .. are in a cache, and then those of sources; pools that do not exist yet are
+    allocated."""
+    layers: list[Any] = [*cache.layers, *(cache.cross.layers if cache.cross is not None else ())]
+    places = np.zeros(2 * len(layers), dtype=np.int64)
     for layer, (heads, width, value_heads, value_width) in program.pools.items():
-        pools: Any = cache.layers[layer]
+        pools = layers[layer]
         if not pools.is_initialized:
             shapes = (1, heads, 1, width), (1, value_heads, 1, value_width)
             pools.lazy_initialization(*(torch.empty(shape, dtype=program.dtype) for shape in shapes))

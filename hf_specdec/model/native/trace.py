@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...cache import PagedStaticCache
 from ...core.dispatch_mode import ExclusiveMode
 from ...kernels.attention import attention_for
 from ...kernels.attention.inputs import window_parts
@@ -59,7 +60,8 @@ class TapeRecorder(ExclusiveMode):
         self.values: dict[int, Value] = {}  # by id of the tensor
         self.kept: list[torch.Tensor] = []  # keeps the tensors alive, so that their ids are not reused
         self.reasons: dict[int, str] = {}  # why a tensor has no value
-        self.pools: dict[int, tuple[int, int, int, int]] = {}  # by layer: key heads, width, value heads, width
+        # by layer, those of sources after the text's: key heads, width, value heads, width
+        self.pools: dict[int, tuple[int, ...]] = {}
         self.problem: str | None = None
         self._paused, self._profiles = 0, []
         tensors = [tensor for inner in modules for tensor in (*inner._parameters.values(), *inner._buffers.values())]
@@ -143,6 +145,8 @@ class TapeRecorder(ExclusiveMode):
     def _selected(self, func: Any, args: tuple, result: torch.Tensor) -> Value:
         places = [args[1:]]
         if func == aten.index.Tensor:
+            if id(args[0]) in self._own and len(args[1]) == 1:  # a table's rows, by ids or positions
+                return self.tape.embedding(self.value_of(args[0]), self.value_of(args[1][0]), result.shape)
             places = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
         wanted = None if self.batch is None else self.batch.logit_index
         if wanted is None or len(places) != 1 or places[0][1] is not wanted:
@@ -164,13 +168,11 @@ class TapeRecorder(ExclusiveMode):
         """Write keys and values [T, heads, width] to their slots, and record it."""
         with self.paused():
             write_keys_values(keys, values, key_pool, value_pool, slots)
-        layer = self._layer_of(key_pool)
-        sizes = (*key_pool.shape[1:], *value_pool.shape[1:])
-        if sizes[0] != sizes[2] or not (key_pool.is_contiguous() and value_pool.is_contiguous()):
-            raise NotLowered("pools with different numbers of heads")
+        assert self.batch is not None
+        layer = self._layer_of(key_pool, self.batch.cache)
         if not keys.dtype == values.dtype == key_pool.dtype == value_pool.dtype:
             raise NotLowered("keys in another dtype than their pool")
-        self.pools[layer] = sizes  # pyright: ignore[reportArgumentType] (four numbers)
+        self.pools[layer] = self._sizes(key_pool, value_pool)
         places = (self.tape.heads(self.value_of(states)) for states in (keys, values))
         self.tape.add(Operation.WRITE, Rows.TOKENS, (1, 1, 1), None, *places, fields=self._attention(layer))
 
@@ -179,7 +181,11 @@ class TapeRecorder(ExclusiveMode):
         with self.paused():
             attend = attention_for(query.device, with_native=False)
             out = attend(query, key_pool, value_pool, batch, scaling, window=window, softcap=softcap, sinks=sinks)
-        layer = self._layer_of(key_pool)
+        assert self.batch is not None
+        layer = self._layer_of(key_pool, batch.cache)
+        if of_source := batch is not self.batch:
+            layer += len(self.batch.cache.layers)
+            self.pools[layer] = self._sizes(key_pool, value_pool)
         refuse_if(layer not in self.pools, "attention to keys that were not written by the same layer")
         value = self.tape.new(out.shape, out.dtype, Rows.TOKENS)
         size, kept = window_parts(window)
@@ -190,8 +196,8 @@ class TapeRecorder(ExclusiveMode):
             refuse_if(not weight.is_vector, "sinks that are not a vector of weights")
             bias = weight.place()
         places = value.place(), self.tape.heads(self.value_of(query)), None, bias
-        scalars = {"scalar": scaling, "scalar2": softcap or 0.0}
-        self.tape.add(Operation.ATTEND, Rows.TOKENS, (1, 1, 1), *places, **scalars, fields=fields)
+        options = {"kind": int(of_source), "scalar": scaling, "scalar2": softcap or 0.0}
+        self.tape.add(Operation.ATTEND, Rows.TOKENS, (1, 1, 1), *places, **options, fields=fields)
         self._follow(out, value)
         return out
 
@@ -199,9 +205,16 @@ class TapeRecorder(ExclusiveMode):
         heads, width, _, value_width = self.pools[layer]
         return {"layer": layer, "kv_heads": heads, "width": width, "value_width": value_width}
 
-    def _layer_of(self, key_pool: torch.Tensor) -> int:
-        assert self.batch is not None
-        layers: list[Any] = self.batch.cache.layers
+    @staticmethod
+    def _sizes(key_pool: torch.Tensor, value_pool: torch.Tensor) -> tuple[int, ...]:
+        sizes = (*key_pool.shape[1:], *value_pool.shape[1:])
+        if sizes[0] != sizes[2] or not (key_pool.is_contiguous() and value_pool.is_contiguous()):
+            raise NotLowered("pools with different numbers of heads")
+        return sizes
+
+    @staticmethod
+    def _layer_of(key_pool: torch.Tensor, cache: PagedStaticCache) -> int:
+        layers: list[Any] = cache.layers
         return next(i for i, layer in enumerate(layers) if layer.is_initialized and layer.keys is key_pool)
 
     # ---- modules whose operators are not recorded -------------------------------------------------------------------

@@ -47,7 +47,7 @@ void write_pool(const Place& from, i64 heads, i64 width, char* pool, char* const
 
 void attend(const Kernels& kernels, const Op& op, char* const* slots, const Step& step, i64 part, i64 parts) {
   Attention call = {};
-  call.rows = step.rows, call.num_rows = step.num_rows;
+  call.rows = op.kind ? step.sources : step.rows, call.num_rows = step.num_rows;
   call.query = address(op.a, slots), call.query_token = op.a.token, call.query_head = op.a.stride[1];
   call.keys = step.pools[2 * op.layer], call.values = step.pools[2 * op.layer + 1];
   call.key_head = op.width, call.key_slot = op.kv_heads * op.width;
@@ -134,7 +134,7 @@ i64 run_chain(const Kernels& kernels, const Chain& chain, i64 threads) {
       live[kept++] = r;
     }
     if (!(count = kept)) return -1;
-    Step step = {count, count, ids.data(), positions.data(), all.data(), writes.data(), rows.data(), count, chain.pools};
+    Step step = {count, count, ids.data(), positions.data(), all.data(), writes.data(), rows.data(), count, chain.pools, nullptr};
     const i64 problem = check_ids(chain.ops, chain.num_ops, step);
     if (problem >= 0) return problem;
     run_together(threads, [&](i64 part, i64 parts) {

@@ -14,7 +14,7 @@ struct Op {
   i64 waits;  // it needs what other threads computed since the last barrier
   double scalar, scalar2;
   Place out, a, b, c;
-  // ATTEND: a: query, b: keys, c: sinks; WRITE: a: keys, b: values
+  // ATTEND: a: query, b: keys, c: sinks, kind 1: to the keys of the rows' sources; WRITE: a: keys, b: values
   i64 layer, heads, kv_heads, width, value_width, window, kept;
   // LINEAR: a: x, b: weights, c: bias; for the others see `Linear`; the type of quantized weights' scales is b's
   i64 streams, bits, group;
@@ -26,7 +26,8 @@ struct Step {
   const i64 *ids, *positions, *selected, *write_slots;
   const Row* rows;
   i64 num_rows;
-  char* const* pools;  // keys and values of layer 0, of layer 1, ..
+  char* const* pools;  // keys and values of layer 0, of layer 1, ..; then those of the sources
+  const Row* sources;  // what an encoder has read for each row; null: no operation reads it
 };
 
 // The index of the first operation that would read an embedding that does not exist; -1: all exist.
