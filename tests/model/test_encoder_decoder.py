@@ -52,11 +52,16 @@ def _known(family: str):
     return pytest.param(family, marks=marks)
 
 
+# Families whose steps the native library runs; BART's rounding errors at these sizes are too large for it.
+NATIVE = {"mbart", "plbart", "marian", "pegasus", "blenderbot", "blenderbot-small", "whisper", "moonshine", "t5gemma"}
+
+
 @pytest.mark.parametrize("family", map(_known, SIZES))
 def test_text_is_plain_generates(family):
     """One row and five ragged ones; chains, a tree, and a draft model with its own encoder, whose rows are preempted."""
     model = of(family)
-    assert_exact(model, inputs_for(family, rows=1, seed=2), [NGRAM])
+    path = {"native": True} if family in NATIVE else {"native": False}  # True: an error if the library cannot
+    assert_exact(model, inputs_for(family, rows=1, seed=2), [{**NGRAM, **path}, {**NGRAM, "native": False}])
     few_blocks = {**DRAFT, "num_blocks": 7, "block_size": 4}
     assert_exact(model, inputs_for(family), [NGRAM, TREE, few_blocks])
 

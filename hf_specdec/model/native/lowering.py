@@ -148,7 +148,9 @@ def _stack(tape: Tape, result: torch.Tensor, parts: list[Any], dim: int = 0) -> 
 
 
 def _pad(tape: Tape, result: torch.Tensor, x: Value, pad: Sequence[int], value: float = 0.0) -> Value:
-    refuse_if(len(pad) != 2 or pad[0] != 0 or not 0 < pad[1] <= x.shadow.shape[-1] or bool(value), "a padding of another kind")
+    refuse_if(
+        len(pad) != 2 or pad[0] != 0 or not 0 < pad[1] <= x.shadow.shape[-1] or bool(value), "a padding of another kind"
+    )
     zeros = replace(x, shadow=x.shadow.narrow(-1, 0, pad[1]))
     zeros = tape.unary("times", zeros, zeros.shadow.shape, x.dtype, 0.0)
     return tape.concatenated([x, zeros], -1, result.shape, result.dtype)

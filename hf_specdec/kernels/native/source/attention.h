@@ -180,15 +180,16 @@ template <class E> inline float softmax(float* scores, i64 n, i64 padded, float 
   return 1;
 }
 
-// totals[h][d] += the sum over j of weights[h][j] * values[slots[j]][d], for HEADS heads and VECTORS * LANES columns.
+// totals[h][d] += the sum over j < n of weights[h][j] * values[slots[j]][d], for HEADS heads and VECTORS * LANES columns. `end`: how many slots
+// there are, of which later ones are read next.
 template <int HEADS, int VECTORS, class E>
-inline void add_columns(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 width, float* totals) {
+inline void add_columns(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
   Floats total[HEADS][VECTORS];
   UNROLLED for (int h = 0; h < HEADS; h++)
     UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = load(totals + h * width + v * LANES);
   for (i64 j = 0; j < n; j++) {
     const E* value = values + slots[j] * pitch;
-    ask_for(values, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + 1, n), VECTORS * LANES);
+    ask_for(values, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + 1, end), VECTORS * LANES);
     Floats own[VECTORS];
     UNROLLED for (int v = 0; v < VECTORS; v++) own[v] = load(value + v * LANES);
     UNROLLED for (int h = 0; h < HEADS; h++)
@@ -199,11 +200,11 @@ inline void add_columns(const float* weights, i64 stride, const E* values, i64 p
 }
 
 template <int HEADS, class E>
-inline void add_values(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 width, float* totals) {
+inline void add_values(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
   i64 d = 0;
-  for (; d + 4 * LANES <= width; d += 4 * LANES) add_columns<HEADS, 4>(weights, stride, values + d, pitch, slots, n, width, totals + d);
-  for (; d + 2 * LANES <= width; d += 2 * LANES) add_columns<HEADS, 2>(weights, stride, values + d, pitch, slots, n, width, totals + d);
-  for (; d + LANES <= width; d += LANES) add_columns<HEADS, 1>(weights, stride, values + d, pitch, slots, n, width, totals + d);
+  for (; d + 4 * LANES <= width; d += 4 * LANES) add_columns<HEADS, 4>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
+  for (; d + 2 * LANES <= width; d += 2 * LANES) add_columns<HEADS, 2>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
+  for (; d + LANES <= width; d += LANES) add_columns<HEADS, 1>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
   for (; d < width; d++)
     for (int h = 0; h < HEADS; h++)
       for (i64 j = 0; j < n; j++) totals[h * width + d] += weights[h * stride + j] * to_float(values[slots[j] * pitch + d]);
@@ -211,13 +212,13 @@ inline void add_values(const float* weights, i64 stride, const E* values, i64 pi
 
 // The same for any number of heads.
 template <class E>
-void add_values(i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 width, float* totals) {
+void add_values(i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
   for (i64 h = 0; h < heads;) {
     const float* own = weights + h * stride;
     float* there = totals + h * width;
-    if (heads - h >= 4) add_values<4>(own, stride, values, pitch, slots, n, width, there), h += 4;
-    else if (heads - h >= 2) add_values<2>(own, stride, values, pitch, slots, n, width, there), h += 2;
-    else add_values<1>(own, stride, values, pitch, slots, n, width, there), h += 1;
+    if (heads - h >= 4) add_values<4>(own, stride, values, pitch, slots, n, end, width, there), h += 4;
+    else if (heads - h >= 2) add_values<2>(own, stride, values, pitch, slots, n, end, width, there), h += 2;
+    else add_values<1>(own, stride, values, pitch, slots, n, end, width, there), h += 1;
   }
 }
 
@@ -279,10 +280,10 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
   memset(totals, 0, rows * width * 4);
   const i64 step = rows <= 4 ? larger(shared, 1) : VALUE_KEYS;
   for (i64 j = 0; j < shared; j += step)
-    add_values(rows, scores + j, padded, values, call.value_slot, slots + j, smaller(step, shared - j), width, totals);
+    add_values(rows, scores + j, padded, values, call.value_slot, slots + j, smaller(step, shared - j), shared - j, width, totals);
   for (i64 q = 0; q < count; q++) {
     const float* weights = scores + q * group * padded + shared;
-    add_values(group, weights, padded, values, call.value_slot, own_slots + q * rest, num_own[q], width, totals + q * group * width);
+    add_values(group, weights, padded, values, call.value_slot, own_slots + q * rest, num_own[q], num_own[q], width, totals + q * group * width);
     E* out = (E*)call.out + ((row.start + first + q) * call.heads + kv_head * group) * width;
     for (i64 h = 0; h < group; h++) {
       const i64 r = q * group + h;
