@@ -31,8 +31,8 @@ _COMPRESSED_LAYER_TYPES = {"compressed_sparse_attention", "heavily_compressed_at
 _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
 _SHARES_ATTENTION = {"zamba", "zamba2"}
-# Model types whose attention adds a bias of its own for each key, which our attention does not.
-_BIASES_KEYS = {"doge", "inkling_text", "inkling2_text", "inkling2_loop_text"}
+# Model types whose attention adds a bias of its own for each key, or adds it to a mask, which our attention does not.
+_BIASES_KEYS = {"longt5", "doge", "inkling_text", "inkling2_text", "inkling2_loop_text"}
 # Model types whose prompts are a prefix with bidirectional attention.
 _PREFIX_MODELS = {"paligemma"}
 # Model types that cache an image's keys before those of the ids, and expect room for an image in every padding mask.
@@ -112,7 +112,8 @@ def reads_pages(model: PreTrainedModel) -> bool:
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
     drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION | _BIASES_KEYS
     family = encoder_decoder.family_of(model)
-    drops |= family is not None and family.positions == "bias"  # which our attention does not add
+    # our kernel for GPUs does not add biases
+    drops |= family is not None and family.positions == "bias" and model.device.type != "cpu"
     fits = attends(text) and model._can_set_attn_implementation()
     return fits and not (drops or shared or uncapped or _has_chunks(text))
 

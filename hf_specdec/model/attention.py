@@ -61,6 +61,8 @@ def paged_attention_forward(
     if batch.invariant is not None:
         attend = batch.invariant.direct()(attend)
     options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    if callable(biases := kwargs.get("position_bias")):  # of T5; a tensor of zeros where it attends to the source
+        options["biases"] = biases
     if layer.segment is not None:
         out = attend_segments(module, packed, layer, batch, scaling, window, kwargs.get("s_aux"))
     elif is_latent:

@@ -156,6 +156,16 @@ class PackedBatch:
         return functools.reduce(torch.minimum, masks)[None, None].to(device)
 
     @kept
+    def distances(self) -> list[torch.Tensor]:
+        """Of every row, int64 [t, S]: the positions of its queries less those of its keys, at least 0; computed once per step."""
+        found = []
+        for row in self.inputs:
+            keys = key_positions(row)
+            queries = keys[row.start :] if row.positions is None else row.positions
+            found.append(torch.from_numpy(np.maximum(np.asarray(queries)[:, None] - keys, 0)))
+        return found
+
+    @kept
     def part(self, rows: tuple[int, ...], device: torch.device) -> tuple[PackedBatch, torch.Tensor]:
         """The batch of some of the rows, and the indices of their tokens; made once per step, not per layer."""
         tokens = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in rows])

@@ -97,13 +97,14 @@ def starts_of(rows):
     return np.cumsum([0, *(row.query_length for row in rows[:-1])]).tolist()
 
 
-def by_definition(problem, query, keys, values, rows, allowed, own, sinks):
-    """The same attention by `reference.paged_attention`, in float64."""
+def by_definition(problem, query, keys, values, rows, allowed, own, sinks, biases=None):
+    """The same attention by `reference.paged_attention`, in float64. `biases`: [H, t, S] for each row."""
     group = problem["heads"] // problem["kv_heads"]
     masks = [
         torch.zeros(seen.shape).double().masked_fill_(torch.from_numpy(~seen), -math.inf).repeat(group, 1)
         for seen in allowed
     ]
+    masks = masks if biases is None else [mask + more for mask, more in zip(masks, biases, strict=True)]
     described = [
         reference.AttentionRow(start, start + row.query_length, row.key_length, -1, slots)
         for start, row, slots in zip(starts_of(rows), rows, own, strict=True)
@@ -126,6 +127,28 @@ def test_equals_the_definition(instruction_set, problem):
     # Rounded weights leave an error in proportion to the values they weigh, which are about 1, however small their mean is.
     error = (found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
     assert error < BOUNDS[problem["dtype"]] * (10 if problem["softcap"] and problem["dtype"] == torch.float32 else 1)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problem=problems())
+def test_biases_by_distance(instruction_set, problem):
+    """T5's: looked up by positions, which in trees are not the places of keys."""
+    problem |= {"heads": problem["kv_heads"], "softcap": None}
+    query, keys, values, table, rows, allowed, own = batch(problem)
+    by_distance = torch.randn(100, problem["heads"], generator=torch.Generator().manual_seed(1)).to(problem["dtype"])
+    added = []
+    for row in rows:
+        length, places = row.key_length, np.arange(row.key_length)
+        if row.region_positions is not None:
+            places = np.concatenate([places[: length - len(row.region_positions)], row.region_positions])
+        queries = np.arange(length - row.query_length, length) if row.positions is None else row.positions
+        distances = torch.from_numpy(np.maximum(queries[:, None] - places, 0))
+        added.append(by_distance.double()[distances].permute(2, 0, 1))
+    wanted = by_definition(problem, query, keys, values, rows, allowed, own, None, added)
+    window, biases = problem["window"], lambda count: by_distance[:count]
+    found = native.paged_attention(query, keys, values, table, 0.3, window, biases=biases)
+    error = (found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
+    assert error < BOUNDS[problem["dtype"]]
 
 
 def test_a_query_does_not_depend_on_its_batch(instruction_set):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -259,6 +259,10 @@ class NativeRows:
         return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)
 
 
+# What is added to scaled scores, by how far a key is before its query: [n, H] for the distances below n (T5's relative positions).
+Biases = Callable[[int], torch.Tensor]
+
+
 class AttentionBatch(Protocol):
     """A batch that can describe itself to every implementation. It builds each description when first asked, and keeps it."""
 
@@ -275,6 +279,10 @@ class AttentionBatch(Protocol):
     ) -> tuple[list[AttentionRow], list[torch.Tensor | None]]:
         """Rows and masks as the definition reads them, for layers with this window, these keys and queries [T, H, D]. A mask [G * t, S] is
         an additive float one for the row's t queries, repeated for the G = H / Hkv heads of a group; None: every query sees every key."""
+        ...
+
+    def distances(self) -> list[torch.Tensor]:
+        """Of every row, int64 [t, S]: the positions of its queries less those of its keys, at least 0."""
         ...
 
     def lines(self, device: torch.device) -> list[AttentionRow]:

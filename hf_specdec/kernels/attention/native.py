@@ -13,19 +13,19 @@ import torch
 
 from ..native import TYPES, Attention, library
 from . import reference
-from .inputs import AttentionBatch, NativeRows, Window, window_parts
+from .inputs import AttentionBatch, Biases, NativeRows, Window, window_parts
 
 # Rows with more new tokens (prompts) are matrix products, which torch does faster.
 MOST_QUERIES = 64
 _BYTES_PER_THREAD = 1 << 20  # of keys and values: waking a thread takes as long as reading some 100 KiB
 
 
-def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
+def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, **options) -> torch.Tensor:
     """See `reference.attend`."""
     rows = batch.native_rows()
     if serves(query, key_pool, value_pool, rows):
-        return paged_attention(query, key_pool, value_pool, rows, scaling, window, softcap, sinks)
-    return reference.attend(query, key_pool, value_pool, batch, scaling, window=window, softcap=softcap, sinks=sinks)
+        return paged_attention(query, key_pool, value_pool, rows, scaling, **options)
+    return reference.attend(query, key_pool, value_pool, batch, scaling, **options)
 
 
 def serves(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, rows: NativeRows) -> bool:
@@ -43,6 +43,7 @@ def paged_attention(
     window: int | Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    biases: Biases | None = None,
 ) -> torch.Tensor:
     """`reference.paged_attention` for rows that the library `serves`.
 
@@ -60,6 +61,8 @@ def paged_attention(
     out = query.new_empty(num_tokens, num_heads, value_width)
     if sinks is not None and (sinks.dtype not in TYPES or not sinks.is_contiguous()):
         sinks = sinks.to(torch.float32).contiguous()
+    assert biases is None or not softcap  # a definition adds biases to scores that are capped already
+    added = None if biases is None else biases(int(rows.table[:, 2].max())).to(query.dtype).contiguous()
     num_bytes = int(rows.table[:, 2].sum()) * (key_pool.stride(0) + value_pool.stride(0)) * query.element_size()
     threads = min(torch.get_num_threads(), 1 + num_bytes // _BYTES_PER_THREAD)
     heads_apart = key_pool.stride(1), value_pool.stride(1)
@@ -70,6 +73,7 @@ def paged_attention(
         0 if sinks is None else sinks.data_ptr(), out.data_ptr(), TYPES[query.dtype],
         0 if sinks is None else TYPES[sinks.dtype], num_heads, kv_heads, width, value_width, *query.stride()[:2],
         key_pool.stride(0), heads_apart[0], value_pool.stride(0), heads_apart[1], *window_parts(window), scaling, softcap or 0.0,
+        0 if added is None else added.data_ptr(),
     )  # fmt: skip
     loaded.specdec_attention(ctypes.byref(call), threads)
     return out

@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .inputs import AttentionBatch, AttentionRow, Window, window_parts
+from .inputs import AttentionBatch, AttentionRow, Biases, Window, window_parts
 
 
-def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
+def attend(
+    query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks, biases: Biases | None = None
+) -> torch.Tensor:
     """Attention [T, H, Dv] of queries [T, H, D] over a batch that describes its rows. See `paged_attention`."""
     rows, masks = batch.plan(window, query, key_pool)
+    if biases is not None:
+        added = [biases(distances.shape[1])[distances].permute(2, 0, 1) for distances in batch.distances()]
+        masks = [more if mask is None else more + mask for more, mask in zip(added, masks, strict=True)]
     return paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks)
 
 
@@ -36,7 +41,7 @@ def paged_attention(
     Args:
         query: [T, H, D], the queries of all rows, packed.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv]; the batch's own keys must already be written.
-        rows, masks: see AttentionBatch.plan.
+        rows, masks: see AttentionBatch.plan; where heads are not in groups, a mask may be [H, t, S], too.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head in the softmax, without a value (gpt-oss).
 
@@ -52,7 +57,7 @@ def paged_attention(
         count = row.end - row.start
         q = query if len(rows) == 1 else query[row.start : row.end]
         k, v = read_row(key_pool, row), read_row(value_pool, row)
-        if count <= few:
+        if count <= few and (mask is None or mask.dim() == 2):
             outs.append(_attention_query_by_query(q, k, v, mask, scaling))
             continue
         # Heads of a group become extra queries of their key head, so keys and values are never expanded.

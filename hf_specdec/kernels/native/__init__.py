@@ -39,6 +39,7 @@ class Attention(ctypes.Structure):
         *_fields(_Integer, "type sinks_type heads kv_heads width value_width"),
         *_fields(_Integer, "query_token query_head key_slot key_head value_slot value_head window kept"),
         *_fields(_Number, "scaling softcap"),
+        ("biases", _Pointer),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,7 +88,7 @@ def replaced(model: Any, family: Family, batch: PackedBatch) -> Iterator[None]:
         elif family.positions == "bias":
             for attention in [layer.get_submodule(family.itself) for layer in layers]:
                 if attention.has_relative_attention_bias:
-                    replace(attention, "compute_bias", _biases)
+                    replace(attention, "compute_bias", _biases if batch.gather else _biases_by_distance)
         for layer in layers if batch.gather else ():
             replace(layer.get_submodule(family.cross), "forward", _masked)
         yield
@@ -104,6 +105,22 @@ def _masked(batch: PackedBatch, original: Callable, *args: Any, **kwargs: Any) -
     """The attention to the sources: every token sees the keys of its row."""
     name, states = "mask" if "mask" in kwargs else "attention_mask", args[0] if args else kwargs["hidden_states"]
     return original(*args, **{**kwargs, name: batch.cross.dense_mask(None, states.dtype, states.device)})
+
+
+def _biases_by_distance(batch: PackedBatch, original: Callable, *_: Any, **__: Any) -> Callable[[int], torch.Tensor]:
+    """See `Biases`: what our attention adds. It holds the layer weakly, as programs keep it."""
+    layer = weakref.ref(original.__self__)  # pyright: ignore[reportFunctionMemberAccess]
+
+    def biases(count: int) -> torch.Tensor:
+        attention: Any = layer()
+        return (
+            type(attention)
+            .compute_bias(attention, 1, count, past_seen_tokens=count - 1)[0, :, 0]
+            .flip(1)
+            .T.contiguous()
+        )
+
+    return biases
 
 
 def _biases(

@@ -23,7 +23,7 @@ from ..options.native_weights import product as quantized_product
 from ..packed_batch import PackedBatch
 from ..threads import for_this_thread
 from .lowering import aten, lower
-from .tape import NotLowered, Register, Table, Tape, Value, refuse_if
+from .tape import NotLowered, Place, Register, Table, Tape, Value, refuse_if
 
 # These give Python a number that depends on tensors, so another batch might take another path through the model's code.
 _TELLS_PYTHON = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
@@ -176,11 +176,14 @@ class TapeRecorder(ExclusiveMode):
         places = (self.tape.heads(self.value_of(states)) for states in (keys, values))
         self.tape.add(Operation.WRITE, Rows.TOKENS, (1, 1, 1), None, *places, fields=self._attention(layer))
 
-    def attend(self, query, key_pool, value_pool, batch, scaling, *, window, softcap, sinks) -> torch.Tensor:
+    def attend(
+        self, query, key_pool, value_pool, batch, scaling, *, window, softcap, sinks, biases=None
+    ) -> torch.Tensor:
         """Attend, and record it. Arguments as those of what `attention_for` returns."""
         with self.paused():
             attend = attention_for(query.device, with_native=False)
-            out = attend(query, key_pool, value_pool, batch, scaling, window=window, softcap=softcap, sinks=sinks)
+            options = {"window": window, "softcap": softcap, "sinks": sinks}
+            out = attend(query, key_pool, value_pool, batch, scaling, **options, biases=biases)
         assert self.batch is not None
         layer = self._layer_of(key_pool, batch.cache)
         if of_source := batch is not self.batch:
@@ -190,12 +193,16 @@ class TapeRecorder(ExclusiveMode):
         value = self.tape.new(out.shape, out.dtype, Rows.TOKENS)
         size, kept = window_parts(window)
         fields = self._attention(layer) | {"heads": query.shape[1], "window": size, "kept": kept}
-        bias = None
+        sink = None
         if sinks is not None:
             weight = self.value_of(sinks)
             refuse_if(not weight.is_vector, "sinks that are not a vector of weights")
-            bias = weight.place()
-        places = value.place(), self.tape.heads(self.value_of(query)), None, bias
+            sink = weight.place()
+        added = None
+        if biases is not None:
+            table = Table(lambda count: [biases(count).to(query.dtype)], 0)
+            added = Place(Register(query.dtype, query.shape[1], table=table))
+        places = value.place(), self.tape.heads(self.value_of(query)), added, sink
         options = {"kind": int(of_source), "scalar": scaling, "scalar2": softcap or 0.0}
         self.tape.add(Operation.ATTEND, Rows.TOKENS, (1, 1, 1), *places, **options, fields=fields)
         self._follow(out, value)

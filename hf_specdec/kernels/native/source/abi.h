@@ -27,6 +27,7 @@ struct Attention {
   i64 window;  // a query sees keys less than so many positions before it; 0: all
   i64 kept;    // and those at positions below this
   double scaling, softcap;  // softcap 0: none
+  const void* biases;  // [distances, H], of the same type as queries: added to scaled scores, by position of query less key; null: none
 };
 
 // y [rows, n] = x [rows, k] w^T + bias, with w [n, k]. Strides count elements. `streams`: w comes from memory, not from a cache.

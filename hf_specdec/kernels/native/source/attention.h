@@ -226,6 +226,11 @@ inline float sink_of(const Attention& call, i64 head) {
   return by_type(call.sinks_type, [&](auto e) { return to_float(((const decltype(e)*)call.sinks)[head]); });
 }
 
+// What is added to the score of a head of a query at `place` for a key at `key`, before scores are scaled.
+template <class E> inline float bias_of(const Attention& call, i64 head, i64 place, i64 key) {
+  return to_float(((const E*)call.biases)[larger(0, place - key) * call.heads + head]) / (float)call.scaling;
+}
+
 // A block of queries [first, first + count) of a row, and the heads that share one key head. Row q * group + h of queries, scores and totals
 // is head h of query q.
 template <class E> void attend(const Attention& call, const Row& row, i64 first, i64 count, i64 kv_head) {
@@ -263,11 +268,20 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
     i64 n = 0;
     for (i64 key = seen.common; key < seen.end; key++) {
       if (!sees(row, first + q, key, call)) continue;
-      for (i64 r = q * group; r < (q + 1) * group; r++) scores[r * padded + shared + n] = own_scores[r * padded_rest + key - seen.common];
+      for (i64 r = q * group; r < (q + 1) * group; r++) {
+        float& score = scores[r * padded + shared + n] = own_scores[r * padded_rest + key - seen.common];
+        const i64 place = row.region_positions ? row.region_positions[key - (row.length - row.region)] : key;
+        if (call.biases) score += bias_of<E>(call, kv_head * group + r % group, place_of(row, first + q), place);
+      }
       own_slots[q * rest + n++] = row.slots[key];
     }
     num_own[q] = n;
   }
+  for (i64 r = 0; call.biases && r < rows; r++)
+    for (i64 j = 0; j < shared; j++) {
+      const i64 key = j < kept ? j : seen.begin + j - kept;
+      scores[r * padded + j] += bias_of<E>(call, kv_head * group + r % group, place_of(row, first + r / group), key);
+    }
 
   for (i64 r = 0; r < rows; r++) {
     const i64 n = shared + num_own[r / group];

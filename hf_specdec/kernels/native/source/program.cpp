@@ -56,7 +56,7 @@ void attend(const Kernels& kernels, const Op& op, char* const* slots, const Step
   call.out = address(op.out, slots);
   call.type = op.a.type, call.heads = op.heads, call.kv_heads = op.kv_heads;
   call.width = op.width, call.value_width = op.value_width, call.window = op.window, call.kept = op.kept;
-  call.scaling = op.scalar, call.softcap = op.scalar2;
+  call.scaling = op.scalar, call.softcap = op.scalar2, call.biases = address(op.b, slots);
   kernels.attention(call, part, parts);
 }
 

@@ -14,7 +14,7 @@ struct Op {
   i64 waits;  // it needs what other threads computed since the last barrier
   double scalar, scalar2;
   Place out, a, b, c;
-  // ATTEND: a: query, b: keys, c: sinks, kind 1: to the keys of the rows' sources; WRITE: a: keys, b: values
+  // ATTEND: a: query, b: biases by distance, c: sinks, kind 1: to the keys of the rows' sources; WRITE: a: keys, b: values
   i64 layer, heads, kv_heads, width, value_width, window, kept;
   // LINEAR: a: x, b: weights, c: bias; for the others see `Linear`; the type of quantized weights' scales is b's
   i64 streams, bits, group;
