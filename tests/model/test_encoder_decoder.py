@@ -88,6 +88,21 @@ def test_gathered_keys(family, monkeypatch):
     assert all(entry.target.gather for entry in hf_specdec.integration.kept_decoders(model))
 
 
+class Pads(LogitsProcessor):
+    """Every fifth token is a padding token."""
+
+    def __call__(self, input_ids, scores):
+        return scores + 1e4 * torch.eye(VOCAB)[0] if input_ids.shape[1] % 5 == 0 else scores
+
+
+@pytest.mark.parametrize("family", ["m2m_100", "speech_to_text"])
+def test_padding_inside_a_text(family):
+    """Its vector in the table of positions is its own, and programs do not know it: the modules run these steps."""
+    options = {"logits_processor": [Pads()], "max_new_tokens": 12, "eos_token_id": None}
+    assert (written(of(family), inputs_for(family), **options).sequences == 0).any()
+    assert_exact(of(family), inputs_for(family), [{**NGRAM, "native": True}, TREE], **options)
+
+
 def test_every_method_and_sampling():
     """What is learnt in a text does not change it; samples depend on seeds, not on drafts."""
     model, inputs = of("mbart"), inputs_for("mbart")

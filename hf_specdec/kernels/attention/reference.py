@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -12,10 +14,11 @@ def attend(
     query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks, biases: Biases | None = None
 ) -> torch.Tensor:
     """Attention [T, H, Dv] of queries [T, H, D] over a batch that describes its rows. See `paged_attention`."""
-    rows, masks = batch.plan(window, query, key_pool)
+    rows, planned = batch.plan(window, query, key_pool)
+    masks: Sequence[torch.Tensor | None] = planned
     if biases is not None:
         added = [biases(distances.shape[1])[distances].permute(2, 0, 1) for distances in batch.distances()]
-        masks = [more if mask is None else more + mask for more, mask in zip(added, masks, strict=True)]
+        masks = [more if mask is None else more + mask for more, mask in zip(added, planned, strict=True)]
     return paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks)
 
 
@@ -31,7 +34,7 @@ def paged_attention(
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
     rows: list[AttentionRow],
-    masks: list[torch.Tensor | None],
+    masks: Sequence[torch.Tensor | None],
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,

@@ -98,7 +98,22 @@ def _numbered(
     batch: PackedBatch, original: Callable, input_ids: torch.Tensor, padding_idx: int, *_: Any
 ) -> torch.Tensor:
     """Rows [1, T] of a table that has a vector for padding, and positions after it."""
+    if not _has(batch, padding_idx):  # a program knows no conditions
+        return batch.position_ids + (padding_idx + 1)
     return torch.where(input_ids == padding_idx, padding_idx, batch.position_ids + padding_idx + 1)
+
+
+def _has(batch: PackedBatch, token: int) -> bool:
+    return batch.input_ids.device.type != "cpu" or bool((batch.input_ids.numpy() == token).any())
+
+
+def follows_program(model: Any, family: Family, batch: PackedBatch) -> bool:
+    """False if the model computes this batch otherwise than it computes others: it looks for padding among ids, or its table grows."""
+    if family.positions != "ids":
+        return True
+    table = model.get_decoder().embed_positions
+    last = int(batch.position_ids.max()) + table.padding_idx + 1
+    return last < len(table.weights) and not _has(batch, table.padding_idx)
 
 
 def _masked(batch: PackedBatch, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from ...kernels.dispatch import uses_native
 from ...kernels.native import TYPES
 from .. import architectures
 from ..adapters import have_adapters
+from ..encoder_decoder.forward import follows_program
 from ..encoder_decoder.source import dummy_sources
 from ..packed_batch import PackedBatch
 from ..structure import interposed
@@ -183,6 +184,8 @@ class NativeRunner(_Bound):
             return None
         packed = self._owner()
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
+        if packed.family is not None and not follows_program(packed.model, packed.family, batch):
+            return None
         with _by_row(packed, rows) if by_row else contextlib.nullcontext():
             remaining = iter(program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1))
         taps = packed.taps if tapped else Taps()

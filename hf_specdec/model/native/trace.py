@@ -144,9 +144,10 @@ class TapeRecorder(ExclusiveMode):
 
     def _selected(self, func: Any, args: tuple, result: torch.Tensor) -> Value:
         places = [args[1:]]
+        if id(args[0]) in self._own and (len(args[1]) == 1 if func == aten.index.Tensor else not args[1]):
+            rows = args[1][0] if func == aten.index.Tensor else args[2]  # of a table, by ids or positions
+            return self.tape.embedding(self.value_of(args[0]), self.value_of(rows), result.shape)
         if func == aten.index.Tensor:
-            if id(args[0]) in self._own and len(args[1]) == 1:  # a table's rows, by ids or positions
-                return self.tape.embedding(self.value_of(args[0]), self.value_of(args[1][0]), result.shape)
             places = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
         wanted = None if self.batch is None else self.batch.logit_index
         if wanted is None or len(places) != 1 or places[0][1] is not wanted:
