@@ -308,6 +308,8 @@ def test_shared_head_stays_the_target_s(tmp_path):
     weight = target.get_output_embeddings().weight
     assert weight.requires_grad and target.lm_head.training
     assert generator.heads.scoring()[0].weight is weight  # no copy
+    target.lm_head.weight = torch.nn.Parameter(weight.detach() + 1)
+    assert generator.heads.scoring()[0].weight is target.lm_head.weight
 
 
 # ---- bad checkpoints ------------------------------------------------------------------------------------------------
