@@ -312,6 +312,15 @@ def test_shared_head_stays_the_target_s(tmp_path):
     assert generator.heads.scoring()[0].weight is target.lm_head.weight
 
 
+@pytest.mark.parametrize("native", [None, False])
+def test_quantized_heads_leave_the_target_s_head_as_it_is(tmp_path, native):
+    target = tiny_llama()
+    weight = target.lm_head.weight
+    config = write(tmp_path, original(own=False)) | {"quantization": "wint8", "native": native}
+    assert_lossless(target, config)
+    assert target.lm_head.weight is weight
+
+
 # ---- bad checkpoints ------------------------------------------------------------------------------------------------
 
 BAD = {
