@@ -1,6 +1,7 @@
 """Greedy chains of drafts as one native call: the very drafts that are made depth by depth."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_a_token_whose_logits_are_nan_is_the_likeliest(tiny_model, tiny_tokenize
     config = parse_config({"model": "tiny-eagle3", "draft_vocabulary": 1500, "num_speculative_tokens": 3})
 
     def drafts():
-        generator = get_decoder(tiny_model, config).generator
+        generator: Any = get_decoder(tiny_model, config).generator
         generator.lm_head.weight[generator.vocabulary.target_ids.argmax()] = torch.nan
         return drafts_of(tiny_model, tiny_tokenizer, config, TEXTS)
 
