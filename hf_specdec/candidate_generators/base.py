@@ -28,7 +28,8 @@ class DrafterContext:
 
     Attributes:
         assistant_model: `generate(assistant_model=)`.
-        tokenizer, assistant_tokenizer: the target's, and the drafter's.
+        tokenizer: the target's.
+        assistant_tokenizer: the drafter's.
         chains_only: only the first path of a tree is verified, so other nodes cost time and bring nothing.
         used: the names of the arguments that the drafter has read.
     """
