@@ -67,10 +67,6 @@ __getattr__ = lazy_names(
 )
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
 # transformers imports torchao wherever it is installed, needed or not: both then warn of what does not concern the user.
 FOREIGN_LOGGERS = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
 for _logger in FOREIGN_LOGGERS:

@@ -27,9 +27,16 @@ class DrafterContext:
     they belong to the caller.
 
     Attributes:
+        assistant_model: `generate(assistant_model=)`.
+        tokenizer: the target's.
+        assistant_tokenizer: the drafter's.
         chains_only: only the first path of a tree is verified, so other nodes cost time and bring nothing.
         used: the names of the arguments that the drafter has read.
     """
+
+    assistant_model: PreTrainedModel | None
+    tokenizer: Any
+    assistant_tokenizer: Any
 
     def __init__(
         self, assistant_model: PreTrainedModel | None = None, tokenizer: Any = None, assistant_tokenizer: Any = None,
@@ -41,24 +48,11 @@ class DrafterContext:
         self.chains_only = chains_only
         self.used: set[str] = set()
 
-    def _use(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(self).get("given", {}):
+            raise AttributeError(f"DrafterContext has no attribute {name!r}")
         self.used.add(name)
         return self.given[name]
-
-    @property
-    def assistant_model(self) -> PreTrainedModel | None:
-        """`generate(assistant_model=)`."""
-        return self._use("assistant_model")
-
-    @property
-    def tokenizer(self) -> Any:
-        """The target's tokenizer."""
-        return self._use("tokenizer")
-
-    @property
-    def assistant_tokenizer(self) -> Any:
-        """The drafter's tokenizer."""
-        return self._use("assistant_tokenizer")
 
 
 def held_weakly(thing: Any, gone: Callable[[Any], None] | None = None) -> Callable[[], Any]:

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from ..config import SpeculativeConfig, config_key
-from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.output import Taps
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
+from .base import DrafterContext
+from .none import NoSpeculation
 from .registry import register
 
 
@@ -45,7 +45,7 @@ class ExtractHiddenStatesConfig(SpeculativeConfig):
 
 
 @register(ExtractHiddenStatesConfig)
-class HiddenStatesWriter(CandidateGenerator):
+class HiddenStatesWriter(NoSpeculation):
     """Collects a sequence's hidden states and writes them when it ends."""
 
     config: ExtractHiddenStatesConfig
@@ -74,15 +74,8 @@ class HiddenStatesWriter(CandidateGenerator):
         )
         self.collected: dict[int, list[torch.Tensor]] = {}  # per sequence, [n, layers, H] on the CPU
 
-    @property
-    def max_draft_nodes(self) -> int:
-        return 0
-
     def start(self, seq: Sequence) -> None:
         self.collected[seq.id] = []
-
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        return DraftTrees.empty(len(sequences), self.target.device)
 
     def observe(self, outcome: StepOutcome) -> None:
         output = outcome.output

@@ -203,12 +203,12 @@ class MedusaGenerator(LastHiddenGenerator):
         config = config.with_default_length(proposed_length(checkpoint))
         super().__init__(config, target, self.heads, len(self.heads.blocks))
         head = self.heads.scoring()[0]
-        if not self.heads.lm_heads and type(head) is nn.Linear:
-            # a layer with the same weights, so that the target's own goes on computing as it does
-            with torch.device("meta"):
-                copied = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
-            copied.weight, copied.bias = head.weight, head.bias
-            self.heads = self.use_heads("lm_heads", [copied])
+        if not self.heads.lm_heads and type(head) is nn.Linear and config.quantization is None:
+            # A layer with the same parameters, whatever is assigned to them, so that the target's own goes on computing as it does. To
+            # quantize the layer would be to quantize the target's.
+            layer = nn.Linear(head.in_features, head.out_features, device="meta")
+            layer._parameters = head._parameters
+            self.heads = self.use_heads("lm_heads", [layer])
         self.taps = self.heads.taps
         self.vocabulary = DraftVocabulary(target.vocab_size, self.heads.target_ids)
 

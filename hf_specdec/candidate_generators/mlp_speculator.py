@@ -155,8 +155,7 @@ class LSTMSpeculator(Speculator):
         fused = []
         for step in range(2):
             weight = torch.cat([self.get_parameter(f"{gate}_proj.{step}.weight") for gate in GATES])
-            with torch.device("meta"):
-                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             linear.weight = nn.Parameter(weight, requires_grad=False)
             fused.append(linear)
         for gate in GATES:

@@ -308,6 +308,17 @@ def test_shared_head_stays_the_target_s(tmp_path):
     weight = target.get_output_embeddings().weight
     assert weight.requires_grad and target.lm_head.training
     assert generator.heads.scoring()[0].weight is weight  # no copy
+    target.lm_head.weight = torch.nn.Parameter(weight.detach() + 1)
+    assert generator.heads.scoring()[0].weight is target.lm_head.weight
+
+
+@pytest.mark.parametrize("native", [None, False])
+def test_quantized_heads_leave_the_target_s_head_as_it_is(tmp_path, native):
+    target = tiny_llama()
+    weight = target.lm_head.weight
+    config = write(tmp_path, original(own=False)) | {"quantization": "wint8", "native": native}
+    assert_lossless(target, config)
+    assert target.lm_head.weight is weight
 
 
 # ---- bad checkpoints ------------------------------------------------------------------------------------------------

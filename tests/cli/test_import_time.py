@@ -112,6 +112,15 @@ def test_every_public_name_is_there(name):
     assert name in dir(hf_specdec)
 
 
+@pytest.mark.parametrize(
+    ("package", "module"), [("serve", "serve.llm"), ("candidate_generators", "candidate_generators.registry")]
+)
+def test_dir_shows_names_that_are_not_loaded_yet(package, module):
+    code = f"import sys, hf_specdec.{package} as package; assert {{*package.__all__}} <= {{*dir(package)}}"
+    run = [sys.executable, "-c", f"{code}; assert 'hf_specdec.{module}' not in sys.modules"]
+    subprocess.run(run, check=True, timeout=60)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = hf_specdec.nothing

@@ -1,13 +1,16 @@
 """Greedy chains of drafts as one native call: the very drafts that are made depth by depth."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 import hf_specdec
+from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.growing import own_cache
 from hf_specdec.candidate_generators.growing.grower import GrowsDrafts
+from hf_specdec.integration import get_decoder
 from hf_specdec.kernels.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
@@ -83,6 +86,23 @@ def test_logits_of_two_bytes(dtype, tiny_model, tiny_tokenizer, chains, monkeypa
     expected, step_by_step = drafts_of(model, tiny_tokenizer, config, TEXTS)
     assert torch.equal(text, expected)
     assert drafts == step_by_step
+
+
+def test_a_token_whose_logits_are_nan_is_the_likeliest(tiny_model, tiny_tokenizer, chains, monkeypatch):
+    """As in torch, also where draft tokens have other numbers than the target's."""
+    config = parse_config({"model": "tiny-eagle3", "draft_vocabulary": 1500, "num_speculative_tokens": 3})
+
+    def drafts():
+        generator: Any = get_decoder(tiny_model, config).generator
+        generator.lm_head.weight[generator.vocabulary.target_ids.argmax()] = torch.nan
+        return drafts_of(tiny_model, tiny_tokenizer, config, TEXTS)
+
+    text, made = drafts()
+    assert chains
+    monkeypatch.setattr(own_cache.OwnsCache, "greedy_chains", GrowsDrafts.greedy_chains)
+    expected, step_by_step = drafts()
+    assert torch.equal(text, expected)
+    assert made == step_by_step
 
 
 @pytest.mark.parametrize(

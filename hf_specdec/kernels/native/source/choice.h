@@ -41,7 +41,7 @@ inline i64 best_of(const float* scores, i64 vocab, const i64* names) {
   Best best;
   for (i64 i = 0; i < vocab; i++) {
     best.see(scores[i], i);
-    if (names && !(scores[i] < best.value) && names[i] < names[best.id]) best.id = i;
+    if (names && scores[i] == best.value && names[i] < names[best.id]) best.id = i;
   }
   return names ? names[best.id] : best.id;
 }
