@@ -25,11 +25,10 @@ from .registry import register
 
 @dataclass
 class SelfWindowConfig(TreeDraftingConfig):
-    """For long texts: the target drafts for itself, and attends to the first and the last tokens only. It reads its own keys there, so
-    drafts take no memory. Texts that the window covers get no drafts."""
+    """For long texts: the target drafts for itself, attending to its own keys of the first and the last tokens only. Texts that this
+    window covers get no drafts."""
 
     name = "self_window"
-    requires = ("a text much longer than the window, and layers that attend to all of it",)
     default_num_speculative_tokens = 4
 
     draft_window: int | None = config_key(512, "drafts attend to so many last tokens", minimum=1)
@@ -62,6 +61,14 @@ class SelfWindowGenerator(ReadsTargetKeys, ModelDrafter, MayMissSteps):
         self.grow_as(config.shape(), has_loop=self.drafter.graphs is not None)
         self._least = sum(window_parts(config.window)) + 1  # tokens of a text that the window does not cover
         self._round: list[Sequence] = []  # rows of the current round whose last token has been read
+
+    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
+        """As in the base. An engine that begins, or falls asleep, gets other pools: graphs refer to the old ones."""
+        super().allocate(num_tokens, num_sequences, block_size)
+        if not num_sequences and self.rounds is not None and self.drafter.graphs is not None:
+            self._keys = None
+            self.rounds.clear()
+            self.drafter.graphs.captures.clear()
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """Grow drafts. Meanwhile the target's cache has the window, and counts the texts' last tokens."""
