@@ -8,7 +8,7 @@ import torch
 from families import make as make_family
 from helpers_drafters import assert_lossless, assert_refused, kept_proposals
 from helpers_speculators import recorded
-from oracle import VOCAB, ragged, tiny_llama
+from oracle import VOCAB, assert_clean, ragged, tiny_llama
 from recurrent_families import make as make_recurrent
 from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 from scheduling import make_decoder, run_scenario
@@ -45,6 +45,38 @@ def test_a_draft_sees_the_first_and_the_last_tokens(family, native):
             expected = target(torch.tensor([[*text, *path]]), attention_mask=mask, use_cache=False).logits[0, -1]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     hf_specdec.release(target)
+
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
+OTHERS = {
+    "deterministic": {**CONFIG, "deterministic": True},
+    "rejection": {**CONFIG, "rejection_sample_method": "rejection"},
+    "hybrid": {"method": "hybrid", "first": NGRAM, "second": CONFIG},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_in_other_methods_and_modes(model, name):
+    call = {**ragged(LENGTHS[1]), "max_new_tokens": 30}
+    output = model.generate(**call, speculative_config=OTHERS[name], return_dict_in_generate=True)
+    assert torch.equal(output.sequences, model.generate(**call))
+    assert output.speculation.num_draft_tokens > 0
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("config", [CONFIG, {"method": "auto", "methods": [CONFIG, NGRAM]}], ids=["alone", "auto"])
+def test_an_engine_shares_prefixes(model, config):
+    """Requests with one beginning, few blocks: texts of their own, whatever drafts have written to shared blocks before."""
+    llm = hf_specdec.LLM(model, None, {**config, "block_size": 4, "num_blocks": 40}, max_model_len=96, max_num_seqs=4)
+    drafter = "self_window" if config["method"] == "auto" else None
+    beginning = ragged([40])["input_ids"][0].tolist()
+    prompts = [beginning[: 40 - i % 5] + [7 + i] * (i % 3) for i in range(10)]
+    params = hf_specdec.SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, drafter=drafter)
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    for ids, answer in zip(prompts, answers, strict=True):
+        plain = model.generate(torch.tensor([ids]), max_new_tokens=20)[0, len(ids) :].tolist()
+        assert list(answer.outputs[0].token_ids) == plain and answer.speculation.num_draft_tokens > 0
+    llm.close()
 
 
 def test_native_chains_are_the_same(model):
