@@ -50,7 +50,7 @@ def time_self_window(args: argparse.Namespace, tokenizer: Any, turns: list[Any],
     model: Any = LlamaForCausalLM.from_pretrained(
         hf_specdec.bundled("tiny"), max_position_embeddings=length + 2048, rope_parameters=rope
     )
-    sizes = dict(zip(DIMENSIONS, PRESETS["100m"], strict=True)) | {"num_key_value_heads": 12}
+    sizes: dict[str, Any] = dict(zip(DIMENSIONS, PRESETS["100m"], strict=True)) | {"num_key_value_heads": 12}
     methods: dict[str, Any] = {"none": {"method": "none"}}
     methods |= {str(window): {"method": "self_window", "draft_window": window} for window in args.windows}
     config = {"method": "per_request", "methods": methods}
@@ -62,7 +62,7 @@ def time_self_window(args: argparse.Namespace, tokenizer: Any, turns: list[Any],
     for name in ("none", *methods):  # the first time, prompts are read
         call = hf_specdec.SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True, drafter=name)
         began = time.process_time()
-        answers = llm.generate(prompts, call, use_tqdm=False)
+        answers: Any = llm.generate(prompts, call, use_tqdm=False)
         seconds[name] = time.process_time() - began
         texts.append([answer.outputs[0].token_ids for answer in answers])
         assert texts[-1] == texts[0], name
