@@ -11,9 +11,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ..cache import PagedStaticCache
-from ..core.errors import UnsupportedModel
-from ..core.outcome import StepOutcome
 from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from ..model import architectures
@@ -25,6 +22,7 @@ from .checkpoints.files import BAD_VALUES, Checkpoint, register_format
 from .checkpoints.keys import ANYTHING, FLAG, Key, Table, integer, one_of
 from .checkpoints.target_parts import check_target, device_and_dtype, load_once, target_embeddings
 from .growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
+from .growing.target_keys import ReadsTargetKeys
 from .growing.tree_growth import DraftLevel
 from .registry import register
 
@@ -131,15 +129,12 @@ class Gemma4AssistantConfig(LastHiddenConfig):
 
 
 @register(Gemma4AssistantConfig)
-class Gemma4AssistantGenerator(LastHiddenGenerator):
+class Gemma4AssistantGenerator(ReadsTargetKeys, LastHiddenGenerator):
     """Drafts with a Gemma 4 assistant.
 
     A pass takes the embedding of a token and the target's hidden state before it; below the text's newest token, in place of the latter,
     what the pass before returned. All passes of a round have the position after the text's last key. They see all keys of the text, or in
     sliding layers the last `sliding_window` + 1, as in transformers, and write none.
-
-    Attributes:
-        keys: the target's cache; None before the first step.
     """
 
     config: Gemma4AssistantConfig
@@ -152,25 +147,14 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
         super().__init__(config, target, self.assistant, _DEEPEST, has_loop=False)
         self.embeddings = target_embeddings(target)
         self.suppressed = torch.tensor(settings.suppress_tokens or [], dtype=torch.long, device=self.device)
-        self.keys: PagedStaticCache | None = None
         self._texts: list[Sequence] = []  # of the current round
         self._read = layers_with_keys(target)
         for layer in self.assistant.model.layers:
             layer.self_attn.layer_idx = self._read[layer.self_attn.layer_type]  # by it, attention finds the pages
 
-    def observe(self, outcome: StepOutcome) -> None:
-        """As in the base. The keys are where the step has written them."""
-        super().observe(outcome)
-        self.keys = outcome.cache
-        if self.keys is None:
-            raise UnsupportedModel(
-                "A Gemma 4 assistant reads the target's keys in our pages, which transformers' own loop does not have: pass "
-                "speculative_config to generate() in place of assisted_loop()."
-            )
-
     def release(self) -> None:
         super().release()
-        self.keys, self._texts = None, []
+        self._texts = []
 
     def active(self) -> contextlib.AbstractContextManager:
         stack = contextlib.ExitStack()
@@ -184,12 +168,9 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
         """The limits; 0 for rows whose hidden state or keys are not known, or whose text is shorter than the tree is wide."""
         limits = super().ready(sequences, limits)
         return [
-            limit if limit and self._num_keys(seq) == len(seq.tokens) - 1 >= self.shape.widest else 0
+            limit if self.has_keys(seq) and len(seq.tokens) > self.shape.widest else 0
             for seq, limit in zip(sequences, limits, strict=True)
         ]
-
-    def _num_keys(self, seq: Sequence) -> int:
-        return 0 if self.keys is None else self.keys.tables[seq.id].length
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         self._texts = sequences
@@ -205,8 +186,7 @@ class Gemma4AssistantGenerator(LastHiddenGenerator):
     @torch.no_grad()
     def _pass(self, texts: list[Sequence], tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Logits [R, F, V] after `tokens` [R, F], from hidden states `before` them [R, F, Ht]; sets the children's state."""
-        assert self.keys is not None
-        keys, assistant, count = self.keys, self.assistant, tokens.shape[1]
+        keys, assistant, count = self.cache, self.assistant, tokens.shape[1]
         rows = []
         for seq in texts:
             length = keys.tables[seq.id].length

@@ -25,7 +25,7 @@ from .checkpoints.config import HeadConfig
 from .checkpoints.draft_vocabulary import draft_ids
 from .checkpoints.target_parts import DraftVocabulary, device_and_dtype, rows_of
 from .growing.grower import GrowsDrafts
-from .growing.own_cache import OwnsCache
+from .growing.own_cache import ReadsPages
 from .growing.tree_shapes import TreeDraftingConfig
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def make_generator(
         raise config.fail(
             "model", f"reads hidden states after layer {deepest} of the target, which has {count} layers."
         )
-    if getattr(config, "draft_window", None) is not None and not isinstance(made, OwnsCache):
+    if getattr(config, "draft_window", None) is not None and not isinstance(made, ReadsPages):
         raise config.fail("draft_window", "is for drafters with keys and values of their own, which this one has not.")
     if ids is not None:
         _score_only(made, ids)

@@ -99,8 +99,8 @@ def print_methods(console: Output, methods: dict[str, type[SpeculativeConfig]]) 
 
 
 def sections(methods: dict[str, type[SpeculativeConfig]]) -> list[tuple[str, str, list[dataclasses.Field], Any]]:
-    """Title, text, keys and configuration: of what all methods take, of the groups of keys that these take, and of these methods. If its
-    default differs from the common one, `num_speculative_tokens` is among a method's keys.
+    """Title, text, keys and configuration: of what all methods take, of the groups of keys that these take, and of these methods. A
+    text says what K, `num_speculative_tokens`, is by default, if that is another number.
     """
     out: list[Any] = [("Keys of every method", "", shared_fields(), SpeculativeConfig)]
     groups = key_groups()
@@ -110,11 +110,12 @@ def sections(methods: dict[str, type[SpeculativeConfig]]) -> list[tuple[str, str
     for name, config in methods.items():
         taken = {group: base for group, base in groups.items() if issubclass(config, base)}
         fields = fields_beside(config, [SpeculativeConfig, *taken.values()])
-        if default_length(config) != str(SpeculativeConfig.default_num_speculative_tokens):
-            fields += [f for f in dataclasses.fields(config) if f.name == "num_speculative_tokens"]
+        length = default_length(config)
+        common = "derived", str(SpeculativeConfig.default_num_speculative_tokens)
+        k = "" if length in common else f" Default K: {length}."
         takes = f" Takes the keys of {' and '.join(taken)}." if taken else ""
         needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
-        out.append((f"`{name}`", description(config) + needs + takes, fields, config))
+        out.append((f"`{name}`", description(config) + needs + takes + k, fields, config))
     return out
 
 
@@ -129,9 +130,9 @@ def key_groups() -> dict[str, type[SpeculativeConfig]]:
 
 
 def fields_beside(config: type[SpeculativeConfig], bases: list[Any]) -> list[dataclasses.Field]:
-    """The keys of a configuration that none of these bases has."""
-    known = {f.name for base in bases for f in dataclasses.fields(base)}
-    return [f for f in dataclasses.fields(config) if f.name not in known]
+    """The keys of a configuration that none of these bases has, or that mean something else there."""
+    known = {(f.name, f.metadata.get("help")) for base in bases for f in dataclasses.fields(base)}
+    return [f for f in dataclasses.fields(config) if (f.name, f.metadata.get("help")) not in known]
 
 
 def shared_fields() -> list[dataclasses.Field]:
@@ -155,8 +156,7 @@ def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
         if fields:
             lines += ["| key | default | meaning |", "|---|---|---|"]
             for field in fields:
-                again = field.name == "num_speculative_tokens" and config is not SpeculativeConfig
-                meaning = "see above" if again else field.metadata.get("help", "").replace("|", "\\|")
+                meaning = field.metadata.get("help", "").replace("|", "\\|")
                 lines.append(f"| `{field.name}` | {default_text(field, config)} | {meaning} |")
             lines.append("")
     return "\n".join(lines)

@@ -120,7 +120,7 @@ def assert_clean(model: PreTrainedModel) -> None:
             check_blocks(generator.cache.pool)
             assert generator.cache.pool.num_used == 0 and generator.cache.tables == {}
         if hasattr(generator, "drafter"):
-            assert not getattr(generator.bridge, "read", None)
+            assert not getattr(getattr(generator, "bridge", None), "read", None)
             assert generator.drafter.config._attn_implementation != "hf_specdec"
     hf_specdec.release(model)
 

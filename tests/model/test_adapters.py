@@ -69,6 +69,7 @@ def bundled(tiny_tokenizer):
         pytest.param({"method": "suffix"}, marks=pytest.mark.slow),
         {"method": "draft_model", "model": "tiny-draft", "branching_factors": [2, 2, 1]},
         pytest.param({"method": "draft_model", "early_exit": 2}, marks=pytest.mark.slow),
+        {"method": "self_window", "draft_window": 6},
         {"method": "eagle3", "model": "tiny-eagle3", "branching_factors": [3, 2, 1]},
         pytest.param({"method": "medusa", "model": "tiny-medusa"}, marks=pytest.mark.slow),
         {"method": "mtp", "model": "tiny-mtp"},

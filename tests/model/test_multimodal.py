@@ -36,6 +36,7 @@ TREE = {"method": "draft_model", "early_exit": 2, "branching_factors": [2, 2, 1]
 METHODS = {
     "none": {"method": "none"}, "ngram": NGRAM, "tree": TREE, "token_recycling": {"method": "token_recycling"},
     "lookahead": {"method": "lookahead"}, "suffix": {"method": "suffix"},
+    "self_window": {"method": "self_window", "draft_window": 6, "draft_sinks": 2},
 }  # fmt: skip
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 QUICK = ("gemma3", "qwen3_vl", "paligemma2")

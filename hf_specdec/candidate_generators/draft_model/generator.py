@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -26,13 +25,13 @@ from ...core.sequence import Sequence
 from ...model.architectures import has_repository_code
 from ...model.encoder_decoder import FAMILIES, is_encoder_decoder
 from ...model.packed_model import PackedModel
-from ...model.prepare import ModelOptions, prepare
-from ..base import DrafterContext, MayMissSteps, RunsModel
+from ..base import DrafterContext, MayMissSteps
 from ..checkpoints.draft_vocabulary import draft_ids
 from ..checkpoints.files import Checkpoint, register_format
 from ..checkpoints.target_parts import load_once, rows_of
+from ..growing.model_drafter import ModelDrafter
 from ..growing.own_cache import OwnsCache
-from ..growing.tree_growth import Draft, DraftLevel
+from ..growing.tree_growth import Draft
 from ..growing.tree_shapes import TreeDraftingConfig
 from ..registry import register
 from .vocabulary import BRIDGES, SharedVocabulary, make_bridge
@@ -136,7 +135,7 @@ def class_of(name: str, revision: str, target: PackedModel) -> Any:
 
 
 @register(DraftModelConfig)
-class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
+class DraftModelGenerator(OwnsCache, ModelDrafter, MayMissSteps):
     """Drafts with a causal language model, run like the target by a PackedModel over a paged cache."""
 
     config: DraftModelConfig
@@ -146,31 +145,14 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         super().__init__(config, target, context)
         context = context or DrafterContext()
         model = load_drafter(config, target, context)
-        if model is target.model and config.quantization is not None:
-            raise config.fail(
-                "quantization",
-                "cannot be given: the target drafts for itself. Use 'target_quantization', or leave it out.",
-            )
         if config.early_exit is not None and config.early_exit >= target.config.num_hidden_layers:
             raise config.fail("early_exit", f"must be less than the target's {target.config.num_hidden_layers} layers.")
-        options = ModelOptions(
-            prepack_weights=config.prepack_weights,
-            # A target that drafts for itself shares its layers.
-            keep_linears=config.deterministic and model is target.model,
-            cuda_graphs=config.cuda_graphs,
-            quantization=config.quantization,
-            owned=config.model is not None,
-            compile=config.compile,
-            native=config.native,
-        )
         if hasattr(model, "pre_projection"):
             raise config.fail(
                 "method",
                 "is for whole models, and this is a Gemma 4 assistant: name its folder or Hub id as 'model', without a method.",
             )
-        borrowed = model is context.assistant_model
-        self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
-        self.drafter.window = config.window
+        self.draft_with(model, config.early_exit, model is context.assistant_model, config.model is not None)
         if self.drafter.family is not None and target.family is None:
             raise config.fail(
                 "model", f"needs what an encoder has read, and {type(target.model).__name__} has no encoder."
@@ -186,8 +168,6 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         self.grow_as(config.shape(), has_loop=self.has_loop and self.has_graphs)
         # per sequence, the cache index of each node of the last draft (or -1)
         self.kept_nodes: dict[int, list[int]] = {}
-        # where to enter the drafter's context, before it is first asked
-        self._resting: contextlib.ExitStack | None = None
         self.texts: dict[int, list[int]] = {}  # per sequence of the current round, its text in the drafter's tokens
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -208,15 +188,6 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         self.texts.pop(seq.id, None)
         self.bridge.forget(seq)
 
-    @contextlib.contextmanager
-    def active(self):
-        """The drafter's attention reads pages from the first draft on."""
-        with contextlib.ExitStack() as self._resting:
-            try:
-                yield
-            finally:
-                self._resting = None
-
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
@@ -228,9 +199,7 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """The limits; 0 for rows whose text and draft do not fit into the drafter's positions or free blocks."""
-        if self._resting is not None:
-            self._resting.enter_context(self.drafter.active())
-            self._resting = None
+        self.wake()
         self.texts = {
             seq.id: self.bridge.to_drafter(seq) for seq, limit in zip(sequences, limits, strict=True) if limit
         }
@@ -254,9 +223,6 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         if share_now:  # one forward writes all texts, so later rows may share these blocks
             self.cache.register_prefix(seq.id, text, len(text))
         return True
-
-    def modules(self) -> list[nn.Module]:
-        return [self.drafter.model]
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
         """Check that the model was loaded with these rows, and that they are the target's tokens."""
@@ -298,17 +264,11 @@ class DraftModelGenerator(OwnsCache, RunsModel, MayMissSteps):
         """The drafter's tokens that are read after a whole text; their keys and values do not stay."""
         return []
 
-    def expand(self, level: DraftLevel) -> torch.Tensor:
-        """Run the drafter over the nodes of one depth: logits [R, F, V]."""
-        rows, count = level.tokens.shape
-        output = self.over_nodes(self.drafter, level, self.bridge.drafter_ids(level.tokens), level.ancestors)
-        return output.logits.view(rows, count, -1)
+    def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.bridge.drafter_ids(tokens)
 
     def chain_programs(self) -> tuple[Any, None] | None:
-        if self.drafter.native is None or type(self.bridge) is not SharedVocabulary:
-            return None
-        program = self.drafter.native.current("forward")
-        return program and (program, None)
+        return super().chain_programs() if type(self.bridge) is SharedVocabulary else None
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
         if self.bridge.nodes_are_drafter_tokens:

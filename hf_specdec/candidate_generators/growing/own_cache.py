@@ -1,4 +1,4 @@
-"""OwnsCache: drafters with a paged KV cache of their own, which is made when the drafter first needs it."""
+"""ReadsPages: drafters whose forwards read a paged KV cache; OwnsCache: one of their own, made when the drafter first needs it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,107 @@ from .tree_growth import DraftLevel
 from .tree_shapes import TreeDraftingConfig
 
 
-class OwnsCache(GrowsDrafts, CandidateGenerator, KeepsPrefixes):
+class ReadsPages(GrowsDrafts, CandidateGenerator):
+    """A drafter whose forwards read and write pages of `cache`: the keys of a text, then those of its draft.
+
+    Attributes:
+        num_heads: heads that draft in turn, each with a layer of the cache.
+        window_stays: sliding windows end at the text's last token while drafting.
+    """
+
+    num_heads = 1
+    window_stays = False
+
+    @property
+    @abstractmethod
+    def cache(self) -> PagedStaticCache:
+        """The cache, with a table for every sequence that drafts."""
+
+    def num_read(self, seq: Sequence) -> int:
+        """Number of the sequence's tokens that are in the cache."""
+        return self.cache.tables[seq.id].length
+
+    def try_reserve(self, seq: Sequence, num_slots: int) -> bool:
+        """Reserve that many slots in all for a sequence; False if there are no free blocks."""
+        try:
+            self.cache.reserve(seq.id, num_slots)
+        except OutOfBlocks:
+            return False
+        return True
+
+    def node_inputs(
+        self, level: DraftLevel, tokens: torch.Tensor, ancestors: np.ndarray | torch.Tensor, shift: int = 0
+    ) -> list[RowInput]:
+        """The input rows of a forward over the last F of the E nodes that have been expanded in each draft. They follow the cached tokens
+        of each sequence.
+
+        Args:
+            tokens: int64 [R, F] ids in the drafter's vocabulary.
+            ancestors: bool [R, F, E], the nodes on each node's path, itself included.
+            shift: see `LevelForward`.
+        """
+        count, first = tokens.shape[1], ancestors.shape[2] - tokens.shape[1]
+        is_chain = ancestors.shape[2] == level.depth
+        seen: Any = ancestors.cpu().numpy() if isinstance(ancestors, torch.Tensor) and not is_chain else ancestors
+        ids = tokens.numpy() if tokens.device.type == "cpu" else tokens
+        inputs = []
+        for i, seq in enumerate(self.sequences[row] for row in level.rows):
+            end = self.num_read(seq) - shift  # a node at depth d has that position plus d - 1
+            row = RowInput(seq.id, ids[i], end + first, logits=count)
+            row.positions = end - 1 + level.depths[first:]
+            if not is_chain:
+                row.visibility, row.region_positions = seen[i], end - 1 + level.depths
+            if self.window_stays:
+                row.window_positions = np.full(count, end - 1)
+            inputs.append(row)
+        return inputs
+
+    def over_nodes(
+        self, model: Any, level: DraftLevel, tokens: torch.Tensor, ancestors: Any, shift: int = 0, **features: torch.Tensor
+    ) -> Any:  # fmt: skip
+        """The output of a PackedModel, or of a PackedHead with its `features` [R F, ..], over nodes (see `node_inputs`). It reads the
+        buffers of a round that is captured."""
+        if self.loop is not None:
+            return model.forward_batch(self.loop.batch(level.depth, tokens, ancestors), **features)
+        return model.forward(self.node_inputs(level, tokens, ancestors, shift), *features.values(), self.cache)
+
+    def greedy_chains(self, rows: list[int], logits: torch.Tensor, limits: list[int]) -> torch.Tensor | None:
+        """See `GrowsDrafts`."""
+        programs = self.chain_programs()
+        if programs is None or len(rows) > programs[0].most_tokens:
+            return None
+        if any(program is not None and (program.calls or program.reads_sources) for program in programs):
+            return None
+        features = None if self.state is None else self.state[:, 0]
+        seq_ids = [self.sequences[row].id for row in rows]
+        return draft_chains(*programs, self.cache, seq_ids, logits, limits, features, self.vocabulary)
+
+    def chain_programs(self) -> tuple[Any, Any] | None:
+        """The `forward` and `head` of `draft_chains` that compute what `expand` does for a chain; None: there are none."""
+        return None
+
+    def level_forwards(self, depth: int) -> list[LevelForward]:
+        """One for each depth but the last: the head whose turn it is reads all nodes it has not read."""
+        depths, ancestors = self.shape.expanded_nodes(depth)
+        num_read, out = [0] * self.num_heads, []
+        for level in range(1, depth):
+            head, end = level % self.num_heads, int(np.searchsorted(depths, level + 1))
+            first, num_read[head] = num_read[head], end
+            seen = None if ancestors is None else ancestors[first:end, :end]
+            out.append(LevelForward(level, first, depths[:end], seen, shift=head))
+        return out
+
+
+class OwnsCache(ReadsPages, KeepsPrefixes):
     """A drafter with keys and values of its own. A run in which it is never asked costs no cache.
 
     Attributes:
         pages: the cache; None: the drafter has not needed it yet.
-        num_heads: heads that draft in turn, each with a layer of the cache.
         has_graphs: the drafter's forwards are CUDA graphs, which refer to the pools: these are kept for the next run.
-        window_stays: sliding windows end at the text's last token while drafting.
         outlives_texts: prefixes of texts that have ended are kept, because later texts may share them.
     """
 
-    num_heads = 1
     has_graphs = False
-    window_stays = False
     outlives_texts = False
 
     def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
@@ -115,75 +202,4 @@ class OwnsCache(GrowsDrafts, CandidateGenerator, KeepsPrefixes):
             self.pages.forget_prefixes()
 
     def num_read(self, seq: Sequence) -> int:
-        """Number of the sequence's tokens that are in the cache."""
-        return 0 if self.pages is None else self.pages.tables[seq.id].length
-
-    def try_reserve(self, seq: Sequence, num_slots: int) -> bool:
-        """Reserve that many slots in all for a sequence; False if there are no free blocks."""
-        try:
-            self.cache.reserve(seq.id, num_slots)
-        except OutOfBlocks:
-            return False
-        return True
-
-    def node_inputs(
-        self, level: DraftLevel, tokens: torch.Tensor, ancestors: np.ndarray | torch.Tensor, shift: int = 0
-    ) -> list[RowInput]:
-        """The input rows of a forward over the last F of the E nodes that have been expanded in each draft. They follow the cached tokens
-        of each sequence.
-
-        Args:
-            tokens: int64 [R, F] ids in the drafter's vocabulary.
-            ancestors: bool [R, F, E], the nodes on each node's path, itself included.
-            shift: see `LevelForward`.
-        """
-        count, first = tokens.shape[1], ancestors.shape[2] - tokens.shape[1]
-        is_chain = ancestors.shape[2] == level.depth
-        seen: Any = ancestors.cpu().numpy() if isinstance(ancestors, torch.Tensor) and not is_chain else ancestors
-        ids = tokens.numpy() if tokens.device.type == "cpu" else tokens
-        inputs = []
-        for i, seq in enumerate(self.sequences[row] for row in level.rows):
-            end = self.num_read(seq) - shift  # a node at depth d has that position plus d - 1
-            row = RowInput(seq.id, ids[i], end + first, logits=count)
-            row.positions = end - 1 + level.depths[first:]
-            if not is_chain:
-                row.visibility, row.region_positions = seen[i], end - 1 + level.depths
-            if self.window_stays:
-                row.window_positions = np.full(count, end - 1)
-            inputs.append(row)
-        return inputs
-
-    def over_nodes(
-        self, model: Any, level: DraftLevel, tokens: torch.Tensor, ancestors: Any, shift: int = 0, **features: torch.Tensor
-    ) -> Any:  # fmt: skip
-        """The output of a PackedModel, or of a PackedHead with its `features` [R F, ..], over nodes (see `node_inputs`). It reads the
-        buffers of a round that is captured."""
-        if self.loop is not None:
-            return model.forward_batch(self.loop.batch(level.depth, tokens, ancestors), **features)
-        return model.forward(self.node_inputs(level, tokens, ancestors, shift), *features.values(), self.cache)
-
-    def greedy_chains(self, rows: list[int], logits: torch.Tensor, limits: list[int]) -> torch.Tensor | None:
-        """See `GrowsDrafts`."""
-        programs = self.chain_programs()
-        if programs is None or len(rows) > programs[0].most_tokens:
-            return None
-        if any(program is not None and (program.calls or program.reads_sources) for program in programs):
-            return None
-        features = None if self.state is None else self.state[:, 0]
-        seq_ids = [self.sequences[row].id for row in rows]
-        return draft_chains(*programs, self.cache, seq_ids, logits, limits, features, self.vocabulary)
-
-    def chain_programs(self) -> tuple[Any, Any] | None:
-        """The `forward` and `head` of `draft_chains` that compute what `expand` does for a chain; None: there are none."""
-        return None
-
-    def level_forwards(self, depth: int) -> list[LevelForward]:
-        """One for each depth but the last: the head whose turn it is reads all nodes it has not read."""
-        depths, ancestors = self.shape.expanded_nodes(depth)
-        num_read, out = [0] * self.num_heads, []
-        for level in range(1, depth):
-            head, end = level % self.num_heads, int(np.searchsorted(depths, level + 1))
-            first, num_read[head] = num_read[head], end
-            seen = None if ancestors is None else ancestors[first:end, :end]
-            out.append(LevelForward(level, first, depths[:end], seen, shift=head))
-        return out
+        return 0 if self.pages is None else super().num_read(seq)
