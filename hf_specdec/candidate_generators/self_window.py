@@ -12,6 +12,7 @@ from ..core.draft_trees import DraftTrees
 from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from ..kernels.attention.inputs import window_parts
+from ..kernels.sampling.reference import RowParameters
 from ..model.architectures import layer_windows
 from ..model.packed_model import PackedModel
 from .base import DrafterContext, MayMissSteps
@@ -117,12 +118,14 @@ class SelfWindowGenerator(ReadsTargetKeys, ModelDrafter, MayMissSteps):
             row.offset, row.adapter = seq.position_offset, seq.adapter
         return rows
 
-    def greedy_chains(self, rows: list[int], logits: torch.Tensor, limits: list[int]) -> torch.Tensor | None:
+    def chains(
+        self, rows: list[int], logits: torch.Tensor, limits: list[int], sampling: RowParameters | None
+    ) -> torch.Tensor | None:
         if self.loop is None and any(
             self.sequences[row].position_offset or self.sequences[row].adapter for row in rows
         ):
             return None  # one call of the library knows neither
-        return super().greedy_chains(rows, logits, limits)
+        return super().chains(rows, logits, limits, sampling)
 
 
 def _problem(target: PackedModel) -> str | None:

@@ -15,7 +15,7 @@ from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..kernels import sampling
-from ..kernels.dispatch import current
+from ..kernels.dispatch import current, uses_triton
 from ..kernels.sampling.reference import RowParameters
 from ..kernels.transfer import upload, upload_into
 
@@ -99,7 +99,8 @@ class SamplingBuffers:
         """Write the parameters of these rows. Later rows of the buffers are unused; their parameters are set to off."""
         values = {parameters: astuple(parameters) for parameters in set(map(parameters_of, sequences))}
         rows = [
-            (seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample, *values[parameters_of(seq)]) for seq in sequences
+            (seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample and self.kind.noise, *values[parameters_of(seq)])
+            for seq in sequences
         ]
         names = [field.name for field in fields(SamplingParameters)]
         for name, off in zip(names, astuple(OFF), strict=True):
@@ -160,7 +161,7 @@ def fuses_sampling(sequences: list[Sequence], config: SpeculativeConfig, device:
     """True if the verification kernels should apply the sampling parameters of these rows."""
     return (
         config.verification_rule in RULES_WITH_KERNELS
-        and sampling.is_fused(device)
+        and uses_triton(device)
         and any(parameters_of(seq) != OFF for seq in sequences)
     )
 

@@ -1,5 +1,7 @@
 """How rows sample, on the device: what their own processors and noise give, for rows that differ in everything."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,8 @@ from transformers import LogitsProcessorList
 
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits
+from hf_specdec.kernels.native import library
+from hf_specdec.kernels.sampling import reference
 from hf_specdec.kernels.sampling.reference import DRAWS_PER_ROUND, choose_tokens, sampling_scores
 from hf_specdec.sampling import FusedSamplingLogitsWarper
 from hf_specdec.sampling.logits import process_logits
@@ -72,6 +76,43 @@ def test_shared_noise_is_that_of_the_loop(sample):
     index = torch.tensor([2, 0])
     assert torch.equal(sampling.noisy(logits[index], 4, random_bits.TOKEN_STREAM, True, index), noisy[index])
     assert torch.equal(sampling.choices(logits[index], 4, index), noisy[index].argmax(2))
+
+
+@pytest.mark.skipif(library() is None, reason="the native library is not installed")
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.tuples(st.one_of(parameters, st.just(())), st.booleans()), min_size=1, max_size=5),
+    vocab=st.sampled_from([1, 30, 257, 5000]),
+    spread=st.sampled_from([0.1, 3.0]),
+    equals=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_native_choices_are_those_of_the_definition(rows, vocab, spread, equals, seed):
+    sequences = [row(seed + i, *each, do_sample=do) for i, (each, do) in enumerate(rows)]
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(rows), 3, vocab, generator=g) * spread
+    logits = logits.round(decimals=1) if equals else logits
+    logits[:, :, vocab // 2 :: 3] = float("-inf") if seed % 2 else -0.0
+    sampling = SamplingBuffers.of(sequences, SamplingKind.of(sequences, True), CPU)
+    found = sampling.choices(logits, 2)
+    with pytest.MonkeyPatch.context() as patch:  # torch's sort removes any of equal tokens
+        patch.setattr(torch.Tensor, "sort", functools.partialmethod(torch.Tensor.sort, stable=True))
+        expected = reference.choices(logits, sampling.parameters, 2)
+    assert torch.equal(found, expected)
+    index = torch.arange(len(rows)).flip(0)
+    assert torch.equal(sampling.choices(logits[index], 2, index), found[index])
+
+
+@pytest.mark.skipif(library() is None, reason="the native library is not installed")
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_native_top_p_keeps_the_same_tokens(top_p):
+    """With noise of many positions every token that is kept is drawn at times, and no other."""
+    sequences = [row(3, 1.0, 0, top_p, 0.0)]
+    sampling = SamplingBuffers.of(sequences, SamplingKind.of(sequences, True), CPU)
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(8))
+    kept = sampling_scores(logits, top_p=top_p)[0].isfinite().nonzero().flatten()
+    drawn = {int(sampling.choices(logits[:, None], ahead)) for ahead in range(30 * len(kept) ** 2)}
+    assert drawn == set(kept.tolist())
 
 
 def test_own_noise_differs_between_draws_and_rounds():

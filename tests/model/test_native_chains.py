@@ -1,4 +1,4 @@
-"""Greedy chains of drafts as one native call: the very drafts that are made depth by depth."""
+"""Chains of drafts as one native call: the very drafts that are made depth by depth."""
 
 import copy
 from typing import Any
@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import hf_specdec
+from hf_specdec import LLM, SamplingParams
 from hf_specdec.candidate_generators import parse_config
-from hf_specdec.candidate_generators.growing import own_cache
+from hf_specdec.candidate_generators.growing import own_cache, tree_growth
 from hf_specdec.candidate_generators.growing.grower import GrowsDrafts
 from hf_specdec.integration import get_decoder
 from hf_specdec.kernels.native import library
@@ -69,7 +70,7 @@ def test_chains_are_those_drafted_depth_by_depth(name, texts, tiny_model, tiny_t
     text, drafts = drafts_of(tiny_model, tiny_tokenizer, config, texts)
     assert chains and max(chains) == len(texts)
     assert len(texts) == 1 or any(len({len(draft) for draft in rows if draft}) > 1 for rows in drafts)
-    monkeypatch.setattr(own_cache.OwnsCache, "greedy_chains", GrowsDrafts.greedy_chains)
+    monkeypatch.setattr(own_cache.OwnsCache, "chains", GrowsDrafts.chains)
     expected, step_by_step = drafts_of(tiny_model, tiny_tokenizer, config, texts)
     assert torch.equal(text, expected)
     assert drafts == step_by_step
@@ -82,7 +83,7 @@ def test_logits_of_two_bytes(dtype, tiny_model, tiny_tokenizer, chains, monkeypa
     model = copy.deepcopy(tiny_model).to(dtype)
     text, drafts = drafts_of(model, tiny_tokenizer, config, TEXTS)
     assert chains
-    monkeypatch.setattr(own_cache.OwnsCache, "greedy_chains", GrowsDrafts.greedy_chains)
+    monkeypatch.setattr(own_cache.OwnsCache, "chains", GrowsDrafts.chains)
     expected, step_by_step = drafts_of(model, tiny_tokenizer, config, TEXTS)
     assert torch.equal(text, expected)
     assert drafts == step_by_step
@@ -99,16 +100,78 @@ def test_a_token_whose_logits_are_nan_is_the_likeliest(tiny_model, tiny_tokenize
 
     text, made = drafts()
     assert chains
-    monkeypatch.setattr(own_cache.OwnsCache, "greedy_chains", GrowsDrafts.greedy_chains)
+    monkeypatch.setattr(own_cache.OwnsCache, "chains", GrowsDrafts.chains)
     expected, step_by_step = drafts()
     assert torch.equal(text, expected)
     assert made == step_by_step
 
 
+PARAMETERS = {
+    "noise": {"top_k": 0},
+    "temperature": {"temperature": 0.8, "top_k": 0},
+    "top-k": {"temperature": 1.3, "top_k": 20},
+    "top-p": {"top_k": 0, "top_p": 0.9},
+    "min-p": {"top_k": 0, "min_p": 0.05},
+    "all": {"temperature": 0.7, "top_k": 50, "top_p": 0.8, "min_p": 0.02},
+}
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS)
+@pytest.mark.parametrize("name", ["draft_model", "eagle3", "a draft vocabulary"])
+def test_sampled_chains(name, parameters, tiny_model, tiny_tokenizer, chains, monkeypatch):
+    """They are those made depth by depth, and those that transformers' processors give."""
+    config = {"method": name, "num_speculative_tokens": 4} | DRAFTERS[name]
+    arguments = [({**config, "seed": seed}, TEXTS[:rows]) for seed, rows in ((2**40 + 3, 1), (5, 5), (6, 3))]
+
+    def drafted():
+        return [
+            drafts_of(tiny_model, tiny_tokenizer, *each, do_sample=True, **parameters, return_dict_in_generate=True)
+            for each in arguments
+        ]
+
+    at_once, count = drafted(), len(chains)
+    assert count
+    monkeypatch.setattr(own_cache.OwnsCache, "chains", GrowsDrafts.chains)
+    step_by_step = drafted()
+    monkeypatch.setattr(tree_growth, "is_fused", lambda device: False)
+    processed = drafted()
+    assert len(chains) == count
+    for (output, drafts), *others in zip(at_once, step_by_step, processed, strict=True):
+        for other, expected in others:
+            assert torch.equal(output.sequences, other.sequences)
+            assert drafts == expected
+
+
+def test_rows_that_sample_differently(tiny_model, tiny_tokenizer, chains, monkeypatch):
+    """Greedy rows and rows of other parameters share the calls; a row alone gets the same text."""
+    params = [
+        SamplingParams(max_tokens=20, seed=7, **each)
+        for each in ({"temperature": 0}, {"temperature": 0.7, "top_k": 30}, {"top_p": 0.8}, {"min_p": 0.1})
+    ]
+    llm = LLM(
+        tiny_model,
+        tiny_tokenizer,
+        {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3},
+        max_model_len=128,
+    )
+    together = llm.generate(TEXTS[:4], params)
+    assert max(chains) == 4
+    alone = [llm.generate(text, each)[0] for text, each in zip(TEXTS, params, strict=False)]
+    monkeypatch.setattr(own_cache.OwnsCache, "chains", GrowsDrafts.chains)
+    step_by_step = llm.generate(TEXTS[:4], params)
+    for output, *others in zip(together, alone, step_by_step, strict=True):
+        assert [output.outputs[0].token_ids] * 2 == [other.outputs[0].token_ids for other in others]
+        assert output.speculation["num_draft_tokens"] == others[1].speculation["num_draft_tokens"]
+
+
 @pytest.mark.parametrize(
     ("config", "more"),
-    [({"draft_confidence_threshold": 0.2}, {}), ({}, {"do_sample": True}), ({}, {"repetition_penalty": 1.2})],
-    ids=["threshold", "sampled", "processed"],
+    [
+        ({"draft_confidence_threshold": 0.2}, {}),
+        ({"rejection_sample_method": "rejection"}, {"do_sample": True}),
+        ({}, {"repetition_penalty": 1.2}),
+    ],
+    ids=["threshold", "tested against its probabilities", "processed"],
 )
 def test_other_drafts_are_made_depth_by_depth(config, more, tiny_model, tiny_tokenizer, chains):
     config = {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3, "seed": 3} | config

@@ -22,6 +22,7 @@ from ...cache import PagedStaticCache
 from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
 from ...kernels.dispatch import current, next_power_of_two
+from ...kernels.sampling.reference import RowParameters
 from ...kernels.transfer import upload
 from ...model.captures import Captures
 from ...model.draft_loop import LevelForward, LoopBuffers
@@ -127,9 +128,15 @@ class GrowsDrafts(ABC):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
 
-    def greedy_chains(self, rows: list[int], logits: torch.Tensor, limits: list[int]) -> torch.Tensor | None:
-        """Chains of the likeliest tokens for `rows` of the batch, int64 [R, largest limit], all depths at once; None: `expand` drafts them.
-        `logits` [R, Vd] and `state` are those after the texts; they may be overwritten."""
+    def chains(
+        self, rows: list[int], logits: torch.Tensor, limits: list[int], sampling: RowParameters | None
+    ) -> torch.Tensor | None:
+        """Chains for `rows` of the batch, int64 [R, largest limit], all depths at once; None: `expand` drafts them.
+
+        Args:
+            logits: [R, Vd], after the texts, as `state`. Both may be overwritten.
+            sampling: how the B rows of the batch take tokens; None: they take the likeliest.
+        """
         return None
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:

@@ -11,6 +11,7 @@ import torch
 from ...cache import OutOfBlocks, PagedStaticCache
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
+from ...kernels.sampling.reference import RowParameters
 from ...model.draft_loop import LevelForward
 from ...model.native import draft_chains
 from ...model.packed_model import PackedModel
@@ -84,7 +85,9 @@ class ReadsPages(GrowsDrafts, CandidateGenerator):
             return model.forward_batch(self.loop.batch(level.depth, tokens, ancestors), **features)
         return model.forward(self.node_inputs(level, tokens, ancestors, shift), *features.values(), self.cache)
 
-    def greedy_chains(self, rows: list[int], logits: torch.Tensor, limits: list[int]) -> torch.Tensor | None:
+    def chains(
+        self, rows: list[int], logits: torch.Tensor, limits: list[int], sampling: RowParameters | None
+    ) -> torch.Tensor | None:
         """See `GrowsDrafts`."""
         programs = self.chain_programs()
         if programs is None or len(rows) > programs[0].most_tokens:
@@ -93,7 +96,7 @@ class ReadsPages(GrowsDrafts, CandidateGenerator):
             return None
         features = None if self.state is None else self.state[:, 0]
         seq_ids = [self.sequences[row].id for row in rows]
-        return draft_chains(*programs, self.cache, seq_ids, logits, limits, features, self.vocabulary)
+        return draft_chains(*programs, self.cache, seq_ids, logits, limits, features, self.vocabulary, sampling, rows)
 
     def chain_programs(self) -> tuple[Any, Any] | None:
         """The `forward` and `head` of `draft_chains` that compute what `expand` does for a chain; None: there are none."""

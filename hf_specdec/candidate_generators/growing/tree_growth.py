@@ -152,7 +152,7 @@ class Growth(ABC):
         index = None if len(rows) == len(self.sequences) else self.index(rows, scores.device)
         width = min(width, scores.shape[2])
         shared = not self.independent  # coupled: all nodes of a depth use the target's own noise
-        if sampling is not None and self.draws and shared and width == 1 and not rank:
+        if sampling is not None and not self.keeps_probs and width == 1 and not rank:
             return sampling.choices(scores, depth - 1, index)[:, :, None], None
         if sampling is not None and not (self.draws and shared):
             scores = sampling.scores(scores, index)
@@ -244,8 +244,10 @@ class StaticGrowth(Growth):
         ids = torch.zeros(batch, shape.level_ends[self.last - 1], dtype=torch.long, device=device)
         path_log_probs = ids.new_zeros(ids.shape, dtype=torch.float32) if ranked else None
         rows = [i for i, limit in enumerate(self.limits) if limit]
-        if self.last > 1 and shape.is_chain and not (ranked or self.draws or self.processors):
-            chains = self.drafter.greedy_chains(rows, logits, [self.limits[i] for i in rows])
+        sampling = self._sampling_on(device)
+        if self.last > 1 and shape.is_chain and not (ranked or self.keeps_probs or self.edited):
+            parameters = None if sampling is None else sampling.parameters
+            chains = self.drafter.chains(rows, logits, [self.limits[i] for i in rows], parameters)
             if chains is not None:
                 return (chains if len(rows) == batch else ids.index_copy(0, torch.tensor(rows), chains),)
         logits, num_parents = logits[:, None], 1

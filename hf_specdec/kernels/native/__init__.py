@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 9  # version of the structures; the library reports the version it was compiled with
+VERSION = 10  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -52,12 +52,19 @@ class Linear(ctypes.Structure):
     ]
 
 
+class Sampling(ctypes.Structure):
+    """See `source/abi.h`."""
+
+    _fields_ = _fields(_Pointer, "seeds positions steps draws temperature top_k top_p min_p")
+
+
 class Choice(ctypes.Structure):
     """See `source/abi.h`."""
 
     _fields_ = [
-        *_fields(_Pointer, "scores seeds positions steps keys out"),
-        *_fields(_Integer, "rows vocab stream"),
+        *_fields(_Pointer, "scores keys out"),
+        *_fields(_Integer, "rows vocab ahead stream"),
+        ("sampling", Sampling),
     ]
 
 
@@ -65,8 +72,9 @@ class Drafts(ctypes.Structure):
     """See `source/abi.h`."""
 
     _fields_ = [
-        *_fields(_Pointer, "scores first lengths tokens parents seeds positions samples table"),
+        *_fields(_Pointer, "scores first lengths tokens parents table"),
         *_fields(_Integer, "rows width vocab"),
+        ("sampling", Sampling),
     ]
 
 
@@ -96,6 +104,9 @@ class Chain(ctypes.Structure):
         ("target_ids", _Pointer),
         *_fields(_Integer, "num_rows num_columns"),
         *_fields(_Pointer, "rows limits ids pools"),
+        ("num_tokens", _Integer),
+        ("keys", _Pointer),
+        ("sampling", Sampling),
     ]
 
 
@@ -158,7 +169,7 @@ def library() -> ctypes.CDLL | None:
     loaded.specdec_instruction_set.restype = ctypes.c_char_p
     loaded.specdec_use.argtypes = [ctypes.c_char_p]
     loaded.specdec_use.restype = _Integer
-    for name in ("attention", "linear", "dequantize", "noisy_argmax", "follow_choices", "chain"):
+    for name in ("attention", "linear", "dequantize", "choices", "follow_choices", "chain"):
         getattr(loaded, f"specdec_{name}").argtypes = [_Pointer, _Integer]
     loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
     loaded.specdec_run.restype = loaded.specdec_chain.restype = _Integer

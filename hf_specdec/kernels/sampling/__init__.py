@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch import operation, uses_triton
+from ..dispatch import operation, uses_native, uses_triton
 from . import reference
 
 apply_parameters = operation(reference.apply_parameters)
 noisy_scores = operation(reference.noisy_scores)
-choices = operation(reference.choices)
+choices = operation(reference.choices, native=True)
 
 
 def is_fused(device: torch.device) -> bool:
     """True if kernels apply sampling parameters while they read the logits, instead of the rows' logits processors."""
-    return uses_triton(device)
+    return uses_triton(device) or uses_native(device)

@@ -9,7 +9,7 @@ import torch
 
 from ..drafts import Drafts, RowStreams
 from ..native import Drafts as Arguments
-from ..native import library
+from ..native import Sampling, library
 from ..random_bits.native import num_threads
 
 
@@ -25,13 +25,14 @@ def verdicts(drafts: Drafts, scores: torch.Tensor, streams: RowStreams) -> torch
     batch, width = drafts.tokens.shape
     scores, tokens = scores.float().contiguous(), drafts.tokens.contiguous()
     counts = np.asarray(drafts.lengths, dtype=np.int64)
-    rows = np.array([np.cumsum(counts + 1) - counts - 1, counts, *(streams[i] for i in (0, 1, 3))], dtype=np.int64)
+    rows = np.array([np.cumsum(counts + 1) - counts - 1, counts, streams.seeds, streams.positions], dtype=np.int64)
+    draws = np.array(streams.do_sample, dtype=np.bool_)
     parents = None if drafts.is_chain else np.ascontiguousarray(drafts.parent_index)
     table = torch.empty(batch, 2 * width + 2, dtype=torch.long)
-    first, lengths, *more = (rows[i].__array_interface__["data"][0] for i in range(len(rows)))
+    first, lengths, *noise = (rows[i].__array_interface__["data"][0] for i in range(len(rows)))
     arguments = Arguments(
-        scores.data_ptr(), first, lengths, tokens.data_ptr(), 0 if parents is None else parents.ctypes.data, *more,
-        table.data_ptr(), batch, width, scores.shape[1],
+        scores.data_ptr(), first, lengths, tokens.data_ptr(), 0 if parents is None else parents.ctypes.data, table.data_ptr(),
+        batch, width, scores.shape[1], Sampling(*noise, None, draws.ctypes.data),
     )  # fmt: skip
     loaded.specdec_follow_choices(ctypes.byref(arguments), num_threads(scores))
     return table

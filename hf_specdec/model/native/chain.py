@@ -1,4 +1,4 @@
-"""Greedy chains of drafts: all depths of all rows as one call of the native library."""
+"""Chains of drafts: all depths of all rows as one call of the native library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ...cache import PagedStaticCache
-from ...kernels.native import TYPES, Chain, library
+from ...kernels.native import TYPES, Chain, Sampling, library
+from ...kernels.sampling.native import sampling_of
+from ...kernels.sampling.reference import RowParameters
 from .program import Program, addresses
 
 
@@ -22,9 +24,11 @@ def draft_chains(
     limits: list[int],
     features: torch.Tensor | None,
     vocabulary: Any,
+    sampling: RowParameters | None = None,
+    keys: list[int] | None = None,
 ) -> torch.Tensor:
-    """Greedy chains after texts that the cache has, int64 [R, largest limit]: each token is the likeliest. They are read into the slots
-    after the texts' own, which are reserved.
+    """Chains after texts that the cache has, int64 [R, largest limit]: each token is what `kernels.sampling.choices` takes. They are read
+    into the slots after the texts' own, which are reserved.
 
     Args:
         forward: makes logits of ids, or hidden states of ids and the last hidden states.
@@ -33,6 +37,8 @@ def draft_chains(
         limits: how many tokens each row gets.
         features: [R, H], the hidden states that the first forward reads, whose memory is used again; None: it reads ids only.
         vocabulary: a `DraftVocabulary`.
+        sampling: of B rows, on the CPU; None: the likeliest tokens are taken.
+        keys: R of the B rows, the texts' own; None: there is no `sampling`.
 
     Raises:
         IndexError: an id or a position has no embedding.
@@ -47,7 +53,7 @@ def draft_chains(
     rows = torch.tensor(  # see `Row` in `abi.h`
         [[0, 0, table.length + 1, place, 0, 0, 0, 0] for table, place in zip(tables, places, strict=True)]
     )
-    given = torch.tensor(limits)
+    given, owners = torch.tensor(limits), None if sampling is None else torch.tensor(keys)
     states = None if features is None else (torch.empty_like(features), features.contiguous())
     pools, of_head = addresses(forward, cache), (0, 0, 0)
     with contextlib.ExitStack() as held:
@@ -64,7 +70,8 @@ def draft_chains(
             *((0, 0, 0) if states is None else (states[0].data_ptr(), states[1].data_ptr(), states[0][0].nbytes)),
             logits.data_ptr(), TYPES[output.dtype], output.elements, min(output.elements, vocabulary.vocab_size),
             0 if vocabulary.target_ids is None else vocabulary.target_ids.data_ptr(), count, most,
-            rows.data_ptr(), given.data_ptr(), ids.data_ptr(), pools.ctypes.data,
+            rows.data_ptr(), given.data_ptr(), ids.data_ptr(), pools.ctypes.data, vocabulary.vocab_size,
+            0 if owners is None else owners.data_ptr(), Sampling() if sampling is None else sampling_of(sampling),
         )  # fmt: skip
         if loaded.specdec_chain(ctypes.byref(chain), max(forward.num_threads, scoring.num_threads)) >= 0:
             raise IndexError("index out of range: an id or a position that the model has no embedding for")

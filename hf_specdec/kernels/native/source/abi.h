@@ -46,23 +46,33 @@ static inline i64 share_of(const Linear& call, i64 part, i64 parts) {
   return part == parts ? call.n : (call.n / unit * part / parts) * unit;
 }
 
-// The best token of each row of scores [rows, vocab] with the Gumbel noise of `stream`. `keys` [rows]: which of the seeds, positions and
-// steps a row uses.
+// How rows sample: `kernels.sampling.reference.RowParameters`. Null: it is off in all rows, or `steps` are 0.
+struct Sampling {
+  const i64 *seeds, *positions, *steps;
+  const uint8_t* draws;  // 0: no noise is added
+  const float* temperature;
+  const int32_t* top_k;
+  const float *top_p, *min_p;
+};
+
+// The token that each row of scores [rows, vocab] takes. `keys` [rows]: which of the parameters it uses. Noise is that of positions
+// `ahead` of the parameters'.
 struct Choice {
   const float* scores;
-  const i64 *seeds, *positions, *steps, *keys;
+  const i64* keys;
   i64* out;
-  i64 rows, vocab, stream;
+  i64 rows, vocab, ahead, stream;
+  Sampling sampling;
 };
 
 // Draft trees of `rows` rows with up to `width` nodes, and the target's scores float32 [.., vocab]: of each row's root, then of its nodes.
 struct Drafts {
   const float* scores;
-  const i64 *first, *lengths;              // [rows]: the root's line of scores; number of nodes
-  const i64 *tokens, *parents;             // [rows, width]; parents null: chains
-  const i64 *seeds, *positions, *samples;  // [rows]: of the noise; the index of the token after the root; 0: greedy
-  i64* table;                              // [rows, 2 width + 2]: see `verification.native`
+  const i64 *first, *lengths;   // [rows]: the root's line of scores; number of nodes
+  const i64 *tokens, *parents;  // [rows, width]; parents null: chains
+  i64* table;                   // [rows, 2 width + 2]: see `verification.native`
   i64 rows, width, vocab;
+  Sampling sampling;            // positions: the index of the token after the root
 };
 
 // A tensor [rows, size[0], size[1], size[2]] in memory.

@@ -60,7 +60,7 @@ const Kernels* kernels = choose();
 extern "C" {
 
 // The version of the structures; Python refuses another one.
-i64 specdec_version() { return 9; }
+i64 specdec_version() { return 10; }
 
 // See `use_openmp`.
 i64 specdec_use_openmp(void* gomp_parallel, void* fork_call, void* thread_num, void* num_threads) {
@@ -112,13 +112,10 @@ void specdec_attention(const Attention* call, i64 threads) {
   run_together(threads, [&](i64 part, i64 parts) { kernels->attention(*call, part, parts); });
 }
 
-void specdec_noisy_argmax(const Choice* call, i64 threads) {
+void specdec_choices(const Choice* call, i64 threads) {
   run_together(threads, [&](i64 part, i64 parts) {
-    for (i64 row = call->rows * part / parts; row < call->rows * (part + 1) / parts; row++) {
-      const i64 key = call->keys[row];
-      call->out[row] = noisy_best_of(call->scores + row * call->vocab, call->vocab, call->seeds[key], call->positions[key],
-                                     call->steps[key], call->stream);
-    }
+    for (i64 row = call->rows * part / parts; row < call->rows * (part + 1) / parts; row++)
+      call->out[row] = choice_of(call->sampling, call->keys[row], call->scores + row * call->vocab, call->vocab, call->ahead, call->stream);
   });
 }
 

@@ -1,8 +1,12 @@
-// The best token of rows of scores, with Gumbel noise where rows sample: `kernels.random_bits.reference.noisy_argmax`, which says how noise
-// is made. Logarithms are the C library's, so noise differs from the definition's in its last bits.
+// Choices among rows of scores. Sampling parameters are those of `kernels.sampling.reference.sampling_scores`; noise is that of
+// `kernels.random_bits.reference.gumbel`. Exponentials and logarithms are the C library's, so masses and noise differ from the definitions'
+// in their last bits.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <vector>
 #include "abi.h"
 
@@ -37,13 +41,72 @@ struct Best {
 };
 
 // The name of the best token; of equals, the least name. `names` null: tokens are called by their numbers.
-inline i64 best_of(const float* scores, i64 vocab, const i64* names) {
+inline i64 best_of(const float* scores, i64 vocab, const i64* names = nullptr) {
   Best best;
   for (i64 i = 0; i < vocab; i++) {
     best.see(scores[i], i);
     if (names && scores[i] == best.value && names[i] < names[best.id]) best.id = i;
   }
   return names ? names[best.id] : best.id;
+}
+
+// A score and its token as one number: in the order of scores, then of tokens.
+inline uint64_t key_of(float score, i64 id) {
+  const float unsigned_zero = score + 0.0f;
+  uint32_t bits;
+  memcpy(&bits, &unsigned_zero, 4);
+  return (uint64_t)(bits >> 31 ? ~bits : bits | 1u << 31) << 32 | (uint64_t)id;
+}
+
+// The least key that top-p keeps: keys are removed in ascending order while the sum of their weights is at most `rest` of the whole.
+struct Weighted { uint64_t key; double weight; };
+inline uint64_t least_of_top(std::vector<Weighted>& all, float rest) {
+  auto first = all.begin(), last = all.end();  // what follows lies in between; `first` itself is kept
+  double whole = 0, above = 0;
+  for (const Weighted& each : all) whole += each.weight;
+  const double least = whole * rest;
+  while (last - first > 16) {
+    const uint64_t a = first->key, b = first[(last - first) / 2].key, c = last[-1].key;
+    const uint64_t pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
+    const auto middle = std::partition(first, last, [&](const Weighted& each) { return each.key >= pivot; });
+    double more = 0;
+    for (auto each = first; each < middle; each++) more += each->weight;
+    if (whole - above - more > least) above += more, first = middle;
+    else last = middle;
+  }
+  std::sort(first, last, [](const Weighted& a, const Weighted& b) { return a.key > b.key; });
+  for (above += first->weight; first + 1 < last && whole - above > least; above += first->weight) first++;
+  return first->key;
+}
+
+// Divides scores by the temperature, and sets those that top-k, top-p and min-p remove to minus infinity.
+inline void apply(const Sampling& sampling, i64 key, float* scores, i64 vocab) {
+  if (sampling.temperature)
+    for (i64 i = 0; i < vocab; i++) scores[i] /= sampling.temperature[key];
+  const i64 top_k = sampling.top_k && sampling.top_k[key] < vocab ? sampling.top_k[key] : 0;
+  const float top_p = sampling.top_p ? sampling.top_p[key] : 1, min_p = sampling.min_p ? sampling.min_p[key] : 0;
+  const float top = scores[best_of(scores, vocab)];
+  if ((top_k <= 0 && top_p >= 1 && min_p <= 0) || !std::isfinite(top)) return;
+  uint64_t least = 0;
+  if (top_k > 0) {
+    std::vector<float> best(scores, scores + top_k);  // a heap, the least score first
+    std::make_heap(best.begin(), best.end(), std::greater<>());
+    for (i64 i = top_k; i < vocab; i++) {
+      if (!(scores[i] > best[0])) continue;
+      std::pop_heap(best.begin(), best.end(), std::greater<>());
+      best.back() = scores[i];
+      std::push_heap(best.begin(), best.end(), std::greater<>());
+    }
+    least = key_of(best[0], 0);
+  }
+  if (top_p < 1) {
+    std::vector<Weighted> all;
+    for (i64 i = 0; i < vocab; i++)
+      if (key_of(scores[i], i) >= least) all.push_back({key_of(scores[i], i), expf(scores[i] - top)});
+    least = least_of_top(all, 1 - top_p);
+  }
+  for (i64 i = 0; i < vocab; i++)
+    if (key_of(scores[i], i) < least || (min_p > 0 && expf(scores[i] - top) < min_p)) scores[i] = -INFINITY;
 }
 
 // A group's smallest exponential number bounds its noise, so other noise is drawn only for groups that may hold the best token.
@@ -79,18 +142,29 @@ inline i64 noisy_best_of(const float* scores, i64 vocab, uint64_t seed, i64 posi
   return best.id;
 }
 
+// The token that a row with these parameters takes. `broken`: whether its scores have no finite maximum.
+inline i64 choice_of(const Sampling& sampling, i64 key, const float* scores, i64 vocab, i64 ahead, i64 stream, bool* broken = nullptr) {
+  static thread_local std::vector<float> applied;
+  if (sampling.temperature || sampling.top_k || sampling.top_p || sampling.min_p) {
+    applied.assign(scores, scores + vocab), scores = applied.data();
+    apply(sampling, key, applied.data(), vocab);
+  }
+  if (broken) *broken = !std::isfinite(scores[best_of(scores, vocab)]);
+  if (!sampling.draws[key]) return best_of(scores, vocab);
+  return noisy_best_of(scores, vocab, sampling.seeds[key], sampling.positions[key] + ahead, sampling.steps ? sampling.steps[key] : 0, stream);
+}
+
 // Walks one tree along the target's own choices: the longest path of nodes that are chosen after their parents; the first of equals.
 inline void follow_choices(const Drafts& drafts, i64 row) {
   const i64 width = drafts.width, count = drafts.lengths[row], *tokens = drafts.tokens + row * width;
   std::vector<i64> depth(count + 1, -1), parent(count + 1), chosen(count + 1, -1);  // the root is node 0; depth -1: it is not reached
-  auto scores = [&](i64 node) { return drafts.scores + (drafts.first[row] + node) * drafts.vocab; };
+  std::unique_ptr<bool[]> broken(new bool[count + 1]);
   auto choice = [&](i64 node) {
-    if (chosen[node] < 0)
-      chosen[node] = drafts.samples[row] ? noisy_best_of(scores(node), drafts.vocab, drafts.seeds[row], drafts.positions[row] + depth[node], 0, 0)
-                                         : best_of(scores(node), drafts.vocab, nullptr);
+    const float* scores = drafts.scores + (drafts.first[row] + node) * drafts.vocab;
+    if (chosen[node] < 0) chosen[node] = choice_of(drafts.sampling, row, scores, drafts.vocab, depth[node], 0, &broken[node]);
     return chosen[node];
   };
-  i64 last = depth[0] = 0, broken = 0, *out = drafts.table + row * (2 * width + 2);
+  i64 last = depth[0] = 0, *out = drafts.table + row * (2 * width + 2);
   for (i64 i = 1; i <= count; i++) {
     parent[i] = drafts.parents ? drafts.parents[row * width + i - 1] + 1 : i - 1;
     if (depth[parent[i]] < 0 || choice(parent[i]) != tokens[i - 1]) continue;
@@ -98,13 +172,12 @@ inline void follow_choices(const Drafts& drafts, i64 row) {
     if (depth[i] > depth[last]) last = i;
   }
   for (i64 i = 0; i < width; i++) out[i] = 0, out[width + i] = tokens[i];
-  out[2 * width] = choice(last);
+  out[2 * width] = choice(last), out[2 * width + 1] = 0;
   for (i64 node = last;; node = parent[node]) {
-    broken |= drafts.samples[row] && !std::isfinite(scores(node)[best_of(scores(node), drafts.vocab, nullptr)]);
+    out[2 * width + 1] |= drafts.sampling.draws[row] && broken[node];
     if (!node) break;
     out[node - 1] = 1;
   }
-  out[2 * width + 1] = broken;
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr i64 BYTES[] = {4, 2, 2};
+constexpr i64 BYTES[] = {4, 2, 2}, SCORES_PER_THREAD = 1 << 17;  // waking a thread takes as long as reading some
 
 char* address(const Place& place, char* const* slots) {
   return place.slot < 0 ? nullptr : slots[place.slot] + place.offset * BYTES[place.type];
@@ -79,8 +79,8 @@ void run_rows(const Kernels& kernels, const Op& op, char* const* slots, const St
   kernels.elementwise(call);
 }
 
-// The best tokens of the first `count` rows of logits.
-void choose(const Kernels& kernels, const Chain& chain, i64 count, std::vector<float>& scores, i64* tokens) {
+// The tokens that follow the first `count` rows of logits, those of the rows `live`, `depth` tokens after the texts.
+void choose(const Kernels& kernels, const Chain& chain, i64 count, const i64* live, i64 depth, std::vector<float>& scores, i64* tokens, i64 threads) {
   const float* rows = (const float*)chain.logits;
   i64 size = chain.size;
   if (chain.type != FLOAT32) {
@@ -88,7 +88,22 @@ void choose(const Kernels& kernels, const Chain& chain, i64 count, std::vector<f
     size = chain.vocab, scores.resize(count * size), rows = scores.data();
     kernels.elementwise({0, 0, count, {1, 1, size}, 0, 0, {(char*)rows, FLOAT32, size, {0, 0, 1}}, from});  // a copy
   }
-  for (i64 j = 0; j < count; j++) tokens[j] = best_of(rows + j * size, chain.vocab, chain.target_ids);
+  run_together(std::min(threads, 1 + count * chain.vocab / SCORES_PER_THREAD), [&](i64 part, i64 parts) {
+    std::vector<float> whole;
+    for (i64 j = count * part / parts; j < count * (part + 1) / parts; j++) {
+      const float* row = rows + j * size;
+      if (!chain.keys) {
+        tokens[j] = best_of(row, chain.vocab, chain.target_ids);
+        continue;
+      }
+      if (chain.target_ids || chain.vocab < chain.num_tokens) {  // noise belongs to the target's tokens
+        whole.assign(chain.num_tokens, -INFINITY);
+        for (i64 i = 0; i < chain.vocab; i++) whole[chain.target_ids ? chain.target_ids[i] : i] = row[i];
+        row = whole.data();
+      }
+      tokens[j] = choice_of(chain.sampling, chain.keys[live[j]], row, chain.num_tokens, depth, 0);
+    }
+  });
 }
 
 }  // namespace
@@ -121,7 +136,7 @@ i64 run_chain(const Kernels& kernels, const Chain& chain, i64 threads) {
   std::vector<float> scores;
   for (i64 r = 0; r < count; r++) live[r] = all[r] = r;
   for (i64 depth = 0;; depth++) {
-    choose(kernels, chain, count, scores, tokens.data());
+    choose(kernels, chain, count, live.data(), depth, scores, tokens.data(), threads);
     i64 kept = 0;
     for (i64 j = 0; j < count; j++) {
       const i64 r = live[j];

@@ -35,7 +35,7 @@ i64 check_ids(const Op* ops, i64 num_ops, const Step& step);
 
 void run_program(const Kernels& kernels, const Op* ops, i64 num_ops, char* const* slots, const Step& step, i64 part, i64 parts);
 
-// Draws greedy chains. At each depth a row's best token is chosen, and one forward reads it, of all rows together.
+// Drafts chains. At each depth a row's token is chosen, and one forward reads it, of all rows together.
 struct Chain {
   const Op* ops;  // the forward
   i64 num_ops;
@@ -53,6 +53,9 @@ struct Chain {
   const i64* limits;        // [R], tokens of each row
   i64* ids;                 // [R, num_columns], those tokens
   char* const* pools;
+  i64 num_tokens;           // the target's vocabulary
+  const i64* keys;          // [R], which sampling parameters a row has; null: every row takes its likeliest token
+  Sampling sampling;        // positions: the index of a row's first token
 };
 
 // -1, or the index of an operation that would read an embedding that does not exist.
