@@ -133,7 +133,7 @@ def test_sampled_chains(name, parameters, tiny_model, tiny_tokenizer, chains, mo
     assert count
     monkeypatch.setattr(own_cache.OwnsCache, "chains", GrowsDrafts.chains)
     step_by_step = drafted()
-    monkeypatch.setattr(tree_growth, "is_fused", lambda device: False)
+    monkeypatch.setattr(tree_growth, "is_fused", lambda *_: False)
     processed = drafted()
     assert len(chains) == count
     for (output, drafts), *others in zip(at_once, step_by_step, processed, strict=True):

@@ -172,7 +172,8 @@ class Growth(ABC):
         """The sampling tensors on the device; None if nothing is sampled from tensors."""
         if not self.begun:
             self.begun = True
-            self.edited = bool(self.processors) and not (is_fused(device) and self.only_sampling)
+            chooses = self.shape.is_chain and not self.keeps_probs and self.least is None
+            self.edited = bool(self.processors) and not (self.only_sampling and is_fused(device, chooses))
             kind = self.sampling_kind(parameters=not self.edited)
             if any(kind) and self.sampling is None:
                 self.sampling = SamplingBuffers.of(self.sequences, kind, device)

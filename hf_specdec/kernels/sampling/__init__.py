@@ -16,6 +16,7 @@ noisy_scores = operation(reference.noisy_scores)
 choices = operation(reference.choices, native=True)
 
 
-def is_fused(device: torch.device) -> bool:
-    """True if kernels apply sampling parameters while they read the logits, instead of the rows' logits processors."""
-    return uses_triton(device) or uses_native(device)
+def is_fused(device: torch.device, chooses: bool) -> bool:
+    """True if kernels apply sampling parameters while they read the logits, instead of the rows' logits processors. `chooses`: only
+    `choices` are asked for."""
+    return uses_triton(device) or (chooses and uses_native(device))
