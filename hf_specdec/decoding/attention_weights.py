@@ -17,13 +17,13 @@ from ..model.self_test import evaluating
 def check_attention_weights(target: PackedModel, is_more: bool) -> None:
     """Raise ValueError if `attention_weights` could not compute them. `is_more`: rows are more than token ids that the model has not read
     yet."""
-    why = None
+    why, shared = None, bool(getattr(target.config, "num_kv_shared_layers", 0))
     if target.config._attn_implementation != "eager":
         why = "transformers forms them with attn_implementation='eager' only: load the model with it"
     elif is_more:
         why = "the prompt must be token ids without a cache, virtual tokens, or rows with adapters of their own"
-    elif target.ranks is not None or target.recurrent is not None or target.segments:
-        why = f"{type(target.model).__name__} is sharded, or has layers that do more than attend"
+    elif target.ranks is not None or target.recurrent is not None or target.segments or shared:
+        why = f"{type(target.model).__name__} is sharded, or has layers that do not attend to keys of their own"
     if why is not None:
         raise ValueError(
             f"output_attentions cannot be served with speculative_config: {why}; or leave output_attentions out."
@@ -53,12 +53,15 @@ def attention_weights(
     with evaluating(model), target.reading():
         given = model.prepare_inputs_for_generation(prompts, is_first_iteration=True, **inputs)
         output = model(**given, return_dict=True)
-        steps = {name: [tuple(output[name])] for name in names}
+        steps = {name: [tuple(output.get(name) or ())] for name in names}
         if count:
             inputs = model._update_model_kwargs_for_generation(output, inputs, with_encoder, num_new_tokens=count)
             given = model.prepare_inputs_for_generation(ids[:, :-1], next_sequence_length=count, **inputs)
             output = model(**given, return_dict=True)
     for name in names if count else ():
+        if not output.get(name):  # a model that returns none
+            steps[name] += [()] * count
+            continue
         windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
         grows = name != "cross_attentions"
         by_layer = [_by_query(*pair, grows) for pair in zip(output[name], windows, strict=True)]

@@ -158,12 +158,12 @@ class PackedBatch:
     @kept
     def distances(self) -> list[torch.Tensor]:
         """Of every row, int64 [t, S]: the positions of its queries less those of its keys, at least 0; computed once per step."""
-        found = []
+        by_row = []
         for row in self.inputs:
             keys = key_positions(row)
             queries = keys[row.start :] if row.positions is None else row.positions
-            found.append(torch.from_numpy(np.maximum(np.asarray(queries)[:, None] - keys, 0)))
-        return found
+            by_row.append(torch.from_numpy(np.maximum(np.asarray(queries)[:, None] - keys, 0)))
+        return by_row
 
     @kept
     def part(self, rows: tuple[int, ...], device: torch.device) -> tuple[PackedBatch, torch.Tensor]:

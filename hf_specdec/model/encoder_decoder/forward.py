@@ -128,12 +128,8 @@ def _biases_by_distance(batch: PackedBatch, original: Callable, *_: Any, **__: A
 
     def biases(count: int) -> torch.Tensor:
         attention: Any = layer()
-        return (
-            type(attention)
-            .compute_bias(attention, 1, count, past_seen_tokens=count - 1)[0, :, 0]
-            .flip(1)
-            .T.contiguous()
-        )
+        of_last = type(attention).compute_bias(attention, 1, count, past_seen_tokens=count - 1)
+        return of_last[0, :, 0].flip(1).T.contiguous()
 
     return biases
 
