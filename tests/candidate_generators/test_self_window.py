@@ -5,6 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import transformers
 from families import make as make_family
 from helpers_drafters import assert_lossless, assert_refused, kept_proposals
 from helpers_speculators import recorded
@@ -173,7 +174,12 @@ def test_in_graphs(model, graphs_in_python, defined_attention):  # noqa: F811
     assert pools() is None, "graphs of a sleeping engine keep its memory"
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Cohere2"])
+OLD = transformers.__version__.startswith("5.17.")
+
+
+@pytest.mark.parametrize(
+    "family", ["Cohere2", *(() if OLD else ("Gemma2",))]
+)  # which 5.17 runs without its soft-capping
 def test_layers_with_windows_of_their_own(family):
     """They see no more than before."""
     target = make_family(family, vocab_size=VOCAB)
@@ -186,7 +192,7 @@ def test_layers_with_windows_of_their_own(family):
     [
         ("Mistral", "no layer of which attends to all"),
         ("GPT-Neo", "attends to a copy of all keys"),
-        ("Qwen3.5", "recurrent state"),
+        pytest.param("Qwen3.5", "recurrent state", marks=pytest.mark.skipif(OLD, reason="5.17 keeps states otherwise")),
     ],
 )
 def test_targets_that_gain_nothing_are_refused(family, why):
