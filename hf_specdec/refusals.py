@@ -78,6 +78,15 @@ def check_model(
         )
     _settle_cache_implementation(model, generation_config)
     _check_processors(generation_config)
+    if (
+        torch.is_autocast_enabled("cpu")
+        and model.device.type == "cpu"
+        and torch.get_autocast_dtype("cpu") != model.dtype
+    ):
+        raise UnsupportedModel(
+            f"torch.autocast lets layers of {type(model).__name__} compute in {torch.get_autocast_dtype('cpu')}, in which its "
+            "keys cannot be kept: load the model in that dtype, or call generate() outside autocast."
+        )
     kind: Any = type(model)
     if kind._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):
         raise UnsupportedModel(

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -150,6 +151,18 @@ def test_missing_package(model, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_arctic)
     with pytest.raises(ImportError, match=r"pip install"):
         model.generate(**ONE, max_new_tokens=3, speculative_config={"method": "suffix"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is not on the CPU")
+def test_autocast(model, checked):
+    """In another dtype than the weights' keys would not fit their pages; in the same nothing changes."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModel, match="load the model in that dtype"):
+        model.generate(**ONE, max_new_tokens=3, speculative_config=NGRAM)
+    with torch.autocast("cpu", torch.bfloat16):
+        alike = copy.deepcopy(model).bfloat16()
+        assert (
+            alike.generate(**ONE, max_new_tokens=3, speculative_config=NGRAM).shape[1] == ONE["input_ids"].shape[1] + 3
+        )
 
 
 def test_nothing_is_streamed_of_a_refused_call(model):
