@@ -2,8 +2,9 @@
 
     python benchmarks/micro.py [--json out.json]
 
-Prints: µs per proposed row on a 100,000-token context (n-gram, suffix); ms of one decoding step reading contiguous blocks,
-scattered blocks and through the gather path; the share of a step that is not the target's forward; prepacked weights.
+Prints: µs per proposed row on a 100,000-token context (n-gram, suffix); ms of one call of the native attention kernel over scattered
+blocks; ms of one decoding step reading contiguous blocks, scattered blocks and through the gather path; the share of a step that is not
+the target's forward; prepacked weights.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from hf_specdec.candidate_generators import generator_class, parse_config
 from hf_specdec.core.rows import RowInput
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
+from hf_specdec.kernels.attention.inputs import NativeRows, RowDescription
+from hf_specdec.kernels.attention.native import paged_attention
+from hf_specdec.kernels.native import library
 from hf_specdec.model.prepare import ModelOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -108,6 +112,23 @@ def reading(context: int) -> dict[str, float]:
     return results
 
 
+ATTENTION = {  # rows, keys, heads, key heads, width, queries of a row
+    "8 rows, 1500 keys": (8, 1500, 12, 12, 64, 1, torch.float32),
+    "1 row, 8000 keys": (1, 8000, 32, 32, 128, 1, torch.bfloat16),
+    "8 rows, 700 keys, 5 queries": (8, 700, 16, 8, 64, 5, torch.bfloat16),
+}
+
+
+def attention_call(rows: int, keys: int, heads: int, kv_heads: int, width: int, queries: int, dtype) -> float:
+    """ms of the kernel in one thread; blocks of 16 keys lie anywhere in the pools."""
+    blocks = np.random.default_rng(0).permutation(rows * -(-keys // 16)).reshape(rows, -1)
+    slots = (16 * blocks[:, :, None] + np.arange(16)).reshape(rows, -1)[:, :keys]
+    query = torch.randn(rows * queries, heads, width).to(dtype)
+    key_pool, value_pool = (torch.randn(16 * blocks.size, kv_heads, width).to(dtype) for _ in range(2))
+    table = NativeRows.of([RowDescription(row, queries, keys, None) for row in slots])
+    return 1e3 * median_seconds(lambda: paged_attention(query, key_pool, value_pool, table, width**-0.5), 21)
+
+
 def overhead(method: dict[str, Any], batch_size: int, model: LlamaForCausalLM) -> float:
     """Share of the steps' time that is not the target's forward (propose, verify, commit, bookkeeping)."""
     config = parse_config(method)
@@ -166,6 +187,8 @@ def main() -> None:
         figures["proposal_us_per_row_100k"]["suffix"] = proposal({"method": "suffix"})
     except ImportError as error:
         print(error)
+    if library() is not None:
+        figures["attention_ms"] = {name: attention_call(*shape) for name, shape in ATTENTION.items()}
     figures["step_ms_6_tokens"] = {context: reading(context) for context in (512, 2048, 8192)}
     large: Any = small_target(hidden_size=1024, intermediate_size=3072, num_hidden_layers=8)
     for dtype in (torch.float32, torch.bfloat16):

@@ -93,8 +93,8 @@ def specdec_decoding(
         wants_weights = bool(generation_config.return_dict_in_generate and generation_config.output_attentions)
         if wants_weights:
             cache: Any = None if with_encoder else model_kwargs.get(CACHE)
-            is_cached = cache is not None and num_cached(cache) > 0
-            check_attention_weights(decoder.target, is_more_than_ids or is_cached or (offsets or adapters) is not None)
+            has_read = offsets is not None or (cache is not None and num_cached(cache) > 0)
+            check_attention_weights(decoder.target, is_more_than_ids or has_read or adapters is not None)
         result = decode(
             decoder,
             input_ids,

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.errors import UnsupportedModel
 from ..core.names import takes_cache
 from ..core.rows import Chunks
+from ..kernels.dispatch import uses_triton
 from . import encoder_decoder
 from .recurrent.families import attends, family_of, mixers_of
 from .threads import FalseInThisThread, FirstLayers, for_this_thread, replaced_values
@@ -112,8 +113,7 @@ def reads_pages(model: PreTrainedModel) -> bool:
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
     drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION | _BIASES_KEYS
     family = encoder_decoder.family_of(model)
-    # our kernel for GPUs does not add biases
-    drops |= family is not None and family.positions == "bias" and model.device.type != "cpu"
+    drops |= family is not None and family.positions == "bias" and uses_triton(model.device)  # whose kernel adds none
     fits = attends(text) and model._can_set_attn_implementation()
     return fits and not (drops or shared or uncapped or _has_chunks(text))
 

@@ -22,7 +22,7 @@ def describe(rows: list[RowInput], cache: PagedStaticCache, by_slots: bool = Fal
     for row in rows:
         table, length = cache.tables[row.seq_id], row.start + row.num_tokens
         blocks = table.slots if by_slots else table.blocks[: -(-length // cache.block_size)]
-        # Only sliding windows read these positions.
+        # Only sliding windows and biases read these positions.
         positions = row.positions if row.window_positions is None else row.window_positions
         described.append(
             RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)

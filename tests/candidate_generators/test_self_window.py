@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from encoders import build as build_encoder
+from families import build, deepseek_v4
 from families import make as make_family
 from helpers_drafters import assert_lossless, assert_refused, kept_proposals
+from helpers_mtp import KINDS
 from helpers_speculators import recorded
 from oracle import VOCAB, assert_clean, ragged, tiny_llama
 from recurrent_families import make as make_recurrent
@@ -192,11 +195,20 @@ def test_layers_with_windows_of_their_own(family):
     [
         ("Mistral", "no layer of which attends to all"),
         ("GPT-Neo", "attends to a copy of all keys"),
+        ("BART", "an encoder-decoder model"),
+        ("DeepSeek-V4", "compress segments"),
+        ("DeepSeek-V3.2", "no layer of which attends to all"),
         pytest.param("Qwen3.5", "recurrent state", marks=pytest.mark.skipif(OLD, reason="5.17 keeps states otherwise")),
     ],
 )
 def test_targets_that_gain_nothing_are_refused(family, why):
-    target = make_recurrent(family) if family == "Qwen3.5" else make_family(family, vocab_size=VOCAB)
+    makers = {
+        "Qwen3.5": lambda: make_recurrent(family),
+        "DeepSeek-V4": deepseek_v4,
+        "BART": lambda: build_encoder("bart"),
+    }
+    makers["DeepSeek-V3.2"] = lambda: build(KINDS[family].model_type, vocab_size=VOCAB, **KINDS[family].options)
+    target = makers[family]() if family in makers else make_family(family, vocab_size=VOCAB)
     assert_refused(target, CONFIG, f"cannot draft with {type(target).__name__}, .*{why}")
 
 

@@ -58,8 +58,8 @@ class RowDescription(NamedTuple):
         query_length: new tokens t.
         key_length: number of keys S, including the new ones.
         visibility: bool [t, m] over the last m keys (m >= t), or None: causal.
-        positions: [t], read by windows; None: S - t, S - t + 1, ..
-        region_positions: [m], read by windows; None: S - m, S - m + 1, ..
+        positions: [t], read by windows and biases; None: S - t, S - t + 1, ..
+        region_positions: [m], read by windows and biases; None: S - m, S - m + 1, ..
     """
 
     blocks: Sequence[int] | np.ndarray

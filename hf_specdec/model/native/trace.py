@@ -143,16 +143,17 @@ class TapeRecorder(ExclusiveMode):
         return [self._translated(inner) for inner in arg] if isinstance(arg, (list, tuple)) else arg
 
     def _selected(self, func: Any, args: tuple, result: torch.Tensor) -> Value:
+        """Rows of a table by ids or positions, or the tokens whose logits are wanted."""
         places = [args[1:]]
-        if id(args[0]) in self._own and (len(args[1]) == 1 if func == aten.index.Tensor else not args[1]):
-            rows = args[1][0] if func == aten.index.Tensor else args[2]  # of a table, by ids or positions
-            return self.tape.embedding(self.value_of(args[0]), self.value_of(rows), result.shape)
         if func == aten.index.Tensor:
             places = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
         wanted = None if self.batch is None else self.batch.logit_index
-        if wanted is None or len(places) != 1 or places[0][1] is not wanted:
+        dim, index = places[0]
+        if len(places) == 1 and dim == 0 and id(args[0]) in self._own:
+            return self.tape.embedding(self.value_of(args[0]), self.value_of(index), result.shape)
+        if wanted is None or len(places) != 1 or index is not wanted:
             raise NotLowered("an index other than that of the wanted logits")
-        return self.tape.selected(self.value_of(args[0]), places[0][0], result.shape)
+        return self.tape.selected(self.value_of(args[0]), dim, result.shape)
 
     def _multiplied(self, args: tuple, result: torch.Tensor) -> Value:
         x, panels, bias, bits, group, outputs, scales = args

@@ -12,8 +12,8 @@ struct Row {
   const i64* slots;
   const uint8_t* visibility;      // [end - start, region]: which of the last `region` keys a query sees; null: causal
   i64 region;
-  const i64* region_positions;    // [region], for windows; null: a key's position is its index
-  const i64* positions;           // [end - start], of the queries, for windows; null: length - (end - start), ..
+  const i64* region_positions;    // [region], for windows and biases; null: a key's position is its index
+  const i64* positions;           // [end - start], of the queries, for windows and biases; null: length - (end - start), ..
 };
 
 // Attention of all rows of a batch over the pools of one layer. Strides count elements.

@@ -28,10 +28,16 @@ inline Seen seen_by(const Row& row, i64 first, i64 count, i64 window) {
   return {begin, common, row.visibility ? row.length : common_of(row, first + count - 1)};
 }
 
+// The position of a key.
+inline i64 place_of_key(const Row& row, i64 key) {
+  const i64 i = key - (row.length - row.region);
+  return row.region_positions && i >= 0 ? row.region_positions[i] : key;
+}
+
 // True if a query sees a key that is not before all queries of its block.
 inline bool sees(const Row& row, i64 query, i64 key, const Attention& call) {
   if (!row.visibility) return key < common_of(row, query);
-  const i64 i = key - (row.length - row.region), place = row.region_positions ? row.region_positions[i] : key;
+  const i64 i = key - (row.length - row.region), place = place_of_key(row, key);
   return row.visibility[query * row.region + i] && (!call.window || place < call.kept || place_of(row, query) - place < call.window);
 }
 
@@ -226,9 +232,9 @@ inline float sink_of(const Attention& call, i64 head) {
   return by_type(call.sinks_type, [&](auto e) { return to_float(((const decltype(e)*)call.sinks)[head]); });
 }
 
-// What is added to the score of a head of a query at `place` for a key at `key`, before scores are scaled.
-template <class E> inline float bias_of(const Attention& call, i64 head, i64 place, i64 key) {
-  return to_float(((const E*)call.biases)[larger(0, place - key) * call.heads + head]) / (float)call.scaling;
+// What is added to the score of a head for a key so far before the query.
+template <class E> inline float bias_of(const Attention& call, i64 head, i64 distance) {
+  return to_float(((const E*)call.biases)[larger(0, distance) * call.heads + head]);
 }
 
 // A block of queries [first, first + count) of a row, and the heads that share one key head. Row q * group + h of queries, scores and totals
@@ -262,6 +268,7 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
   }
 
   const E* keys = (const E*)call.keys + kv_head * call.key_head;
+  const float unscaled = 1.0f / (float)call.scaling;  // softmax scales biases, too
   scores_of(keys, call.key_slot, slots, shared, call.width, queries, rows, scores, padded);
   scores_of(keys, call.key_slot, row.slots + seen.common, rest, call.width, queries, rows, own_scores, padded_rest);
   for (i64 q = 0; q < count; q++) {
@@ -270,18 +277,16 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
       if (!sees(row, first + q, key, call)) continue;
       for (i64 r = q * group; r < (q + 1) * group; r++) {
         float& score = scores[r * padded + shared + n] = own_scores[r * padded_rest + key - seen.common];
-        const i64 place = row.region_positions ? row.region_positions[key - (row.length - row.region)] : key;
-        if (call.biases) score += bias_of<E>(call, kv_head * group + r % group, place_of(row, first + q), place);
+        if (call.biases) score += unscaled * bias_of<E>(call, kv_head * group + r % group, place_of(row, first + q) - place_of_key(row, key));
       }
       own_slots[q * rest + n++] = row.slots[key];
     }
     num_own[q] = n;
   }
-  for (i64 r = 0; call.biases && r < rows; r++)
-    for (i64 j = 0; j < shared; j++) {
-      const i64 key = j < kept ? j : seen.begin + j - kept;
-      scores[r * padded + j] += bias_of<E>(call, kv_head * group + r % group, place_of(row, first + r / group), key);
-    }
+  for (i64 r = 0; call.biases && r < rows; r++) {
+    const i64 place = place_of(row, first + r / group), head = kv_head * group + r % group;
+    for (i64 j = 0; j < shared; j++) scores[r * padded + j] += unscaled * bias_of<E>(call, head, place - (j < kept ? j : seen.begin + j - kept));
+  }
 
   for (i64 r = 0; r < rows; r++) {
     const i64 n = shared + num_own[r / group];

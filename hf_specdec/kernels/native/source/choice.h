@@ -63,14 +63,14 @@ struct Weighted { uint64_t key; double weight; };
 inline uint64_t least_of_top(std::vector<Weighted>& all, float rest) {
   auto first = all.begin(), last = all.end();  // what follows lies in between; `first` itself is kept
   double whole = 0, above = 0;
-  for (const Weighted& each : all) whole += each.weight;
+  for (const Weighted& token : all) whole += token.weight;
   const double least = whole * rest;
   while (last - first > 16) {
     const uint64_t a = first->key, b = first[(last - first) / 2].key, c = last[-1].key;
     const uint64_t pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
-    const auto middle = std::partition(first, last, [&](const Weighted& each) { return each.key >= pivot; });
+    const auto middle = std::partition(first, last, [&](const Weighted& token) { return token.key >= pivot; });
     double more = 0;
-    for (auto each = first; each < middle; each++) more += each->weight;
+    for (auto token = first; token < middle; token++) more += token->weight;
     if (whole - above - more > least) above += more, first = middle;
     else last = middle;
   }

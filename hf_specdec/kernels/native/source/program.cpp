@@ -89,7 +89,7 @@ void choose(const Kernels& kernels, const Chain& chain, i64 count, const i64* li
     kernels.elementwise({0, 0, count, {1, 1, size}, 0, 0, {(char*)rows, FLOAT32, size, {0, 0, 1}}, from});  // a copy
   }
   run_together(std::min(threads, 1 + count * chain.vocab / SCORES_PER_THREAD), [&](i64 part, i64 parts) {
-    std::vector<float> whole;
+    static thread_local std::vector<float> whole;
     for (i64 j = count * part / parts; j < count * (part + 1) / parts; j++) {
       const float* row = rows + j * size;
       if (!chain.keys) {
