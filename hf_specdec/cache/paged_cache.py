@@ -383,9 +383,9 @@ class PagedStaticCache(Cache):
             OutOfBlocks: there are not enough blocks. Nothing was taken.
         """
         table = self.tables[seq_id]
-        missing = self.blocks_missing(seq_id, num_slots)
-        if not missing:
+        if num_slots <= len(table.slots):
             return
+        missing = self.blocks_missing(seq_id, num_slots)
         more = missing - self.pool.num_available
         if more > 0 and self.pool.num_blocks + more <= self.most_blocks:
             extent = self.pool.num_blocks if self.is_lazy else self._extent(self.bytes_per_token)

@@ -229,9 +229,10 @@ class MayMissSteps:
 class MayRest(ABC):
     """Does not follow every step."""
 
+    @property
     @abstractmethod
-    def rests(self, sequences: list[Sequence]) -> bool:
-        """True if it reads none of its taps in a step that feeds these rows, and need not observe it if it drafts nothing."""
+    def rests(self) -> bool:
+        """True if it reads none of its taps in the next step, and need not observe it if it drafts nothing."""
 
 
 class HasDrafters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -68,7 +69,8 @@ class SpeculativeDecoder(RunningSequences):
         self.tracer = Tracer(self.target.device, self._name_of_last_draft) if self.config.trace else None
 
     def _name_of_last_draft(self, seq: Sequence) -> str | None:
-        return next(iter(self.statistics[seq.id].shares[-1]), None)
+        statistics = self.statistics[seq.id]
+        return next(iter(statistics.shares[-1])) if statistics.steps[-1][0] else None
 
     def step(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> list[StepResult]:
         """One round for some of the running sequences, in one target forward: `begin`, then `finish`. A row whose prompt the model itself
@@ -152,7 +154,7 @@ class SpeculativeDecoder(RunningSequences):
             self.timer.proposed()
         tracer.end("propose")
         fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
-        rests = self._rests is not None and self._rests.rests([seq for seq, _ in rows])
+        rests = self._rests is not None and self._rests.rests
         tapped = not rests or self.learner is not None
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self._all_hidden_states, tapped))
         tracer.end("forward")
@@ -172,7 +174,7 @@ class SpeculativeDecoder(RunningSequences):
                 trees, tensors.processed, decoding, self.config, tensors.sampling, self.agree_on_verdict
             )
         tracer.end("verify")
-        unseen, is_held = rests and not any(limits), self.policy.holds and any(limits)
+        unseen, is_held = rests and not any(limits), self.policy.holds
         return PendingStep(
             rows, num_own, decoding, limits, trees, proposed, num_drafted, tensors, verdict, unseen, is_held
         )
@@ -243,10 +245,12 @@ class SpeculativeDecoder(RunningSequences):
         rows = []
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
-            reads_all = (seq.wants_prompt_logits and not seq.num_generated) or not seq.is_text or seq.id in self.outside
-            matched = 0 if table.blocks or reads_all else self.share_prefix(seq)
-            if matched and not seq.num_generated:
-                self.statistics[seq.id].num_cached_tokens = matched
+            matched = 0
+            if not table.blocks and seq.is_text and seq.id not in self.outside:
+                if seq.num_generated or not seq.wants_prompt_logits:
+                    matched = self.share_prefix(seq)
+                if matched and not seq.num_generated:
+                    self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
             end = self.cache.end_of_part(seq.id, end)
             if end < seq.prompt_length and self.target.recurrent is not None:
@@ -287,8 +291,8 @@ class SpeculativeDecoder(RunningSequences):
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """Draft depth of each row: the policy's choice, capped by what the row can use. Starts the clock if the policy uses the time."""
         is_plain = self.is_plain(sequences)
-        if self.policy.needs_observations:
-            self.timer.start(counts=self.policy.wants_plain_time() if is_plain else not self.policy.holds)
+        if self.policy.needs_observations and not self.policy.holds:
+            self.timer.start(counts=not is_plain or self.policy.wants_plain_time())
         if is_plain:
             return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
@@ -300,11 +304,11 @@ class SpeculativeDecoder(RunningSequences):
         A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads hidden states could
         not draft yet.
         """
-        if pending.is_held:
+        if pending.is_held and any(pending.limits):
             deepest = 0 if seen.sequences[0].finished else proposed.row_depths[0]
             self.policy.observe_held(deepest, len(seen.accepted[0]))
             return
-        seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
+        seconds, drafting_seconds = (not pending.is_held and self.timer.stop()) or (None, 0.0)
         if not timed and seconds is not None and not any(pending.limits) and self.target.graphs is None:
             self.policy.observe_prompts(sum(pending.num_own), seconds)
         if not any(pending.limits):
@@ -394,25 +398,31 @@ class SpeculativeDecoder(RunningSequences):
         kept, paths, emitted, first_logits = [], [], [], []
         if pending.verdict is not None:
             verdict = pending.verdict.wait()
-            root_rows = np.cumsum([0, *trees.lengths]) + np.arange(len(trees.lengths) + 1)  # each row's first score row
+            root_rows = list(
+                itertools.accumulate(trees.lengths, lambda row, n: row + n + 1, initial=0)
+            )  # in the scores
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
             deepest = trees.row_depths
             for i, seq in zip(present, sequences, strict=True):
-                path, first = accepted[i], int(root_rows[i])
-                drafted, following = verdict.tokens[i, path].tolist() if path else [], next_tokens[i]
-                failed = next((k for k, node in enumerate(path) if first + 1 + node in pending.tensors.failed), None)
-                # What follows that token has no scores: the next step asks again, as plain decoding does.
-                if failed is not None:
-                    path, drafted, following = path[:failed], drafted[:failed], drafted[failed]
+                path, first, drafted, following = accepted[i], root_rows[i], [], next_tokens[i]
+                if path:
+                    drafted = verdict.tokens[i, path].tolist()
+                    failed = next(
+                        (k for k, node in enumerate(path) if first + 1 + node in pending.tensors.failed), None
+                    )
+                    # What follows that token has no scores: the next step asks again, as plain decoding does.
+                    if failed is not None:
+                        path, drafted, following = path[:failed], drafted[:failed], drafted[failed]
                 kept.append((seq.id, len(seq.tokens), path))
                 new = seq.accept([*drafted, following])
                 path = path[: len(new)]
                 seq.num_steps += 1
                 counts = trees.lengths[i], deepest[i], len(new), len(path)
-                self.statistics[seq.id].steps.append(counts)
-                self.statistics[seq.id].shares.append(self._shares(pending, i, path, counts) if counts[0] else {})
-                results[seq.id].new_tokens = new
-                results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
+                statistics, result = self.statistics[seq.id], results[seq.id]
+                statistics.steps.append(counts)
+                if counts[0]:
+                    statistics.shares.append(self._shares(pending, i, path, counts))
+                result.new_tokens, result.nodes = new, [first, *[first + 1 + node for node in path]][: len(new)]
                 paths.append(path)
                 emitted.append(new)
                 first_logits.append(first)

@@ -51,8 +51,9 @@ class FedRows:
             trees: the drafts of the rows that are fed whole, in order.
             next_tokens: sequence id → its last token [1], on the device, where the host does not know it yet.
         """
-        inputs, starts, logit_rows, chosen, prompts = [], {}, [], [], {}
-        packed = num_logits = drafted = 0
+        inputs, starts, prompts = [], {}, {}
+        logit_rows, chosen = list[int](), list[int]()
+        packed = drafted = 0
         for (seq, end), start in zip(rows, fed, strict=True):
             tokens = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
             row = RowInput(seq.id, tokens, start, logits=0, offset=seq.position_offset, adapter=seq.adapter)
@@ -64,14 +65,14 @@ class FedRows:
             wanted = row.logits
             if seq.wants_prompt_logits and start < seq.prompt_length:
                 row.logits = row.num_tokens
-                prompts[seq.id] = start, np.arange(num_logits, num_logits + min(end, seq.prompt_length) - start)
+                first = len(logit_rows)
+                prompts[seq.id] = start, np.arange(first, first + min(end, seq.prompt_length) - start)
             starts[seq.id] = packed
             inputs.append(row)
             packed += row.num_tokens
-            num_logits += row.logits
-            logit_rows.append(np.arange(packed - row.logits, packed))
-            chosen.append(np.arange(num_logits - wanted, num_logits))
-        return cls(inputs, starts, np.concatenate(logit_rows), np.concatenate(chosen), prompts)
+            logit_rows += range(packed - row.logits, packed)
+            chosen += range(len(logit_rows) - wanted, len(logit_rows))
+        return cls(inputs, starts, np.array(logit_rows, dtype=np.int64), np.array(chosen, dtype=np.int64), prompts)
 
     def results(self, output: PackedOutput) -> StepTensors:
         """The step's tensors after the target's forward. Nothing is processed yet."""

@@ -70,7 +70,7 @@ def _cut(counts: Counts, num_new: int) -> Counts:
 
 @dataclass
 class RowStatistics:
-    """Statistics of one row, by verified step; and what of a step is whose, by the drafter's name (None: there is only one)."""
+    """Statistics of one row, by verified step; and what of a step with drafts is whose, by the drafter's name (None: there is only one)."""
 
     steps: list[Counts] = field(default_factory=list)
     shares: list[dict[str | None, Counts]] = field(default_factory=list)
@@ -79,23 +79,24 @@ class RowStatistics:
 
     def keep(self, num_new: int) -> None:
         """Count only the first `num_new` tokens as emitted, because a stopping criterion dropped the rest."""
-        for i, shares in enumerate(self.shares):
-            left = num_new
+        of_drafts = iter(self.shares)
+        for i, step in enumerate(self.steps):
+            left, shares = num_new, next(of_drafts) if step[0] else {}
             for name, share in shares.items():
                 shares[name] = _cut(share, left)
                 left -= shares[name][2]
-            self.steps[i] = _cut(self.steps[i], num_new)
+            self.steps[i] = _cut(step, num_new)
             num_new -= self.steps[i][2]
 
     def summary(self) -> Speculation:
         """`Speculation` of this row, without the key `rows`."""
-        num_steps = len(self.steps)
-        num_drafted = sum(nodes for nodes, _, _, _ in self.steps)
+        num_steps, drafted = len(self.steps), [step for step in self.steps if step[0]]
+        num_drafted = sum(nodes for nodes, _, _, _ in drafted)
         num_new = sum(new for _, _, new, _ in self.steps)
-        num_accepted = sum(accepted for _, _, _, accepted in self.steps)
-        deepest = max((depth for _, depth, _, _ in self.steps), default=0)
-        drafted_at = [sum(depth > position for _, depth, _, _ in self.steps) for position in range(deepest)]
-        accepted_at = [sum(accepted > position for _, _, _, accepted in self.steps) for position in range(deepest)]
+        num_accepted = sum(accepted for _, _, _, accepted in drafted)
+        deepest = max((depth for _, depth, _, _ in drafted), default=0)
+        drafted_at = [sum(depth > position for _, depth, _, _ in drafted) for position in range(deepest)]
+        accepted_at = [sum(accepted > position for _, _, _, accepted in drafted) for position in range(deepest)]
         out = Speculation(
             num_steps=num_steps,
             num_draft_tokens=num_drafted,

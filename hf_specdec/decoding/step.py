@@ -87,7 +87,7 @@ class PendingStep:
         tensors: results of the forward.
         verdict: which drafts are accepted; None if no row is decoding.
         unseen: the drafter need not be told what became of the step.
-        is_held: the policy did not choose anew for it.
+        is_held: the policy did not choose anew for it, and does not need its time.
     """
 
     rows: list[tuple[Sequence, int]]

@@ -80,8 +80,10 @@ class PackedBatch:
         wanted = []
         for row, start, end in zip(inputs, starts[:-1], starts[1:], strict=True):
             last = row.start + end - start
-            positions[:, start:end] = np.arange(row.start, last) if row.positions is None else row.positions
-            positions[:, start:end] += row.offset if isinstance(row.offset, int) else np.array(row.offset)[:, None]
+            places = np.arange(row.start, last) if row.positions is None else row.positions
+            if row.offset:
+                places = places + (row.offset if isinstance(row.offset, int) else np.array(row.offset)[:, None])
+            positions[:, start:end] = places
             slots[start:end] = cache.tables[row.seq_id].slots[row.start : last]
             wanted += range(end - row.logits, end)
         pieces = write_ids(inputs, ids)

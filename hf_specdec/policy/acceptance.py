@@ -47,6 +47,7 @@ class Acceptance:
     PRIOR = 6.0  # judged tokens that a guess is worth
     MOST_AT_ONCE = 8  # at most this many drafts of a step decay the counts
     ROWS = 0.95  # decay of the share of rows on which a drafter pays, per row that ends
+    _PAID = np.array([[1.0], [2.0]])  # assumed at first: a drafter saves time on one of two rows
 
     def __init__(self, guesses: np.ndarray, longest: int, nodes: np.ndarray | float = 1.0):
         self.num_drafters, self.longest = len(guesses), longest
@@ -61,7 +62,7 @@ class Acceptance:
         self.shape = np.ones((3, self.num_drafters, longest))
         self.shape[0] *= np.reshape(nodes, (-1, 1))
         # rows on which a drafter saved time, and rows
-        self.paid = np.repeat([[1.0], [2.0]], self.num_drafters, 1)
+        self.paid = np.repeat(self._PAID, self.num_drafters, 1)
         self._rates: np.ndarray | None = None
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
@@ -118,9 +119,8 @@ class Acceptance:
         slot = self._slot.pop(seq.id, None)
         if slot is not None:
             self._free.append(slot)
-            self.paid += (1.0 - self.ROWS) * (np.array([[1.0], [2.0]]) - self.paid)
-            saved, drafts = self.saved[slot]
-            self.paid += np.stack([saved > 0, drafts > 0])
+            self.paid += (1.0 - self.ROWS) * (self._PAID - self.paid)
+            self.paid += self.saved[slot] > 0
 
     # ---- estimates --------------------------------------------------------------------------------------------------
 

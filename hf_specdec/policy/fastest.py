@@ -190,7 +190,7 @@ class Fastest(DraftLengthPolicy):
         self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
         self.steps = Counter[str]()
         self.num_steps = self._tried_at = 0
-        self.holds = False  # whether the present step is chosen from the table
+        self.holds = False
         self._table: Table | None = None
         self._drafted_at = np.zeros(len(drafters))  # step of each drafter's last draft
         self._depth = np.arange(1, longest + 1)
@@ -224,15 +224,16 @@ class Fastest(DraftLengthPolicy):
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if these rows are quiet, no costs are known, or a plain step is due to be measured."""
         self.holds = False
-        if self.num_steps < self._quiet_until and self._are_quiet(sequences):
-            return True
-        self._look_at(sequences)
-        if self.needs_plain_step():
-            return True
-        table = self._table_of(sequences)
-        if table is not None:
-            self.holds = not table.is_timed and self.num_steps < table.until - 1
-        return table is not None and not table.is_useful
+        if not (self.num_steps < self._quiet_until and self._are_quiet(sequences)):
+            self._look_at(sequences)
+            if self.needs_plain_step():
+                return True
+            table = self._table_of(sequences)
+            if table is None or table.is_useful:
+                self.holds = table is not None and not table.is_timed and self.num_steps < table.until - 1
+                return False
+        self.holds = not self.wants_plain_time()
+        return True
 
     def _table_of(self, sequences: list[Sequence]) -> Table | None:
         """The table that this step uses, if it is one of a single row that has a table."""

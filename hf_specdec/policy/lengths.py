@@ -42,7 +42,7 @@ class DraftLengthPolicy:
     """
 
     needs_observations: ClassVar[bool] = False
-    holds = False  # whether the present step is of one row, is chosen by what is known already, and need not be timed
+    holds = False  # whether the present step need not be timed: it is chosen by what is known, for one row or without drafts
 
     def begin_batch(self) -> None:
         """The sequences that are added next are a static batch: they start together, and no others take the place of those that end."""
@@ -59,7 +59,8 @@ class DraftLengthPolicy:
         """Learn from a verified step in which some row was asked to draft."""
 
     def observe_held(self, num_drafted: int, num_accepted: int) -> None:
-        """A step of one row while this policy `holds`: how deep its draft was, and how many tokens of it were accepted."""
+        """A step of one row that was asked to draft while this policy `holds`: how deep its draft was, and how many tokens of it were
+        accepted."""
 
     def observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
         """A step in which no row was asked to draft took so long; None: it was not timed."""

@@ -139,7 +139,7 @@ def test_steps_that_must_be_plain_ask_and_tell_nobody(tiny_model, monkeypatch, n
     assert not [name for name in calls if name.endswith("propose")], calls
     assert not calls["token_recycling.observe"] and not calls["suffix.observe"]
     assert not calls["suffix.add"] and len(generator.by_name["suffix"].waiting) == num_rows  # for the next draft
-    assert calls["eagle3.features"] <= 2 and not generator._blind, calls
+    assert calls["eagle3.features"] <= 2 and not generator._followed, calls
     policy._of_fresh = 2.0  # and gain more than it takes
     calls.clear()
     assert tiny_model.generate(**inputs, **arguments, speculative_config=config).tolist() == plain.tolist()
@@ -170,7 +170,7 @@ def test_heads_let_go_in_steps_from_the_table_too(tiny_model, monkeypatch):
         monkeypatch.setattr(generator.policy, "_followed", 1.0)  # a head would take as long as the target
         monkeypatch.setattr(generator.policy, "holds", True)
         tell(outcome)
-        blind.append(len(generator._blind))
+        blind.append(not generator._followed)
 
     monkeypatch.setattr(generator, "_tell_heads", tell_in_held_step)
     tiny_model.generate(**ragged([9]), max_new_tokens=12, do_sample=False, eos_token_id=[], speculative_config=config)

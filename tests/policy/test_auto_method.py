@@ -142,7 +142,7 @@ class World:
         if not forced:
             shown = (drafting + lookups) * self.jitter() + read(policy) - began
             whole = seconds * self.jitter() + shown if self.begun else None
-            if policy.holds:
+            if policy.holds and any(limits):
                 policy.observe_held(int(lengths[0]), accepted[0])
             elif any(limits):
                 policy.observe(DraftedStep(self.sequences, limits, nodes, accepted, new, whole, shown))

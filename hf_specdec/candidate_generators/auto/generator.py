@@ -126,8 +126,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         # seconds that each part took to learn from the last step, if it may rest
         self.observing = [0.0] * len(self.parts)
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
-        # sequence id → its other parts, if heads do not follow it
-        self._blind: dict[int, list[CandidateGenerator]] = {}
+        self._followed: set[int] = set()  # ids of the sequences that heads follow
         self._heads_may_rest = True
         logger.info("%s", self.search)
 
@@ -153,7 +152,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
 
     def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
         """All parts, or all but the heads if those do not follow the sequence."""
-        return self._blind.get(seq.id, self.parts)
+        return self.parts if not self._heads or seq.id in self._followed else self._others
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
         """As in the base. From now on heads follow every text, since their caches are moved with it."""
@@ -164,19 +163,19 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         """Start the sequence in its parts: without the heads while they rest, unless it names its drafter. Raises ValueError: no drafter
         has the name that the sequence gives."""
         check_drafter(seq, self.drafters)
-        if self._rests(seq, begins=True):
-            self._blind[seq.id] = self._others
+        if not self._rests(seq, begins=True):
+            self._followed.add(seq.id)
         try:
             super().start(seq)
         except BaseException:
-            self._blind.pop(seq.id, None)
+            self._followed.discard(seq.id)
             raise
 
     def stop(self, seq: Sequence) -> None:
         """Stop the sequence in the parts that follow it."""
         self.chosen.pop(seq.id, None)
         super().stop(seq)
-        self._blind.pop(seq.id, None)
+        self._followed.discard(seq.id)
 
     def _rests(self, seq: Sequence, begins: bool = False) -> bool:
         """Whether heads do not follow a sequence that `begins`, or that they have followed until now."""
@@ -188,22 +187,23 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     def _let_heads_rest(self, sequences: list[Sequence]) -> None:
         """Heads stop following these texts, for good: the hidden states that they would miss are not computed again."""
         for seq in sequences:
-            if seq.id not in self._blind and self._rests(seq):
+            if seq.id in self._followed and self._rests(seq):
                 for head in self._heads:
                     head.stop(seq)
-                self._blind[seq.id] = self._others
+                self._followed.discard(seq.id)
 
     def follows(self, index: int, seq: Sequence) -> bool:
         """Whether a part can draft for a sequence."""
-        return seq.id not in self._blind or self.parts[index] not in self._heads
+        return self.parts[index] in self.parts_of(seq)
 
-    def rests(self, sequences: list[Sequence]) -> bool:
-        """See MayRest: while heads rest for all of the rows, and no other part reads its taps or sees every step."""
-        return not (self._always or self._others_tap) and self._blind.keys() >= {seq.id for seq in sequences}
+    @property
+    def rests(self) -> bool:
+        """See MayRest: while heads follow no text, and no other part reads its taps or sees every step."""
+        return not (self._followed or self._always or self._others_tap)
 
     def able(self, sequences: list[Sequence]) -> np.ndarray | None:
         """bool [D, B]: which parts follow which rows; None if all parts follow all rows."""
-        if not self._blind:
+        if not self._heads or all(seq.id in self._followed for seq in sequences):
             return None
         return np.array([[self.follows(index, seq) for seq in sequences] for index in range(len(self.parts))])
 
@@ -260,7 +260,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         drafted = any(self.asked)
         for index in [index for index in self._may_miss if self.asked[index]] if drafted else ():
             self.observing[index] = self._seconds_of(index, outcome, self.observing[index])
-        if self._heads and not (self._blind and all(seq.id in self._blind for seq, _ in outcome.chunks or [])):
+        if self._heads and any(seq.id in self._followed for seq, _ in outcome.chunks or []):
             self._tell_heads(outcome)
         if drafted:
             self.asked = [False] * len(self.parts)
@@ -268,8 +268,8 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
                 proposed.clear()
 
     def _seconds_of(self, index: int, outcome: StepOutcome, usual: float) -> float:
-        """Tell a part. Returns the seconds that it took, or the usual ones in a step that is not timed."""
-        if self.policy.holds:
+        """Tell a part. Returns the seconds that it took, or the usual ones after a draft that the policy knew without choosing."""
+        if self.policy.holds and any(self.asked):
             self._tell(index, outcome)
             return usual
         began = self.clock()
@@ -281,11 +281,11 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
 
     def _tell_heads(self, outcome: StepOutcome) -> None:
         """Tell the heads about the texts that they follow. They let go of those for which that is too much."""
-        seen = outcome.of(lambda seq: seq.id not in self._blind) if self._blind else outcome
+        seen = outcome.of(lambda seq: seq.id in self._followed)
         seconds = sum([self._seconds_of(index, seen, 0.0) for index in self._learning_heads])
         fed = outcome.num_own or []
         if sum(fed) == len(fed):  # a step that reads prompts takes longer
-            if not self.policy.holds:
+            if not (self.policy.holds and any(self.asked)):
                 self.chooser.followed(seconds, len(fed))
             self._let_heads_rest([seq for seq, _ in outcome.chunks or [] if not seq.finished])
 
