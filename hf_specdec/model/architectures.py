@@ -29,7 +29,7 @@ _INDEXED = {"dots3_note_text", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}
 _COMPRESSED = {"deepseek_v4"}
 _COMPRESSED_LAYER_TYPES = {"compressed_sparse_attention", "heavily_compressed_attention"}
 # Model types whose layers do not pass the forward's keyword arguments on to the attention function.
-_DROPS_ARGUMENTS = {"stablelm", "nemotron"}
+_DROPS_ARGUMENTS = {"stablelm", "nemotron", "trocr"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
 _SHARES_ATTENTION = {"zamba", "zamba2"}
 # Model types whose attention adds a bias of its own for each key, or adds it to a mask, which our attention does not.

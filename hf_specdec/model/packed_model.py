@@ -386,7 +386,7 @@ class PackedModel:
         if all_hidden_states:
             kwargs["output_hidden_states"] = True
         if not self.gather:
-            kwargs["specdec"] = batch
+            kwargs["specdec" if self.family is None else f"{self.family.passes_on}specdec"] = batch
         model, tapped = self.model, {}
         batch.invariant = InvariantOps(type(model).__name__) if self.deterministic else None
         with batch.cache.running(batch), contextlib.ExitStack() as stack:

@@ -26,7 +26,10 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+)
 
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
@@ -412,6 +415,11 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
         kind: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
         if is_encoder_decoder(config):
             reads_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+            if not reads_speech and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+                raise UnsupportedModel(
+                    f"{name} is a {config.model_type} model, whose encoder reads neither text nor audio: load it with transformers and "
+                    "call generate(), which takes speculative_config."
+                )
             kind = AutoModelForSpeechSeq2Seq if reads_speech else AutoModelForSeq2SeqLM
         loaded: Any = kind.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
         device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,7 +4,14 @@ import functools
 import importlib.util
 
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    EncoderDecoderModel,
+    SpeechEncoderDecoderModel,
+    VisionEncoderDecoderModel,
+)
 
 VOCAB, NEW = 96, 20
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -47,18 +54,46 @@ SIZES = {
     },
 }  # fmt: skip
 SPEECH = ("whisper", "speech_to_text", "moonshine")
+_WIDE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+_SOUND = {
+    "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+}  # fmt: skip
+_ENCODERS = {
+    "vision": (VisionEncoderDecoderModel, "vit", {**_WIDE, "image_size": 32, "patch_size": 8}),
+    "speech": (SpeechEncoderDecoderModel, "wav2vec2", {**_WIDE, **_SOUND}),
+    "text": (EncoderDecoderModel, "bert", {**_WIDE, "vocab_size": VOCAB, "max_position_embeddings": 64}),
+}
+_READS = {"is_encoder_decoder": False, "is_decoder": True, "add_cross_attention": True}
+_TROCR = {**BART_SIZES, **_READS, "cross_attention_hidden_size": 32}
+_MBART = {**BART_SIZES, **_READS, "encoder_layers": 2}  # transformers counts these for the decoder's cache
+# pairs of models: the kind of encoder, the type of the decoder, and its sizes
+PAIRS = {
+    "vision mbart": ("vision", "mbart", _MBART),
+    "vision trocr": ("vision", "trocr", _TROCR),
+    "vision trocr small": ("vision", "trocr", {**_TROCR, "use_learned_position_embeddings": False}),
+    "text gpt2": ("text", "gpt2", {**_READS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "speech mbart": ("speech", "mbart", _MBART),
+    "text bert": ("text", "bert", {**_READS, **_WIDE, "num_hidden_layers": 2, "max_position_embeddings": 64}),
+}
 
 
 def build(family: str, seed: int = 0, **options):
     """A small random model whose text is varied."""
-    config = AutoConfig.for_model(family, **{**IDS, **SIZES[family], **options})
     torch.manual_seed(seed)
-    model = (AutoModelForSpeechSeq2Seq if family in SPEECH else AutoModelForSeq2SeqLM).from_config(config).eval()
+    if family in PAIRS:
+        encoder, kind, sizes = PAIRS[family]
+        pair, reads, of_encoder = _ENCODERS[encoder]
+        parts = AutoConfig.for_model(reads, **of_encoder), AutoConfig.for_model(kind, **{**IDS, **sizes, **options})
+        model = pair(pair.config_class.from_encoder_decoder_configs(*parts, **IDS)).eval()
+    else:
+        config = AutoConfig.for_model(family, **{**IDS, **SIZES[family], **options})
+        model = (AutoModelForSpeechSeq2Seq if family in SPEECH else AutoModelForSeq2SeqLM).from_config(config).eval()
     gain = 2.0 if "t5" in family else 6.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
-                table = any(part in name for part in ("embed", "shared", "lm_head", "proj_out"))
+                table = any(part in name for part in ("embed", "shared", "lm_head", "proj_out", "wte", "wpe"))
                 weight.copy_(torch.randn_like(weight) * (0.35 if table else gain * weight[0].numel() ** -0.5))
             else:
                 weight += 0.1 * torch.randn_like(weight)
@@ -70,16 +105,18 @@ def build(family: str, seed: int = 0, **options):
 
 @functools.cache
 def of(family: str):
-    return build(family)
+    return build(family, 2 if family == "text gpt2" else 0)
 
 
 def inputs_for(family: str, rows: int = 5, seed: int = 1) -> dict[str, torch.Tensor]:
     """A ragged batch for the encoder."""
     generator = torch.Generator().manual_seed(seed)
+    if family.startswith("vision"):
+        return {"pixel_values": torch.randn(rows, 3, 32, 32, generator=generator)}
     if family == "whisper":
         return {"input_features": torch.randn(rows, 8, 40, generator=generator)}
     lengths = torch.tensor([30, 17, 24, 9, 30])[:rows, None]
-    if family == "moonshine":
+    if family in ("moonshine", "speech mbart"):
         mask = (torch.arange(12000) < 400 * lengths).long()
         return {"input_values": torch.randn(mask.shape, generator=generator), "attention_mask": mask}
     mask = (torch.arange(30) < lengths).long()

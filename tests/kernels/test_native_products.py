@@ -32,35 +32,43 @@ def product(
     streams: bool = False,
     pitch: int = 0,
     threads: int = 1,
+    by_columns: bool = False,
 ) -> torch.Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias, by the library; `pitch`: unused numbers after each row of x and y."""
+    """x [T, K] times weight [N, K] transposed, plus bias, by the library; `pitch`: unused numbers after each row of x and y. `by_columns`:
+    the library reads the weight as [K, N]."""
     (rows, k), n = x.shape, weight.shape[0]
     spaced = torch.nn.functional.pad(x, (0, pitch), value=float("nan"))
     out = torch.full((rows, n + pitch), -1.0, dtype=x.dtype)
+    weight = weight.T.contiguous() if by_columns else weight
     call = Linear(
         spaced.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), TYPES[x.dtype],
         rows, n, k, k + pitch, weight.stride(0), n + pitch, int(streams),
+        by_columns=by_columns,
     )  # fmt: skip
     library().specdec_linear(ctypes.byref(call), threads)
     assert (out[:, n:] == -1).all(), "written beyond a row"
     return out[:, :n]
 
 
+LAYOUTS = pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+
+
+@LAYOUTS
 @pytest.mark.parametrize("dtype", list(TYPES), ids=str)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_products(instruction_set, dtype, n, k):
+def test_products(instruction_set, dtype, n, k, by_columns):
     generator = torch.Generator().manual_seed(n * k)
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((max(ROWS), k), (n, k), (n,)))
     wanted = x.double() @ weight.double().T
     scale = x.double().abs() @ weight.double().abs().T  # rounding is relative to the sizes of the summands
-    alone = torch.cat([product(row[None], weight, None, False) for row in x])
+    alone = torch.cat([product(row[None], weight, by_columns=by_columns) for row in x])
     unit = torch.finfo(dtype).eps / 2
     assert ((alone.double() - wanted).abs() <= unit * wanted.abs() + 1e-6 * scale).all()
     for rows in ROWS:
         for streams in (False, True):
-            found = product(x[:rows], weight, None, streams, pitch=rows % 3)
+            found = product(x[:rows], weight, None, streams, rows % 3, by_columns=by_columns)
             assert torch.equal(found, alone[:rows]), (rows, streams)
-    with_bias = product(x, weight, bias, True)
+    with_bias = product(x, weight, bias, True, by_columns=by_columns)
     assert (
         (with_bias.double() - wanted - bias.double()).abs()
         <= unit * (wanted + bias.double()).abs() + 1e-6 * scale + 1e-6
@@ -77,27 +85,30 @@ def test_weights_with_a_longer_row(instruction_set, dtype):
     assert torch.equal(product(x, weight, streams=True), wanted)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("dtype", list(TYPES), ids=str)
 @pytest.mark.parametrize("n", [7, 20, 130, 256])
-def test_threads_share_the_outputs(instruction_set, dtype, n):
+def test_threads_share_the_outputs(instruction_set, dtype, n, by_columns):
     generator = torch.Generator().manual_seed(n)
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((33, 168), (n, 168), (n,)))
-    alone = product(x, weight, bias)
+    alone = product(x, weight, bias, by_columns=by_columns)
     for threads in (2, 3, 5):
-        assert torch.equal(product(x, weight, bias, threads=threads), alone), threads
+        assert torch.equal(product(x, weight, bias, threads=threads, by_columns=by_columns), alone), threads
 
 
+@LAYOUTS
 @pytest.mark.parametrize("dtype", list(TYPES), ids=str)
 @pytest.mark.parametrize(("n", "k"), [(5, 7), (16, 64), (21, 40), (37, 100)])
-def test_nothing_is_read_or_written_beyond_the_end(instruction_set, dtype, n, k):
+def test_nothing_is_read_or_written_beyond_the_end(instruction_set, dtype, n, k, by_columns):
     """A page that may not be touched follows weights, tokens, bias and outputs."""
     generator = torch.Generator().manual_seed(n)
     for rows in (1, 5, 18):
         x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, k), (n, k), (n,)))
-        wanted = product(x, weight, bias)
-        own = [_before_a_closed_page(each) for each in (x, weight, bias, torch.zeros(rows, n, dtype=dtype))]
+        wanted, read = product(x, weight, bias, by_columns=by_columns), weight.T.contiguous() if by_columns else weight
+        own = [_before_a_closed_page(each) for each in (x, read, bias, torch.zeros(rows, n, dtype=dtype))]
         for streams in (0, 1):
-            call = Linear(*(each.data_ptr() for each in own), TYPES[dtype], rows, n, k, k, k, n, streams)
+            sizes = rows, n, k, k, read.shape[1], n
+            call = Linear(*(each.data_ptr() for each in own), TYPES[dtype], *sizes, streams, by_columns=by_columns)
             library().specdec_linear(ctypes.byref(call), 1)
             assert torch.equal(own[3], wanted)
 
@@ -115,14 +126,15 @@ def _before_a_closed_page(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
+@LAYOUTS
 @pytest.mark.parametrize("dtype", list(TYPES), ids=str)
-def test_tokens_and_outputs_do_not_touch_each_other(instruction_set, dtype):
+def test_tokens_and_outputs_do_not_touch_each_other(instruction_set, dtype, by_columns):
     """What is not a number stays in its token and in its output."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((21, 80), (40, 80)))
-    wanted = product(x, weight)
+    wanted = product(x, weight, by_columns=by_columns)
     x[3], weight[17, 5] = float("nan"), float("inf")
-    found = product(x, weight)
+    found = product(x, weight, by_columns=by_columns)
     rows, outputs = torch.arange(21) != 3, torch.arange(40) != 17
     assert found[3].isnan().all() and not found[:, 17].isfinite().any()
     assert torch.equal(found[rows][:, outputs], wanted[rows][:, outputs])

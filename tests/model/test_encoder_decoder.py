@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from encoders import BART_SIZES, DRAFT, IDS, NEW, NGRAM, SIZES, SUFFIX, TREE, VOCAB, build, inputs_for, of
+from encoders import BART_SIZES, DRAFT, IDS, NEW, NGRAM, PAIRS, SIZES, SUFFIX, TREE, VOCAB, build, inputs_for, of
 from families import perturbed
 from oracle import tiny_llama
 from transformers import (
@@ -47,6 +47,7 @@ def _known(family: str):
         "blenderbot",
         "mt5",
         "speech_to_text",
+        "speech mbart",
     ):  # others have their kinds of layers
         marks.append(pytest.mark.slow)
     return pytest.param(family, marks=marks)
@@ -66,10 +67,11 @@ NATIVE = {
     "whisper",
     "moonshine",
     "t5gemma",
+    "vision mbart",
 }
 
 
-@pytest.mark.parametrize("family", map(_known, SIZES))
+@pytest.mark.parametrize("family", map(_known, [*SIZES, *PAIRS]))
 def test_text_is_plain_generates(family):
     """One row and five ragged ones; chains, a tree, and a draft model with its own encoder, whose rows are preempted."""
     model = of(family)
@@ -79,11 +81,11 @@ def test_text_is_plain_generates(family):
     assert_exact(model, inputs_for(family), [NGRAM, TREE, few_blocks])
 
 
-@pytest.mark.parametrize("family", ["bart", "m2m_100", "whisper", "moonshine", "t5gemma"])
+@pytest.mark.parametrize("family", ["bart", "m2m_100", "whisper", "moonshine", "t5gemma", "text gpt2", "text bert"])
 def test_gathered_keys(family, monkeypatch):
     """Where attention cannot read pages, the model attends to the sources of all rows under one mask."""
     monkeypatch.setattr(architectures, "reads_pages", lambda model: False)
-    model = build(family, seed=1)
+    model = build(family, seed=2)
     assert_exact(model, inputs_for(family), [NGRAM, TREE])
     assert all(entry.target.gather for entry in hf_specdec.integration.kept_decoders(model))
 
@@ -140,9 +142,12 @@ def test_lookups_in_the_source():
     for config in (NGRAM, *SUFFIX):
         output = written(of("marian"), {"input_ids": ids}, config, **options)
         assert torch.equal(output.sequences, plain) and output.speculation.mean_accepted_length > 2, config
-    own = build("marian", share_encoder_decoder_embeddings=False, decoder_vocab_size=VOCAB)
-    output = written(own, {"input_ids": ids}, NGRAM, **options)
-    assert output.speculation.mean_accepted_length < 1.3
+    for own in (
+        build("marian", share_encoder_decoder_embeddings=False, decoder_vocab_size=VOCAB),
+        build("text gpt2", vocab_size=VOCAB + 4),
+    ):
+        output = written(own, {"input_ids": ids}, NGRAM, **options)
+        assert output.speculation.mean_accepted_length < 1.3
 
 
 @pytest.mark.parametrize("family", ["marian", "t5"])
@@ -243,6 +248,12 @@ def test_other_families_are_refused_before_any_work():
         UnsupportedModel, match="LEDForConditionalGeneration is an encoder-decoder model of another family"
     ):
         written(model, inputs_for("bart"), NGRAM)
+    model = build("vision mbart")
+    model.config.decoder.model_type = "roberta"  # counts positions from its padding id
+    with pytest.raises(
+        UnsupportedModel, match="VisionEncoderDecoderModel with 'roberta' is an encoder-decoder model of another"
+    ):
+        written(model, inputs_for("vision mbart"), NGRAM)
 
 
 def _bad_calls():

@@ -24,7 +24,7 @@ from hf_specdec.model.prepare import ModelOptions, prepare
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
 RUN = [
-    "Cohere2", "GLM4", "GPT-NeoX", "Gemma2", "Gemma3 text", "Granite", "Llama", "Mistral", "OLMo2", "OPT", "Phi3", "Qwen2", "Qwen3",
+    "Cohere2", "GLM4", "GPT-2", "GPT-NeoX", "Gemma2", "Gemma3 text", "Granite", "Llama", "Mistral", "OLMo2", "OPT", "Phi3", "Qwen2", "Qwen3",
     "SmolLM3", "StarCoder2",
 ]  # fmt: skip
 BY_TORCH = ["Qwen3-MoE", "gpt-oss"]
@@ -85,7 +85,7 @@ def test_a_program_computes_what_the_model_computes(family):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi3"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi3", "GPT-2"])
 def test_other_dtypes(family, dtype):
     model = make_for_pages(family).to(dtype)
     native, plain = prepare(model), prepare(model, ModelOptions(native=False, prepack_weights=False))

@@ -80,7 +80,7 @@ def test_every_request_gets_the_text_of_generate(family, tmp_path):
         llm.close()
 
 
-def test_a_request_that_leaves_takes_nothing_with_it():
+def test_a_request_that_leaves_takes_nothing_with_it(tmp_path):
     """Cancelled while it waits and while it runs; one whose input the encoder refuses ends alone; choices share one source."""
     model = build("bart", 4)
     prompts = prompts_of("bart")
@@ -134,6 +134,11 @@ def test_a_request_that_leaves_takes_nothing_with_it():
     hook.remove()
     with pytest.raises(UnsupportedModel, match="read audio for Whisper only"):
         LLM(build("moonshine"), None)
+    build("vision mbart").save_pretrained(tmp_path / "reader")
+    with pytest.raises(
+        UnsupportedModel, match="vision-encoder-decoder model, whose encoder reads neither text nor audio"
+    ):
+        LLM(tmp_path / "reader", None)
     with pytest.raises(ValueError, match="of one input of 64 states"):
         LLM(model, None, kv_cache_memory_bytes=1000)
 

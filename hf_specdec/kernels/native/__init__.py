@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 10  # version of the structures; the library reports the version it was compiled with
+VERSION = 11  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -48,7 +48,7 @@ class Linear(ctypes.Structure):
 
     _fields_ = [
         *_fields(_Pointer, "x w bias y"),
-        *_fields(_Integer, "type rows n k ldx ldw ldy streams bits group scales"),
+        *_fields(_Integer, "type rows n k ldx ldw ldy streams bits group scales by_columns"),
     ]
 
 

@@ -18,8 +18,8 @@ from ..attention import attend_next_to
 from ..packed_batch import PackedBatch
 from ..positions import at_positions
 from ..threads import replaced_method
-from .families import Family, decoder_layers
-from .source import encoder_output
+from .families import Family, decoder_layers, decoder_of, mask_of_cross
+from .source import encoder_output, encoder_width
 
 
 class _CrossLayer:
@@ -60,8 +60,11 @@ class _CrossCache(Cache):
 def arguments(model: Any, family: Family, batch: PackedBatch, masks: Any) -> dict[str, Any]:
     """The arguments of the model's forward over a batch, all but those that every model takes."""
     attend_next_to(None)
+    states = torch.zeros(
+        1, 1, encoder_width(model), dtype=model.dtype, device=batch.input_ids.device
+    )  # no layer reads them
     given = {
-        "encoder_outputs": encoder_output(torch.zeros(1, 1, 1, dtype=model.dtype, device=batch.input_ids.device)),
+        "encoder_outputs": encoder_output(states),
         CACHE: EncoderDecoderCache(batch.cache, _CrossCache(batch.cross)),
         f"{family.prefix}input_ids": batch.input_ids,
         f"{family.prefix}attention_mask": masks,
@@ -74,7 +77,7 @@ def arguments(model: Any, family: Family, batch: PackedBatch, masks: Any) -> dic
 @contextlib.contextmanager
 def replaced(model: Any, family: Family, batch: PackedBatch) -> Iterator[None]:
     """Inside the context, the decoder's positions and masks are those of the batch, for this thread."""
-    layers, embed = decoder_layers(model, family), getattr(model.get_decoder(), "embed_positions", None)
+    layers, embed = decoder_layers(model, family), getattr(decoder_of(model, family), "embed_positions", None)
     with contextlib.ExitStack() as stack:
         stack.callback(attend_next_to, None)  # an error may come between a layer's keys and its attention
 
@@ -111,15 +114,17 @@ def follows_program(model: Any, family: Family, batch: PackedBatch) -> bool:
     """False if the model computes this batch otherwise than it computes others: it looks for padding among ids, or its table grows."""
     if family.positions != "ids":
         return True
-    table = model.get_decoder().embed_positions
+    table = decoder_of(model, family).embed_positions
     last = int(batch.position_ids.max()) + table.padding_idx + 1
     return last < len(table.weights) and not _has(batch, table.padding_idx)
 
 
 def _masked(batch: PackedBatch, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """The attention to the sources: every token sees the keys of its row."""
-    name, states = "mask" if "mask" in kwargs else "attention_mask", args[0] if args else kwargs["hidden_states"]
-    return original(*args, **{**kwargs, name: batch.cross.dense_mask(None, states.dtype, states.device)})
+    states = args[0] if args else kwargs["hidden_states"]
+    return original(
+        *args, **{**kwargs, mask_of_cross(kwargs): batch.cross.dense_mask(None, states.dtype, states.device)}
+    )
 
 
 def _biases_by_distance(batch: PackedBatch, original: Callable, *_: Any, **__: Any) -> Callable[[int], torch.Tensor]:

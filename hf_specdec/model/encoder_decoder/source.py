@@ -16,7 +16,7 @@ from ...core.errors import UnsupportedModel
 from ...core.names import CACHE
 from ..attention import own_attention
 from ..threads import for_this_thread
-from .families import decoder_layers, family_of, is_encoder_decoder
+from .families import decoder_layers, family_of, is_encoder_decoder, mask_of_cross, shares_vocabulary
 
 
 @dataclass
@@ -90,7 +90,7 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
     inputs = inputs.repeat_interleave(num_rows // inputs.shape[0], dim=0)
     whole = inputs.shape[1] == outputs[0].shape[1]  # else ids that generate() made up beside the encoder's output
     are_ids = whole and not inputs.is_floating_point() and bool((inputs >= 0).all())
-    is_text = are_ids and getattr(model.config, "share_encoder_decoder_embeddings", True)
+    is_text = are_ids and shares_vocabulary(model.config)
     if are_ids or (inputs.is_floating_point() and "inputs_embeds" not in given):
         given[model.main_input_name] = inputs
     mask = given.get("attention_mask") if are_ids else None
@@ -112,9 +112,14 @@ def encoder_output(last_hidden_state: torch.Tensor, attention_mask: torch.Tensor
     return output
 
 
+def encoder_width(model: PreTrainedModel) -> int:
+    """Size of the encoder's states."""
+    return getattr(model.config, "encoder", model.config).hidden_size
+
+
 def dummy_sources(model: PreTrainedModel, count: int, device: torch.device) -> list[Source]:
     """Sources of three states each, all different, which no encoder has read: for tests of a decoder."""
-    width = getattr(model.config, "encoder", model.config).hidden_size
+    width = encoder_width(model)
     states = torch.sin(torch.arange(1, 3 * count * width + 1, dtype=torch.float32)).view(count, 1, 3, width)
     return [Source(model, 3, 3 * count, outputs=encoder_output(row)) for row in states.to(device, model.dtype)]
 
@@ -153,7 +158,7 @@ def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
     outputs, masks = source.read(), []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        masks.append(kwargs.get("attention_mask", kwargs.get("mask")))
+        masks.append(kwargs.get(mask_of_cross(kwargs)))
 
     first = decoder_layers(model, family)[0].get_submodule(family.cross)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())

@@ -280,11 +280,13 @@ class Tape:
         return out
 
     def linear(self, x: Value, weight: Value, bias: Value | None, shape, dtype) -> Value:
-        """x [T, K] times weight [N, K] transposed, plus bias [N]; `shape` [T, N]."""
+        """x [T, K] times weight [N, K] transposed, plus bias [N]; `shape` [T, N]. Rows or columns of the weight are contiguous."""
         refuse_if(weight.rows != Rows.ONE, "a product of tokens")
         refuse_if(x.dtype != weight.dtype, f"a product of {x.dtype} with {weight.dtype}")
-        refuse_if(weight.shadow.stride(1) != 1, "a product with weights of another layout than nn.Linear's")
-        return self._product(x, weight.place(weight.shadow.stride(0)), weight.shadow.shape[1], bias, shape, dtype)
+        rows, columns = weight.shadow.stride()
+        refuse_if(1 not in (rows, columns), "a product with scattered weights")
+        kind, place = int(columns != 1), weight.place(rows if columns == 1 else columns)
+        return self._product(x, place, weight.shadow.shape[1], bias, shape, dtype, kind)
 
     def quantized_linear(
         self, x: Value, panels: torch.Tensor, form: WeightLayout, bias: Value | None, shape, dtype
@@ -293,7 +295,9 @@ class Tape:
         register = self.weights.setdefault(id(panels), Register(form.scales, tensor=panels))
         return self._product(x, Place(register), form.inputs, bias, shape, dtype, bits=form.bits, group=form.group)
 
-    def _product(self, x: Value, weight: Place, inputs: int, bias: Value | None, shape, dtype, **fields: int) -> Value:
+    def _product(
+        self, x: Value, weight: Place, inputs: int, bias: Value | None, shape, dtype, kind: int = 0, **fields: int
+    ) -> Value:
         refuse_if(x.rows == Rows.ONE or (bias is not None and bias.rows != Rows.ONE), "a product of weights")
         refuse_if(x.dtype != dtype or (bias is not None and bias.dtype != dtype), f"a product of {x.dtype} in {dtype}")
         refuse_if(bias is not None and not bias.is_vector, "a product with a bias in a scattered layout")
@@ -301,7 +305,7 @@ class Tape:
             x = self.copied(x)
         out = self.new(shape, dtype, x.rows)
         places = out.place(out.shadow.stride(0)), x.place(x.shadow.stride(0)), weight, bias and bias.place()
-        self.add(Operation.LINEAR, x.rows, (1, shape[-1], inputs), *places, fields=fields)
+        self.add(Operation.LINEAR, x.rows, (1, shape[-1], inputs), *places, kind=kind, fields=fields)
         return out
 
     def embedding(self, weight: Value, ids: Value, shape) -> Value:

@@ -103,6 +103,7 @@ class EncoderSide:
 
     def source(self, given: EncoderInput | None) -> Source:
         """The source of a request's rows, which the encoder has not read yet. Raises ValueError: it cannot be read."""
+        from ...model.encoder_decoder.families import shares_vocabulary
         from ...model.encoder_decoder.source import Source
 
         if given is None:
@@ -120,9 +121,9 @@ class EncoderSide:
         if len(given.ids) > self.max_length:
             raise ValueError(f"The prompt has {len(given.ids)} tokens; the encoder reads at most {self.max_length}.")
         ids = torch.tensor([given.ids], device=device)
-        is_shared = getattr(self.model.config, "share_encoder_decoder_embeddings", True)
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return Source(self.model, len(given.ids), self.num_blocks, arguments, given.ids if is_shared else [])
+        in_common = given.ids if shares_vocabulary(self.model.config) else []
+        return Source(self.model, len(given.ids), self.num_blocks, arguments, in_common)
 
     def rules(self, given: EncoderInput, prompt: Items[int]) -> list[LogitsProcessor]:
         """The logits processors that `generate()` makes of the model's generation config, and of how the answer begins. `prompt`: ids."""

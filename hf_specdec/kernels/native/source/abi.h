@@ -32,17 +32,17 @@ struct Attention {
 
 // y [rows, n] = x [rows, k] w^T + bias, with w [n, k]. Strides count elements. `streams`: w comes from memory, not from a cache.
 // `bits` 0: w is of the same type as x; 8 or 4: it is quantized, in panels of 16 outputs (see quantized.h) that have a scale of type
-// `scales` (FLOAT32 or BFLOAT16) per output and `group` inputs (32, 64 or 128; 0: all).
+// `scales` (FLOAT32 or BFLOAT16) per output and `group` inputs (32, 64 or 128; 0: all). `by_columns`: w is [k, n].
 struct Linear {
   const void *x, *w, *bias;
   void* y;
-  i64 type, rows, n, k, ldx, ldw, ldy, streams, bits, group, scales;
+  i64 type, rows, n, k, ldx, ldw, ldy, streams, bits, group, scales, by_columns;
 };
 
 // The share of `part` among `parts` of a product's outputs begins here: a multiple of 4, or of what one step computes: a panel of
-// quantized weights, or a tile of AMX.
+// quantized weights, a tile of AMX, or a vector of columns.
 static inline i64 share_of(const Linear& call, i64 part, i64 parts) {
-  const i64 unit = call.bits || call.type == BFLOAT16 ? 16 : 4;
+  const i64 unit = call.bits || call.by_columns || call.type == BFLOAT16 ? 16 : 4;
   return part == parts ? call.n : (call.n / unit * part / parts) * unit;
 }
 

@@ -63,7 +63,7 @@ void attend(const Kernels& kernels, const Op& op, char* const* slots, const Step
 void multiply(const Kernels& kernels, const Op& op, char* const* slots, const Step& step, i64 part, i64 parts) {
   Linear call = {address(op.a, slots), address(op.b, slots), address(op.c, slots), address(op.out, slots),
                  op.a.type, count(op, step), op.size[1], op.size[2], op.a.token, op.b.token, op.out.token, op.streams,
-                 op.bits, op.group, op.b.type};
+                 op.bits, op.group, op.b.type, op.kind};
   kernels.linear(call, share_of(call, part, parts), share_of(call, part + 1, parts));
 }
 

@@ -16,7 +16,7 @@ struct Op {
   Place out, a, b, c;
   // ATTEND: a: query, b: biases by distance, c: sinks, kind 1: to the keys of the rows' sources; WRITE: a: keys, b: values
   i64 layer, heads, kv_heads, width, value_width, window, kept;
-  // LINEAR: a: x, b: weights, c: bias; for the others see `Linear`; the type of quantized weights' scales is b's
+  // LINEAR: a: x, b: weights, kind 1: by columns, c: bias; for the others see `Linear`; the type of quantized weights' scales is b's
   i64 streams, bits, group;
 };
 

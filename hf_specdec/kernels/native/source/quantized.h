@@ -9,7 +9,7 @@
 // and a sign for 16-bit types. Products and sums within a block are exact. So a token's result has the same bits however many others
 // there are.
 #pragma once
-#include "products.h"
+#include "columns.h"
 
 namespace {
 
@@ -283,6 +283,7 @@ void dequantize(const Linear& call, i64 first, i64 last) {
 
 // A product with weights of any kind.
 void linear(const Linear& call, i64 first, i64 last) {
+  if (call.by_columns) return by_type(call.type, [&](auto e) { linear_by_columns<decltype(e)>(call, first, last); });
   if (!call.bits) return plain_linear(call, first, last);
   by_type(call.type, [&](auto e) { call.bits == 4 ? quantized_of<4, decltype(e)>(call, first, last) : quantized_of<8, decltype(e)>(call, first, last); });
 }
