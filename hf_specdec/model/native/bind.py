@@ -184,7 +184,8 @@ class NativeRunner(_Bound):
             return None
         packed = self._owner()
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
-        if packed.family is not None and not follows_program(packed.model, packed.family, batch):
+        family = packed.family
+        if family is not None and not follows_program(packed.model, family, batch, program.weights):
             return None
         with _by_row(packed, rows) if by_row else contextlib.nullcontext():
             remaining = iter(program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1))
