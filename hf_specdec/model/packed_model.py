@@ -371,6 +371,7 @@ class PackedModel:
         all_hidden_states: bool = False,
     ) -> PackedOutput:
         """`forward` over a packed batch. `logit_index` int64 [R]: tokens that need logits; None: all tokens."""
+        architectures.check_autocast(self.model)
         kwargs: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if self.family is not None:
             assert isinstance(batch, PackedBatch)  # such models have no graphs
