@@ -79,6 +79,12 @@ def check_model(
     _settle_cache_implementation(model, generation_config)
     _check_processors(generation_config)
     check_autocast(model)
+    wants_more = generation_config.output_attentions or generation_config.output_hidden_states
+    if wants_more and generation_config.return_dict_in_generate and generation_config.use_cache is False:
+        raise ValueError(
+            "use_cache=False makes generate() return hidden states and attention weights of the whole text at every step, and "
+            "speculative_config those of new tokens: leave use_cache out."
+        )
     kind: Any = type(model)
     if kind._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):
         raise UnsupportedModel(

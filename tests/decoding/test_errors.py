@@ -171,6 +171,18 @@ def test_autocast(model, checked):
     llm.close()
 
 
+@pytest.mark.parametrize("wanted", ["output_hidden_states", "output_attentions"])
+def test_tensors_of_whole_texts(checked, wanted):
+    """Without a cache plain generate() returns them at every step."""
+    model, call = (
+        tiny_llama(attn_implementation="eager"),
+        {**ONE, "max_new_tokens": 3, wanted: True, "use_cache": False},
+    )
+    with pytest.raises(ValueError, match=r"use_cache=False .* leave use_cache out"):
+        model.generate(**call, return_dict_in_generate=True, speculative_config=NGRAM)
+    assert torch.equal(model.generate(**call, speculative_config=NGRAM), model.generate(**call))
+
+
 def test_nothing_is_streamed_of_a_refused_call(model):
     class Streamer:
         def put(self, value):
