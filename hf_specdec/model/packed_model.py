@@ -222,7 +222,7 @@ class PackedModel:
                 f"{type(self.model).__name__} attends to what an encoder has read, and this text has no input for an encoder: it works for "
                 "encoder-decoder models only."
             )
-        read_source(self.model, cache, seq_id, source.read_by(self.model))
+        read_source(self.model, self.family, cache, seq_id, source.read_by(self.model))
 
     def free_bytes(self) -> int | None:
         """Free memory of the device, the least of all ranks; None if the system does not say."""

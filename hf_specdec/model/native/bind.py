@@ -117,12 +117,9 @@ class _Bound:
 
     def _program(self, key: str, subject: Callable[[], Traceable], made: dict[Any, Made]) -> Program | None:
         """The program of a subject with this key; None if the caller must compute it."""
-        if key in self._current:
+        is_settled = key in self._current or not self._depth or self._stack is not None
+        if is_settled or torch.is_autocast_enabled("cpu") or interposed():
             return self.current(key)
-        if torch.is_autocast_enabled("cpu") or interposed():
-            return None
-        if not self._depth or self._stack is not None:
-            return None
         with self._lock:
             self.reasons.pop(key, None)
             program = current_program(subject(), made)
