@@ -142,9 +142,7 @@ class GrowsDrafts(ABC):
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
         """Replace the language-model heads of `begin` and `expand` by `rows` of them, which are those of `draft_vocabulary`. Raises
         SpeculativeConfigError: this drafter cannot."""
-        raise self.config.fail(
-            "draft_vocabulary", "cannot be used: its logits are not one product with a matrix of rows."
-        )
+        raise self.config.fail("draft_vocabulary", "cannot be used: its drafter scores all tokens. Leave it out.")
 
     def modules(self) -> list[nn.Module]:
         """The modules that `begin` and `expand` run: captured rounds are dropped when their weights change. By default those that a head
