@@ -144,7 +144,7 @@ class _Entry:
 
     def serves(self, context: DrafterContext) -> bool:
         """True if the call passes the very same objects. An object that was deleted matches nothing."""
-        pairs = [(context.given[name], reference) for name, reference in self.given.items()]
+        pairs = [(vars(context)[name], reference) for name, reference in self.given.items()]
         return all((thing is None) if of is None else (thing is not None and of() is thing) for thing, of in pairs)
 
 
@@ -179,7 +179,7 @@ class _Kept:
                 owner.entries.remove(dead)
 
         for name in context.used:
-            thing = context.given[name]
+            thing = vars(context)[name]
             entry.given[name] = None if thing is None else held_weakly(thing, gone)
         hooks = hooks_in(made_for[1])  # decoders for others will not be found again
         living = [kept for kept in self.entries if hooks_in(kept.made_for[1]) <= hooks]

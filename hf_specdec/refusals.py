@@ -17,7 +17,7 @@ from .core.errors import UnsupportedModel
 from .core.names import CACHE, NEWEST_TRANSFORMERS
 from .decoding.prompts import text_length
 from .model.adapters import check_mixed, is_disabled
-from .model.architectures import all_modules, check_supported, has_bidirectional_prompts, is_multimodal
+from .model.architectures import all_modules, check_autocast, check_supported, has_bidirectional_prompts, is_multimodal
 from .model.encoder_decoder import is_encoder_decoder
 from .model.recurrent.families import num_cached
 
@@ -78,14 +78,12 @@ def check_model(
         )
     _settle_cache_implementation(model, generation_config)
     _check_processors(generation_config)
-    if (
-        torch.is_autocast_enabled("cpu")
-        and model.device.type == "cpu"
-        and torch.get_autocast_dtype("cpu") != model.dtype
-    ):
-        raise UnsupportedModel(
-            f"torch.autocast lets layers of {type(model).__name__} compute in {torch.get_autocast_dtype('cpu')}, in which its "
-            "keys cannot be kept: load the model in that dtype, or call generate() outside autocast."
+    check_autocast(model)
+    wants_more = generation_config.output_attentions or generation_config.output_hidden_states
+    if wants_more and generation_config.return_dict_in_generate and generation_config.use_cache is False:
+        raise ValueError(
+            "use_cache=False makes generate() return hidden states and attention weights of the whole text at every step, and "
+            "speculative_config those of new tokens: leave use_cache out."
         )
     kind: Any = type(model)
     if kind._sample is not vars(GenerationMixin)["_sample"] or "_sample" in vars(model):

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from .corpora import Corpora
 from .lookup_cache import LookupCache
 
 
+@dataclass(eq=False)
 class DrafterContext:
     """Other arguments of `generate()` that drafters may need. Drafters outlive the call and hold these objects weakly, since
     they belong to the caller.
@@ -34,25 +36,16 @@ class DrafterContext:
         used: the names of the arguments that the drafter has read.
     """
 
-    assistant_model: PreTrainedModel | None
-    tokenizer: Any
-    assistant_tokenizer: Any
+    assistant_model: PreTrainedModel | None = None
+    tokenizer: Any = None
+    assistant_tokenizer: Any = None
+    chains_only: bool = False
+    used: set[str] = field(default_factory=set)
 
-    def __init__(
-        self, assistant_model: PreTrainedModel | None = None, tokenizer: Any = None, assistant_tokenizer: Any = None,
-        chains_only: bool = False,
-    ):  # fmt: skip
-        self.given = {
-            "assistant_model": assistant_model, "tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer,
-        }  # fmt: skip
-        self.chains_only = chains_only
-        self.used: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in vars(self).get("given", {}):
-            raise AttributeError(f"DrafterContext has no attribute {name!r}")
-        self.used.add(name)
-        return self.given[name]
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("assistant_model", "tokenizer", "assistant_tokenizer"):
+            self.used.add(name)
+        return super().__getattribute__(name)
 
 
 def held_weakly(thing: Any, gone: Callable[[Any], None] | None = None) -> Callable[[], Any]:

@@ -164,13 +164,9 @@ class Gemma4AssistantGenerator(ReadsTargetKeys, LastHiddenGenerator):
 
     # ---- the round --------------------------------------------------------------------------------------------------
 
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The limits; 0 for rows whose hidden state or keys are not known, or whose text is shorter than the tree is wide."""
-        limits = super().ready(sequences, limits)
-        return [
-            limit if self.has_keys(seq) and len(seq.tokens) > self.shape.widest else 0
-            for seq, limit in zip(sequences, limits, strict=True)
-        ]
+    def reach(self, seq: Sequence, limit: int) -> int:
+        """The limit; 0 if its hidden state or keys are not known, or its text is shorter than the tree is wide."""
+        return super().reach(seq, limit) if self.has_keys(seq) and len(seq.tokens) > self.shape.widest else 0
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         self._texts = sequences

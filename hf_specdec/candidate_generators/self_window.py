@@ -84,20 +84,12 @@ class SelfWindowGenerator(ReadsTargetKeys, ModelDrafter, MayMissSteps):
                 self.cache.tables[seq.id].length -= 1
             self._round = []
 
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The limits; 0 for rows that the window covers, whose keys are not all there, or whose draft has no room."""
+    def reach(self, seq: Sequence, limit: int) -> int:
+        """The limit; 0 if the window covers the text, its keys are not all there, or its draft has no room."""
         self.wake()
-        return [
-            limit if limit and self._can_draft(seq, limit) else 0 for seq, limit in zip(sequences, limits, strict=True)
-        ]
-
-    def _can_draft(self, seq: Sequence, limit: int) -> bool:
         length = len(seq.tokens)
-        return (
-            length >= self._least
-            and self.has_keys(seq)
-            and self.try_reserve(seq, length + self.shape.num_expanded(limit))
-        )
+        can_draft = length >= self._least and self.has_keys(seq)
+        return limit if can_draft and self.try_reserve(seq, length + self.shape.num_expanded(limit)) else 0
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read the last tokens of the texts; logits [R, V] of the tokens after them."""

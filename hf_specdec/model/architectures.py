@@ -45,6 +45,18 @@ _ENDLESS = {"bloom", "m2m_100"}
 _POSITION_LIMITS = {"mpt": "max_seq_len", "whisper": "max_target_positions", "speech_to_text": "max_target_positions"}
 
 
+def check_autocast(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel if autocast lets this model compute in another dtype than its own, on a CPU."""
+    if not torch.is_autocast_enabled("cpu") or model.device.type != "cpu":
+        return
+    dtype = torch.get_autocast_dtype("cpu")
+    if dtype != model.dtype:
+        raise UnsupportedModel(
+            f"torch.autocast lets layers of {type(model).__name__} compute in {dtype}, in which its keys cannot be kept: load the model in "
+            "that dtype, or decode outside autocast."
+        )
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel for models whose outputs would not be exact with this library."""
     name, config = type(model).__name__, model.config

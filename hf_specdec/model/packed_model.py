@@ -222,7 +222,7 @@ class PackedModel:
                 f"{type(self.model).__name__} attends to what an encoder has read, and this text has no input for an encoder: it works for "
                 "encoder-decoder models only."
             )
-        read_source(self.model, cache, seq_id, source.read_by(self.model))
+        read_source(self.model, self.family, cache, seq_id, source.read_by(self.model))
 
     def free_bytes(self) -> int | None:
         """Free memory of the device, the least of all ranks; None if the system does not say."""
@@ -371,6 +371,7 @@ class PackedModel:
         all_hidden_states: bool = False,
     ) -> PackedOutput:
         """`forward` over a packed batch. `logit_index` int64 [R]: tokens that need logits; None: all tokens."""
+        architectures.check_autocast(self.model)
         kwargs: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if self.family is not None:
             assert isinstance(batch, PackedBatch)  # such models have no graphs

@@ -212,9 +212,12 @@ def test_targets_that_gain_nothing_are_refused(family, why):
     assert_refused(target, CONFIG, f"cannot draft with {type(target).__name__}, .*{why}")
 
 
-def test_bad_values(model):
+def test_bad_values(model, tmp_path):
     assert_refused(
         model, {**CONFIG, "draft_window": None, "draft_sinks": None}, "'draft_window'.*must be a number of tokens"
     )
     assert_refused(model, {**CONFIG, "draft_window": 0}, "'draft_window'.*at least 1")
     assert_refused(model, {**CONFIG, "quantization": "wint8"}, "'quantization'.*the target drafts for itself")
+    ids = tmp_path / "ids.json"
+    ids.write_text("[5, 6]")
+    assert_refused(model, {**CONFIG, "draft_vocabulary": str(ids)}, "'draft_vocabulary'.*scores all tokens")

@@ -156,13 +156,31 @@ def test_missing_package(model, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model is not on the CPU")
 def test_autocast(model, checked):
     """In another dtype than the weights' keys would not fit their pages; in the same nothing changes."""
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModel, match="load the model in that dtype"):
-        model.generate(**ONE, max_new_tokens=3, speculative_config=NGRAM)
+    alike, call, params = copy.deepcopy(model).bfloat16(), {**ONE, "max_new_tokens": 3}, hf_specdec.SamplingParams()
+    llm = hf_specdec.LLM(model, None, NGRAM)
     with torch.autocast("cpu", torch.bfloat16):
-        alike = copy.deepcopy(model).bfloat16()
-        assert (
-            alike.generate(**ONE, max_new_tokens=3, speculative_config=NGRAM).shape[1] == ONE["input_ids"].shape[1] + 3
-        )
+        for refused in (
+            lambda: model.generate(**call, speculative_config=NGRAM),
+            lambda: alike.generate(**call, speculative_config={"method": "draft_model"}, assistant_model=model),
+            lambda: hf_specdec.LLM(model, None, NGRAM),
+            lambda: llm.generate([{"prompt_token_ids": [1, 2]}], params, use_tqdm=False),
+        ):
+            with pytest.raises(UnsupportedModel, match="load the model in that dtype"):
+                refused()
+        assert alike.generate(**call, speculative_config=NGRAM).shape[1] == ONE["input_ids"].shape[1] + 3
+    llm.close()
+
+
+@pytest.mark.parametrize("wanted", ["output_hidden_states", "output_attentions"])
+def test_tensors_of_whole_texts(checked, wanted):
+    """Without a cache plain generate() returns them at every step."""
+    model, call = (
+        tiny_llama(attn_implementation="eager"),
+        {**ONE, "max_new_tokens": 3, wanted: True, "use_cache": False},
+    )
+    with pytest.raises(ValueError, match=r"use_cache=False .* leave use_cache out"):
+        model.generate(**call, return_dict_in_generate=True, speculative_config=NGRAM)
+    assert torch.equal(model.generate(**call, speculative_config=NGRAM), model.generate(**call))
 
 
 def test_nothing_is_streamed_of_a_refused_call(model):

@@ -214,6 +214,9 @@ def test_tables_that_grow_and_tables_that_end():
     """M2M100 computes more positions when it needs them; where a table ends, a request beyond it is refused."""
     model = build("m2m_100", max_position_embeddings=8)
     assert_exact(model, inputs_for("m2m_100"), [NGRAM])
+    grows = build("m2m_100")  # in the middle of a call: the program reads the table as it was
+    output = written(grows, inputs_for("m2m_100"), {**NGRAM, "native": True}, max_new_tokens=90)
+    assert torch.equal(output.sequences, written(grows, inputs_for("m2m_100"), max_new_tokens=90).sequences)
     assert_exact(of("bart"), inputs_for("bart"), [NGRAM, TREE, DRAFT], max_new_tokens=64)  # the last one is never read
     with pytest.raises(ValueError, match=r"66 tokens .* were requested from .*, which has 64 positions"):
         written(of("bart"), inputs_for("bart"), NGRAM, max_new_tokens=65)

@@ -197,32 +197,31 @@ class DraftModelGenerator(OwnsCache, ModelDrafter, MayMissSteps):
         self.texts = {}
         return self.bridge.to_target(trees, sequences, texts) if trees.num_nodes else trees
 
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The limits; 0 for rows whose text and draft do not fit into the drafter's positions or free blocks."""
+    def begin_round(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         self.wake()
         self.texts = {
             seq.id: self.bridge.to_drafter(seq) for seq, limit in zip(sequences, limits, strict=True) if limit
         }
-        one_forward = max(map(len, self.texts.values()), default=0) <= self.config.prefill_chunk_size
-        return [
-            limit if limit and self._make_room(seq, self.texts[seq.id], limit, share_now=one_forward) else 0
-            for seq, limit in zip(sequences, limits, strict=True)
-        ]
+        # one forward then writes all texts, so later rows may share blocks of those before
+        self.shares_at_once = max(map(len, self.texts.values()), default=0) <= self.config.prefill_chunk_size
+        return super().begin_round(sequences, limits)
 
-    def _make_room(self, seq: Sequence, text: list[int], limit: int, share_now: bool) -> bool:
+    def reach(self, seq: Sequence, limit: int) -> int:
+        """The limit; 0 if text and draft do not fit into the drafter's positions or free blocks."""
+        text = self.texts[seq.id]
         if self.drafter.max_positions is not None and len(text) + limit > self.drafter.max_positions:
-            return False
+            return 0
         try:
             self.drafter.read_source(self.cache, seq.id, seq.source)
         except OutOfBlocks:
-            return False
+            return 0
         self.cache.truncate(seq.id, self.bridge.num_unchanged(seq, text))
         self.cache.match_prefix(seq.id, text)
         if not self.try_reserve(seq, len(text) + self.shape.num_expanded(limit)):
-            return False
-        if share_now:  # one forward writes all texts, so later rows may share these blocks
+            return 0
+        if self.shares_at_once:
             self.cache.register_prefix(seq.id, text, len(text))
-        return True
+        return limit
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
         """Check that the model was loaded with these rows, and that they are the target's tokens."""

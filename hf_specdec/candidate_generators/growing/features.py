@@ -267,16 +267,12 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The limits; 0 for rows whose text cannot be read to its end yet, or for which there are no free blocks."""
-        out = []
-        for seq, limit in zip(sequences, limits, strict=True):
-            start = self.num_read(seq)
-            end = start + (self.num_unread(seq) if limit else 0)
-            complete = end == len(seq.tokens) - 1 and (self.drafts_twice or start < end)
-            fits = limit and complete and self.try_reserve(seq, end + self.slots_of_draft(limit))
-            out.append(limit if fits else 0)
-        return out
+    def reach(self, seq: Sequence, limit: int) -> int:
+        """The limit; 0 if the text cannot be read to its end yet, or there are no free blocks."""
+        start = self.num_read(seq)
+        end = start + self.num_unread(seq)
+        complete = end == len(seq.tokens) - 1 and (self.drafts_twice or start < end)
+        return limit if complete and self.try_reserve(seq, end + self.slots_of_draft(limit)) else 0
 
     def slots_of_draft(self, limit: int) -> int:
         """Cache slots that a draft of that depth needs after the text."""

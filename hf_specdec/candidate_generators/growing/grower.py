@@ -90,8 +90,8 @@ class GrowsDrafts(ABC):
 
     def begin_round(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """Begin a round: how deep each row drafts."""
-        self.sequences = sequences
-        return self.ready(sequences, [min(limit, self.shape.depth) for limit in limits])
+        self.sequences, depth = sequences, self.shape.depth
+        return [limit and self.reach(seq, min(limit, depth)) for seq, limit in zip(sequences, limits, strict=True)]
 
     def root_logits(self, sequences: list[Sequence], limits: list[int]) -> torch.Tensor:
         """Logits [R, Vd] of the token after each text."""
@@ -111,9 +111,9 @@ class GrowsDrafts(ABC):
 
     # ---- hooks of a drafter -----------------------------------------------------------------------------------------
 
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The limits; 0 for rows that cannot draft in this step. Reserves memory for the others."""
-        return limits
+    def reach(self, seq: Sequence, limit: int) -> int:
+        """How deep a row drafts in this step, at most its limit, which is not 0; 0: it cannot. Reserves memory for its draft."""
+        return limit
 
     @abstractmethod
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
@@ -142,9 +142,7 @@ class GrowsDrafts(ABC):
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
         """Replace the language-model heads of `begin` and `expand` by `rows` of them, which are those of `draft_vocabulary`. Raises
         SpeculativeConfigError: this drafter cannot."""
-        raise self.config.fail(
-            "draft_vocabulary", "cannot be used: its logits are not one product with a matrix of rows."
-        )
+        raise self.config.fail("draft_vocabulary", "cannot be used: its drafter scores all tokens. Leave it out.")
 
     def modules(self) -> list[nn.Module]:
         """The modules that `begin` and `expand` run: captured rounds are dropped when their weights change. By default those that a head

@@ -91,9 +91,9 @@ class LastHiddenGenerator(GrowsDrafts, CandidateGenerator, RunsModel):
 
     # ---- the round --------------------------------------------------------------------------------------------------
 
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The limits; 0 for rows whose hidden state is not known."""
-        return [limit if seq.id in self.hidden else 0 for seq, limit in zip(sequences, limits, strict=True)]
+    def reach(self, seq: Sequence, limit: int) -> int:
+        """The limit; 0 if its hidden state is not known."""
+        return limit if seq.id in self.hidden else 0
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Hidden states [R, H] and newest tokens int64 [R], for `begin`."""

@@ -323,7 +323,8 @@ class TreeDraftingConfig(SpeculativeConfig):
     draft_vocabulary: int | str | None = config_key(
         None,
         "the drafter scores only these tokens: a file of ids (JSON list, .npy, .pt, or one a line; from `hf-specdec calibrate`), or a "
-        "number: so many, the most frequent in the bundled prompts. Not for hydra, gemma4_assistant, and heads with a draft vocabulary",
+        "number: so many, the most frequent in the bundled prompts. Not for hydra, gemma4_assistant, self_window, and heads with such a "
+        "vocabulary",
     )
     draft_confidence_threshold: float | None = config_key(
         None,

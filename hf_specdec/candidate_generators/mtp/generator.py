@@ -263,12 +263,10 @@ class MtpGenerator(FeatureGenerator):
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+    def reach(self, seq: Sequence, limit: int) -> int:
         """As in the base, but a text with fewer tokens than there are modules gets at most as many draft tokens as it has tokens."""
-        return [
-            limit if len(seq.tokens) >= self.num_heads else min(limit, len(seq.tokens))
-            for seq, limit in zip(sequences, super().ready(sequences, limits), strict=True)
-        ]
+        limit = super().reach(seq, limit)
+        return limit if len(seq.tokens) >= self.num_heads else min(limit, len(seq.tokens))
 
     def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read all unread rows of each text; every module's x [R, H] at the last token: zeros if the text is too short for the module,

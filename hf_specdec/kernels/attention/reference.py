@@ -14,11 +14,10 @@ def attend(
     query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks, biases: Biases | None = None
 ) -> torch.Tensor:
     """Attention [T, H, Dv] of queries [T, H, D] over a batch that describes its rows. See `paged_attention`."""
-    rows, planned = batch.plan(window, query, key_pool)
-    masks: Sequence[torch.Tensor | None] = planned
+    rows, masks = batch.plan(window, query, key_pool)
     if biases is not None:
         added = [biases(distances.shape[1])[distances].permute(2, 0, 1) for distances in batch.distances()]
-        masks = [more if mask is None else more + mask for more, mask in zip(added, planned, strict=True)]
+        masks = [more if mask is None else more + mask for more, mask in zip(added, masks, strict=True)]
     return paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks)
 
 

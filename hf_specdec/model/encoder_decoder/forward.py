@@ -110,13 +110,15 @@ def _has(batch: PackedBatch, token: int) -> bool:
     return batch.input_ids.device.type != "cpu" or bool((batch.input_ids.numpy() == token).any())
 
 
-def follows_program(model: Any, family: Family, batch: PackedBatch) -> bool:
-    """False if the model computes this batch otherwise than it computes others: it looks for padding among ids, or its table grows."""
+def follows_program(model: Any, family: Family, batch: PackedBatch, weights: list[torch.Tensor]) -> bool:
+    """False if the model computes this batch otherwise than a program of these weights: it looks for padding among ids, or its table grows
+    or has grown."""
     if family.positions != "ids":
         return True
     table = decoder_of(model, family).embed_positions
     last = int(batch.position_ids.max()) + table.padding_idx + 1
-    return last < len(table.weights) and not _has(batch, table.padding_idx)
+    is_read = last < len(table.weights) and any(weight is table.weights for weight in weights)
+    return is_read and not _has(batch, table.padding_idx)
 
 
 def _masked(batch: PackedBatch, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from ...core.errors import UnsupportedModel
 from ...core.names import CACHE
 from ..attention import own_attention
 from ..threads import for_this_thread
-from .families import decoder_layers, family_of, is_encoder_decoder, mask_of_cross, shares_vocabulary
+from .families import Family, decoder_layers, is_encoder_decoder, mask_of_cross, shares_vocabulary
 
 
 @dataclass
@@ -126,14 +126,12 @@ def dummy_sources(model: PreTrainedModel, count: int, device: torch.device) -> l
 
 @torch.no_grad()
 @own_attention()
-def read_source(model: PreTrainedModel, cache: PagedStaticCache, seq_id: int, source: Source) -> None:
+def read_source(model: Any, family: Family, cache: PagedStaticCache, seq_id: int, source: Source) -> None:
     """Write the keys and values that a row's layers make of its source to `cache.cross`, which begins with the first row of a batch.
 
     Raises:
         OutOfBlocks: they do not fit; nothing was done.
     """
-    family = family_of(model)
-    assert family is not None
     if cache.cross is None:
         num_layers, weights = len(decoder_layers(model, family)), model.parameters()
         cache.cross = PagedStaticCache(
@@ -142,19 +140,17 @@ def read_source(model: PreTrainedModel, cache: PagedStaticCache, seq_id: int, so
     cache.cross.add(seq_id)
     try:
         cache.cross.reserve(seq_id, source.length)
-        cache.cross.load_all(seq_id, _cross_keys(model, source))
+        cache.cross.load_all(seq_id, _cross_keys(model, family, source))
     except BaseException:
         cache.cross.remove(seq_id)
         raise
 
 
-def _cross_keys(model: PreTrainedModel, source: Source) -> list[Any]:
+def _cross_keys(model: Any, family: Family, source: Source) -> list[Any]:
     """By layer, the keys and values [n, heads, width] of the n states that the decoder may see, from the model's own forward over a token.
 
     Which ones these are, the mask says that the model gives to its first layer: some encoders shorten the caller's mask, others ignore it.
     """
-    family = family_of(model)
-    assert family is not None
     outputs, masks = source.read(), []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -117,12 +117,9 @@ class _Bound:
 
     def _program(self, key: str, subject: Callable[[], Traceable], made: dict[Any, Made]) -> Program | None:
         """The program of a subject with this key; None if the caller must compute it."""
-        if key in self._current:
+        is_settled = key in self._current or not self._depth or self._stack is not None
+        if is_settled or torch.is_autocast_enabled("cpu") or interposed():
             return self.current(key)
-        if torch.is_autocast_enabled("cpu") or interposed():
-            return None
-        if not self._depth or self._stack is not None:
-            return None
         with self._lock:
             self.reasons.pop(key, None)
             program = current_program(subject(), made)
@@ -184,7 +181,8 @@ class NativeRunner(_Bound):
             return None
         packed = self._owner()
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
-        if packed.family is not None and not follows_program(packed.model, packed.family, batch):
+        family = packed.family
+        if family is not None and not follows_program(packed.model, family, batch, program.weights):
             return None
         with _by_row(packed, rows) if by_row else contextlib.nullcontext():
             remaining = iter(program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1))
