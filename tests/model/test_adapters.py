@@ -12,6 +12,7 @@ from oracle import assert_clean, bundled_prompts, load_bundled, ragged, tiny_lla
 import hf_specdec
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.kernels.native import library
 from hf_specdec.model.adapters import BASE
 
 NAMES = ["first", "second", BASE, "first", "second"]
@@ -89,17 +90,26 @@ def test_every_row_has_the_text_of_its_adapter(bundled, config):
     assert_clean(adapted.get_base_model())
 
 
-def test_one_program_calls_the_layers_of_adapters(bundled, caplog):
+@pytest.mark.skipif(library() is None, reason="the native library is not compiled")
+def test_one_program_serves_all_adapters(bundled, caplog):
+    """Also one that is loaded later into the same layers, whose rank is another and whose weights are float64, which torch computes."""
     adapted, inputs, expected = bundled
+    call, more = {"max_new_tokens": 24, "do_sample": False}, {"speculative_config": NGRAM}
     hf_specdec.release(adapted.get_base_model())
     with caplog.at_level(logging.INFO, "hf_specdec.model.native"):
         for _ in range(2):
-            found = adapted.generate(
-                **inputs, max_new_tokens=24, do_sample=False, adapter_names=NAMES, speculative_config=NGRAM
-            )
-            assert torch.equal(found, expected)
-    lines = [line for line in caplog.messages if "which calls its" in line]
-    assert len(lines) <= 1 and all("of Linear (peft)" in line for line in lines)
+            assert torch.equal(adapted.generate(**inputs, **call, **more, adapter_names=NAMES), expected)
+        for seed, options in enumerate([{"r": 7, "lora_bias": True, "use_rslora": True}, {"r": 2}]):
+            adapted.add_adapter(name := f"later {seed}", lora(seed, **options))
+            layer = adapted.get_submodule("base_model.model.model.layers.0.mlp.down_proj")
+            if seed:
+                layer.lora_A[name].double(), layer.lora_B[name].double()
+            names = [name, *NAMES[1:]]
+            wanted = alone(adapted, names, inputs, **call)
+            assert torch.equal(adapted.generate(**inputs, **call, **more, adapter_names=names), wanted)
+            adapted.delete_adapter(name)
+    lines = [line for line in caplog.messages if "native library" in line or "operator by operator" in line]
+    assert len(lines) == 1 and lines[0].endswith("runs in the native library on the CPU."), lines
 
 
 def test_equal_prompts_share_nothing(bundled):

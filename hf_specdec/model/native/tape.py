@@ -304,6 +304,15 @@ class Tape:
         self.add(Operation.LINEAR, x.rows, (1, shape[-1], inputs), *places, fields=fields)
         return out
 
+    def adapted(self, layer: int, x: Value, output: Value) -> bool:
+        """Let the product that made `output` add what the rows' adapters of this LoRA layer make of `x`, if one of `x` did."""
+        maker = next((s for s in reversed(self.steps) if s.out is not None and s.out.register is output.register), None)
+        if maker is None or maker.operation != Operation.LINEAR or maker.a is None or maker.kind:
+            return False
+        read = (maker.a.register, maker.a.offset, maker.size[2]) == (x.register, x.place().offset, x.shadow.shape[-1])
+        maker.kind = 1 + layer if read and output.shadow.shape[-1] == maker.size[1] else 0
+        return bool(maker.kind)
+
     def embedding(self, weight: Value, ids: Value, shape) -> Value:
         """Rows of weight [V, H] at ids, which are the tokens' ids or positions."""
         plain = weight.rows == Rows.ONE and weight.shadow.dim() == 2 and weight.shadow.stride(1) == 1
