@@ -127,7 +127,7 @@ class Change(nn.Module):
     def __init__(self, layer: Any, adapters: RowAdapters):
         super().__init__()
         self.layer, self.number = weakref.ref(layer), Change._next_number()
-        self.adapters = weakref.ref(adapters)  # of the forward that runs, or that ran last
+        self.adapters: weakref.ref[Any] = weakref.ref(adapters)  # of the forward that runs, or that ran last
 
     def forward(self, x: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
         """The change, or the base layer's `output` with it."""
@@ -222,7 +222,9 @@ class RowAdapters:
         ones stay."""
         inner = {id(module) for layer in self._layers for module in architectures.all_modules(layer)}
         inner -= {id(module) for layer in self._layers for module in architectures.all_modules(layer.base_layer)}
-        kept = [m for m in architectures.all_modules(model) if id(m) not in inner or hooks_of(m) or "forward" in vars(m)]
+        kept = [
+            m for m in architectures.all_modules(model) if id(m) not in inner or hooks_of(m) or "forward" in vars(m)
+        ]
         return [*kept, *self.changes]
 
     @contextlib.contextmanager

@@ -259,7 +259,8 @@ class TapeRecorder(ExclusiveMode):
             if not self.tape.adapted(self._changes.index(module), x, base):
                 change = self.tape.called(module, x, output.shape, output.dtype)
                 base = self.tape.binary("add", base, change, output.shape, output.dtype)
-            return self._follow(output, base)
+            self._follow(output, base)
+            return
         if len(args) != 1 or kwargs or not all(isinstance(tensor, torch.Tensor) for tensor in (args[0], output)):
             raise NotLowered(f"its {type(module).__name__} is called with other than one tensor")
         self._follow(output, self.tape.called(module, self.value_of(args[0]), output.shape, output.dtype))
