@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import sys
 import weakref
 from collections.abc import Collection, Iterator
@@ -187,7 +186,10 @@ def _low_rank(layer: Any, name: str) -> tuple[tuple, Any] | None:
     weights, dtype = [down.weight, up.weight, *([] if up.bias is None else [up.bias])], up.weight.dtype
     plain = type(down) is type(up) is nn.Linear and down.bias is None and name not in layer.lora_variant
     plain = plain and (type(dropout) is nn.Identity or not dropout.training) and dtype in TYPES
-    if not plain or not all(type(w) is nn.Parameter and w.dtype == dtype and w.is_contiguous() for w in weights):
+    plain = plain and all(
+        type(w) is nn.Parameter and w.is_cpu and w.dtype == dtype and w.is_contiguous() for w in weights
+    )
+    if not plain or (down.in_features, up.out_features) != (layer.in_features, layer.out_features):
         return None
     places = [*(weight.data_ptr() for weight in weights), 0][:3]
     return (*places, up.weight.shape[1], TYPES[dtype], layer.scaling[name]), weights
@@ -303,10 +305,14 @@ class RowAdapters:
         """LOW_RANK [layers] of an adapter, made once, and its weights; None: see `bound`. `if_active`: only where it is active."""
         key = name, if_active
         if key not in self._columns:
-            used = [name in layer.lora_A and (not if_active or name in _active(layer)) for layer in self._layers]
-            entries = {i: _low_rank(layer, name) for i, layer in enumerate(self._layers) if used[i]}
-            known, column = dict(filter(operator.itemgetter(1), entries.items())), np.zeros(len(used), dtype=LOW_RANK)
-            for i, (entry, _) in known.items():
-                column[i] = entry
-            self._columns[key] = (column, known) if len(known) == len(entries) else None
+            places = {i: layer for i, layer in enumerate(self._layers) if name in layer.lora_A}
+            used = {i: layer for i, layer in places.items() if not if_active or name in _active(layer)}
+            parts, column = (
+                [(i, _low_rank(layer, name)) for i, layer in used.items()],
+                np.zeros(len(self._layers), LOW_RANK),
+            )
+            for i, part in parts:
+                if part is not None:
+                    column[i] = part[0]
+            self._columns[key] = None if any(part is None for _, part in parts) else (column, parts)
         return self._columns[key]

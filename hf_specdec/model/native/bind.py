@@ -190,9 +190,9 @@ class NativeRunner(_Bound):
         adapters = packed.row_adapters.bound(rows) if by_row else None
         if by_row and adapters is None:
             return None
+        num_outputs = None if tapped else 1
         with _by_row(packed, rows) if by_row and program.calls else contextlib.nullcontext():
-            num_outputs = None if tapped else 1
-            remaining = iter(program.run(batch, addresses(program, cache), num_outputs=num_outputs, adapters=adapters))
+            remaining = iter(program.run(batch, addresses(program, cache), None, num_outputs, adapters))
         taps = packed.taps if tapped else Taps()
         return PackedOutput(  # in the order of `_forward_of_model`
             logits=next(remaining),

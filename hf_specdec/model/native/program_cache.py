@@ -57,11 +57,8 @@ def _tried(subject: Traceable, known: tuple[str, ...]) -> tuple[list[Assumption]
             raise NotLowered(problem)
         program: Program | str = build(subject, code, called)
         layers = [module() for module in dict.fromkeys(program.called)]
-        but = (
-            f", which calls its {len(layers)} layers of {', '.join(dict.fromkeys(map(_kind, layers)))}"
-            if layers
-            else ""
-        )
+        kinds = ", ".join(dict.fromkeys(map(_kind, layers)))
+        but = f", which calls its {len(layers)} layers of {kinds}" if layers else ""
         logger.info("%s runs in the native library on the CPU%s.", subject.name, but)
     except NotLowered as error:
         program = str(error)
