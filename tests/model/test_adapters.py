@@ -99,6 +99,7 @@ def test_one_program_serves_all_adapters(bundled, caplog):
     adapted, inputs, expected = bundled
     call, more = {"max_new_tokens": 24, "do_sample": False}, {"speculative_config": NGRAM}
     hf_specdec.release(adapted.get_base_model())
+    bind._made.pop(adapted.get_base_model(), None)
     with caplog.at_level(logging.INFO, "hf_specdec.model.native"):
         for _ in range(2):
             assert torch.equal(adapted.generate(**inputs, **call, **more, adapter_names=NAMES), expected)
