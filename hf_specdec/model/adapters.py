@@ -305,14 +305,11 @@ class RowAdapters:
         """LOW_RANK [layers] of an adapter, made once, and its weights; None: see `bound`. `if_active`: only where it is active."""
         key = name, if_active
         if key not in self._columns:
-            places = {i: layer for i, layer in enumerate(self._layers) if name in layer.lora_A}
-            used = {i: layer for i, layer in places.items() if not if_active or name in _active(layer)}
-            parts, column = (
-                [(i, _low_rank(layer, name)) for i, layer in used.items()],
-                np.zeros(len(self._layers), LOW_RANK),
-            )
-            for i, part in parts:
+            layers = [(i, layer) for i, layer in enumerate(self._layers) if name in layer.lora_A]
+            used = [(i, layer) for i, layer in layers if not if_active or name in _active(layer)]
+            parts, column = [_low_rank(layer, name) for _, layer in used], np.zeros(len(self._layers), LOW_RANK)
+            for (i, _), part in zip(used, parts, strict=True):
                 if part is not None:
                     column[i] = part[0]
-            self._columns[key] = None if any(part is None for _, part in parts) else (column, parts)
+            self._columns[key] = None if None in parts else (column, parts)
         return self._columns[key]
