@@ -7,9 +7,9 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 from ..core.errors import UnsupportedModel
 from ..core.ranks import ranks_of
 from ..core.rows import RowInput
+from ..kernels.native import LOW_RANK, TYPES
 from ..kernels.transfer import upload
 from . import architectures
 from .encoder_decoder import family_of
 from .latent import is_latent
 from .recurrent.families import family_of as recurrent_family_of
 from .recurrent.mixers import RecurrentLayers
+from .structure import hooks_of
 from .threads import for_this_thread, replaced_values
 
 BASE = "__base__"  # PEFT's name for no adapter
@@ -37,6 +39,14 @@ class _Groups:
 
     order: torch.Tensor | None
     spans: list[tuple[str | None, slice]]
+
+
+class Bound(NamedTuple):
+    """The adapters of a step's rows as a native program reads them: see `Step` in `program.h`."""
+
+    columns: np.ndarray  # int64, addresses of arrays LOW_RANK [layers]
+    groups: np.ndarray
+    selected_groups: np.ndarray
 
 
 def lora_layers(model: nn.Module) -> list[Any]:
@@ -108,25 +118,29 @@ _changes = weakref.WeakKeyDictionary[Any, "Change"]()  # by LoRA layer
 class Change(nn.Module):
     """What the adapters of a forward's rows add to a LoRA layer's output: [.., n, out] for x [.., n, in], or for ids [.., n].
 
-    It is a module so that a native program can call it, and run the rest of the layer itself. `number`: a program serves this one alone.
+    It is a module so that a native program can stand for it, or call it. `number`: a program serves this one alone.
     """
 
     _next_number = itertools.count().__next__
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Any, adapters: RowAdapters):
         super().__init__()
         self.layer, self.number = weakref.ref(layer), Change._next_number()
-        self.adapters: Callable[[], RowAdapters | None] = lambda: None  # of the forward that runs, or that ran last
+        self.adapters: weakref.ref[Any] = weakref.ref(adapters)  # of the forward that runs, or that ran last
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+        """The change, or the base layer's `output` with it."""
+        change = self._of(x)
+        return change if output is None else output + change
+
+    def _of(self, x: torch.Tensor) -> torch.Tensor:
         layer, adapters = self.layer(), self.adapters()
         assert layer is not None and adapters is not None
         base = layer.get_base_layer()
         reads_ids = isinstance(base, nn.Embedding)
         known, of_adapter = (layer.lora_embedding_A, _of_ids) if reads_ids else (layer.lora_A, _of_states)
         states, dtype = (x[..., None], base.weight.dtype) if reads_ids else (x, x.dtype)
-        groups, active = adapters.groups(layer, states.shape[:-1], x.device), layer.active_adapters
-        active = [] if layer.disable_adapters else active
+        groups, active = adapters.groups(layer, states.shape[:-1], x.device), _active(layer)
         spans = [
             (name, span)
             for group, span in groups.spans
@@ -159,7 +173,38 @@ def _of_ids(layer: Any, name: str, ids: torch.Tensor) -> torch.Tensor:
 
 def _forward(layer: Any, change: Change, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The output of a LoRA layer whose tokens have the adapters of their rows."""
-    return layer.base_layer(x, *args, **kwargs) + change(x)
+    return change(x, layer.base_layer(x, *args, **kwargs))
+
+
+def _active(layer: Any) -> list[str]:
+    return [] if layer.disable_adapters else layer.active_adapters
+
+
+def _low_rank(layer: Any, name: str) -> tuple[tuple, Any] | None:
+    """What LOW_RANK says of an adapter in a layer, and its weights; None: the library cannot compute it."""
+    down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    weights, dtype = [down.weight, up.weight, *([] if up.bias is None else [up.bias])], up.weight.dtype
+    plain = type(down) is type(up) is nn.Linear and down.bias is None and name not in layer.lora_variant
+    plain = plain and (type(dropout) is nn.Identity or not dropout.training) and dtype in TYPES
+    plain = plain and all(
+        type(w) is nn.Parameter and w.is_cpu and w.dtype == dtype and w.is_contiguous() for w in weights
+    )
+    if not plain or (down.in_features, up.out_features) != (layer.in_features, layer.out_features):
+        return None
+    places = [*(weight.data_ptr() for weight in weights), 0][:3]
+    return (*places, up.weight.shape[1], TYPES[dtype], layer.scaling[name]), weights
+
+
+def _chosen(rows: list[RowInput]) -> list[str | None]:
+    return [name for name in dict.fromkeys(row.adapter for row in rows) if name != BASE]
+
+
+def _sorted(rows: list[RowInput], counts: list[int], chosen: list[str | None]) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n], the tokens that have one of the `chosen` adapters, by adapter; and where each adapter's begin, and the last end."""
+    of_tokens = np.repeat([chosen.index(row.adapter) if row.adapter in chosen else -1 for row in rows], counts)
+    order = np.flatnonzero(of_tokens >= 0)
+    order = order[np.argsort(of_tokens[order], kind="stable")]
+    return order, np.searchsorted(of_tokens[order], np.arange(len(chosen) + 1))
 
 
 class RowAdapters:
@@ -167,11 +212,22 @@ class RowAdapters:
 
     def __init__(self, model: PreTrainedModel):
         self._layers = lora_layers(model)
-        self.changes = [_changes.setdefault(layer, Change(layer)) for layer in self._layers]
+        self.changes = [_changes.setdefault(layer, Change(layer, self)) for layer in self._layers]
         self._head = model.get_output_embeddings()
         self._rows: list[RowInput] | None = []
         self._selects = False
         self._groups: dict[Any, _Groups] = {}
+        self._columns: dict[Any, tuple[np.ndarray, Any] | None] = {}
+
+    def modules(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of a forward inside `running`: others than those of adapters, without which the layers run, and the `changes`. Hooked
+        ones stay."""
+        inner = {id(module) for layer in self._layers for module in architectures.all_modules(layer)}
+        inner -= {id(module) for layer in self._layers for module in architectures.all_modules(layer.base_layer)}
+        kept = [
+            m for m in architectures.all_modules(model) if id(m) not in inner or hooks_of(m) or "forward" in vars(m)
+        ]
+        return [*kept, *self.changes]
 
     @contextlib.contextmanager
     def running(self, rows: list[RowInput], selects: bool = False) -> Iterator[None]:
@@ -211,16 +267,49 @@ class RowAdapters:
                 "their rows are not known: use one adapter at a time."
             )
         if key not in self._groups:
-            names = [row.adapter for row in self._rows]
-            chosen = [name for name in dict.fromkeys(names) if name != BASE]
-            of_tokens = np.repeat([chosen.index(name) if name in chosen else -1 for name in names], counts)
-            order = np.flatnonzero(of_tokens >= 0)
-            order = order[np.argsort(of_tokens[order], kind="stable")]
+            chosen = _chosen(self._rows)
+            order, ends = _sorted(self._rows, counts, chosen)
             in_place = bool((np.diff(order) == 1).all())
-            ends = np.searchsorted(of_tokens[order], np.arange(len(chosen) + 1))
             ends += order[0] if in_place and len(order) else 0
             spans = [slice(start, end) for start, end in itertools.pairwise(ends.tolist())]
             self._groups[key] = _Groups(
                 None if in_place else upload(order, device), list(zip(chosen, spans, strict=True))
             )
         return self._groups[key]
+
+    def known(self) -> list[str]:
+        """The adapters that a native program can compute, wherever they are."""
+        names = dict.fromkeys(name for layer in self._layers for name in layer.lora_A)
+        return [name for name in names if self._column(name, False) is not None]
+
+    def bound(self, rows: list[RowInput]) -> Bound | None:
+        """The adapters of these rows, for a native program; None: the library cannot compute one of them."""
+        chosen = _chosen(rows)
+        names = [(i, name) for i, given in enumerate(chosen) for name in (self._active if given is None else [given])]
+        columns = [self._column(name, chosen[i] is None) for i, name in names]
+        known = [column.ctypes.data for column, _ in filter(None, columns)]
+        if len(known) < len(columns):
+            return None
+        groups = []
+        for counts in ([row.num_tokens for row in rows], [row.logits for row in rows]):
+            order, ends = _sorted(rows, counts, chosen)
+            groups.append(np.concatenate([*(ends[i : i + 2] for i, _ in names), order]))
+        return Bound(np.array(known, dtype=np.int64), *groups)
+
+    @functools.cached_property
+    def _active(self) -> list[str]:
+        """Adapters that are active in some layer."""
+        return list(dict.fromkeys(name for layer in self._layers for name in _active(layer)))
+
+    def _column(self, name: str, if_active: bool) -> tuple[np.ndarray, Any] | None:
+        """LOW_RANK [layers] of an adapter, made once, and its weights; None: see `bound`. `if_active`: only where it is active."""
+        key = name, if_active
+        if key not in self._columns:
+            layers = [(i, layer) for i, layer in enumerate(self._layers) if name in layer.lora_A]
+            used = [(i, layer) for i, layer in layers if not if_active or name in _active(layer)]
+            parts, column = [_low_rank(layer, name) for _, layer in used], np.zeros(len(self._layers), LOW_RANK)
+            for (i, _), part in zip(used, parts, strict=True):
+                if part is not None:
+                    column[i] = part[0]
+            self._columns[key] = None if None in parts else (column, parts)
+        return self._columns[key]

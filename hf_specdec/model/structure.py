@@ -26,7 +26,11 @@ from . import architectures
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _NO_MATTER = ("transformers.utils.output_capturing", "hf_specdec.model.architectures", "hf_specdec.model.native.trace")
 _next_number = itertools.count().__next__
-_NO_SETTINGS = {"forward", *(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))}
+_NO_SETTINGS = {
+    "forward",
+    "peft_config",
+    *(name for name, value in vars(nn.Module()).items() if isinstance(value, dict)),
+}
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
 _LIBRARIES = ("torch.nn.", "transformers.", "transformers_modules.", "peft.", "hf_specdec.")
 _WRAPPERS = (

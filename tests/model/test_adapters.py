@@ -12,7 +12,11 @@ from oracle import assert_clean, bundled_prompts, load_bundled, ragged, tiny_lla
 import hf_specdec
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.rows import RowInput
+from hf_specdec.kernels.native import library
 from hf_specdec.model.adapters import BASE
+from hf_specdec.model.native import bind, program
+from hf_specdec.model.prepare import ModelOptions, prepare
 
 NAMES = ["first", "second", BASE, "first", "second"]
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -89,17 +93,83 @@ def test_every_row_has_the_text_of_its_adapter(bundled, config):
     assert_clean(adapted.get_base_model())
 
 
-def test_one_program_calls_the_layers_of_adapters(bundled, caplog):
+@pytest.mark.skipif(library() is None, reason="the native library is not compiled")
+def test_one_program_serves_all_adapters(bundled, caplog):
+    """Also one that is loaded later into the same layers, whose rank is another and whose weights are float64, which torch computes."""
     adapted, inputs, expected = bundled
+    call, more = {"max_new_tokens": 24, "do_sample": False}, {"speculative_config": NGRAM}
     hf_specdec.release(adapted.get_base_model())
+    bind._made.pop(adapted.get_base_model(), None)
     with caplog.at_level(logging.INFO, "hf_specdec.model.native"):
         for _ in range(2):
-            found = adapted.generate(
-                **inputs, max_new_tokens=24, do_sample=False, adapter_names=NAMES, speculative_config=NGRAM
-            )
-            assert torch.equal(found, expected)
-    lines = [line for line in caplog.messages if "which calls its" in line]
-    assert len(lines) <= 1 and all("of Linear (peft)" in line for line in lines)
+            assert torch.equal(adapted.generate(**inputs, **call, **more, adapter_names=NAMES), expected)
+        for seed, options in enumerate([{"r": 7, "lora_bias": True, "use_rslora": True}, {"r": 2}]):
+            adapted.add_adapter(name := f"later {seed}", lora(seed, **options))
+            layer = adapted.get_submodule("base_model.model.model.layers.0.mlp.down_proj")
+            if seed:
+                layer.lora_A[name].double()
+                layer.lora_B[name].double()
+            names = [name, *NAMES[1:]]
+            wanted = alone(adapted, names, inputs, **call)
+            assert torch.equal(adapted.generate(**inputs, **call, **more, adapter_names=names), wanted)
+            adapted.delete_adapter(name)
+    lines = [line for line in caplog.messages if "native library" in line or "operator by operator" in line]
+    assert len(lines) == 1 and lines[0].endswith("runs in the native library on the CPU."), lines
+
+
+def logits_of(packed, names):
+    """Logits of some tokens of four steps, of rows with these adapters; a row without a name is left out."""
+    cache, found = packed.new_cache(num_blocks=40, block_size=4, share_prefixes=False), []
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad(), packed.active():
+        for row, name in enumerate(names):
+            if name is not None:
+                cache.add(row, adapter=name)
+                cache.reserve(row, 30)
+        start = 0
+        for most, logits in ((9, 2), (1, 1), (7, 3), (1, 1)):
+            ids = torch.randint(1, packed.vocab_size, (len(names), most), generator=random).numpy()
+            rows = [
+                RowInput(row, ids[row], start, logits=logits, adapter=name)
+                for row, name in enumerate(names)
+                if name is not None
+            ]
+            found.append(packed.forward(rows, cache).logits.view(len(rows), logits, -1))
+            start += most
+    return torch.cat(found, 1)
+
+
+@pytest.mark.skipif(library() is None, reason="the native library is not compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"])
+def test_a_row_has_the_same_bits_whatever_adapters_others_have(instruction_set, dtype, monkeypatch):
+    options = {"target_modules": ["lm_head", "up_proj", "q_proj"], "lora_bias": True}
+    model = with_adapters(tiny_llama().to(dtype), lambda seed: lora(seed, r=37), **options)
+    for name, weight in model.named_parameters():
+        if ".second." in name:
+            weight.data = weight.to(dtype)  # PEFT makes them of float32
+    model = model.get_base_model()
+    native, operators = prepare(model), prepare(model, ModelOptions(native=False))
+    monkeypatch.setattr(program, "_BYTES_PER_THREAD", 1)
+    names, loaded, threads = ["first", BASE, "second", "first", "second"], library(), torch.get_num_threads()
+    best, wanted = loaded.specdec_instruction_set(), logits_of(operators, names)
+    if not loaded.specdec_use(instruction_set.encode()):
+        pytest.skip(f"this CPU or build has no {instruction_set}")
+    try:
+        found = logits_of(native, names)
+        (made,) = bind._made[model].values()
+        assert not made[2].calls
+        for row, name in enumerate(names):
+            alone = [name if i == row else None for i in range(5)]
+            assert torch.equal(logits_of(native, alone)[0], found[row])
+        assert torch.equal(logits_of(native, [BASE] * 5)[1], found[1])
+        torch.set_num_threads(3)
+        assert torch.equal(logits_of(native, names), found)
+    finally:
+        loaded.specdec_use(best)
+        torch.set_num_threads(threads)
+    bound = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 0.12}[dtype]
+    assert (found - wanted).norm() < bound * wanted.norm()
 
 
 def test_equal_prompts_share_nothing(bundled):

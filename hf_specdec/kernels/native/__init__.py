@@ -85,7 +85,9 @@ class StepInputs(ctypes.Structure):
         *_fields(_Integer, "num_tokens num_selected"),
         *_fields(_Pointer, "ids positions selected write_slots rows"),
         ("num_rows", _Integer),
-        *_fields(_Pointer, "pools sources"),
+        *_fields(_Pointer, "pools sources adapters"),
+        ("num_adapters", _Integer),
+        *_fields(_Pointer, "groups selected_groups"),
     ]
 
 
@@ -149,6 +151,7 @@ OP = np.dtype(
         ("streams", "i8"), ("bits", "i8"), ("group", "i8"),
     ]
 )  # fmt: skip
+LOW_RANK = np.dtype([(name, "i8") for name in ("down", "up", "bias", "rank", "type")] + [("scale", "f8")])
 
 # Functions of OpenMP runtimes: GCC's and LLVM's way to run a function in all threads, and what both have.
 _OPENMP = ("GOMP_parallel", "__kmpc_fork_call", "omp_get_thread_num", "omp_get_num_threads")

@@ -44,7 +44,8 @@ _made = weakref.WeakKeyDictionary[nn.Module, dict[Any, Made]]()
 def _forward_of_model(packed: PackedModel, by_row: bool) -> Traceable:
     """The forward of an active PackedModel. `by_row`: over rows with adapters of their own."""
     model, taps = packed.model, packed.taps
-    modules = [*architectures.all_modules(model), *(packed.row_adapters.changes if by_row else ())]
+    adapters = packed.row_adapters if by_row else None
+    modules = [*architectures.all_modules(model)] if adapters is None else adapters.modules(model)
 
     def compute(batch: Any, features: torch.Tensor | None) -> list[torch.Tensor]:
         with _by_row(packed, batch.inputs) if by_row else contextlib.nullcontext():
@@ -59,7 +60,7 @@ def _forward_of_model(packed: PackedModel, by_row: bool) -> Traceable:
         (taps, packed.num_layers, packed.window, by_row), type(model).__name__, modules, packed.device, model.dtype,
         compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), config=model.config,
         begin=None if packed.family is None else begin, vocab_size=packed.vocab_size,
-        max_positions=packed.max_positions, ours=False, rounds=packed.rounds,
+        max_positions=packed.max_positions, ours=False, rounds=packed.rounds, adapters=adapters,
     )  # fmt: skip
 
 
@@ -184,8 +185,12 @@ class NativeRunner(_Bound):
         family = packed.family
         if family is not None and not follows_program(packed.model, family, batch, program.weights):
             return None
-        with _by_row(packed, rows) if by_row else contextlib.nullcontext():
-            remaining = iter(program.run(batch, addresses(program, cache), num_outputs=None if tapped else 1))
+        adapters = packed.row_adapters.bound(rows) if by_row else None
+        if by_row and adapters is None:
+            return None
+        num_outputs = None if tapped else 1
+        with _by_row(packed, rows) if by_row and program.calls else contextlib.nullcontext():
+            remaining = iter(program.run(batch, addresses(program, cache), None, num_outputs, adapters))
         taps = packed.taps if tapped else Taps()
         return PackedOutput(  # in the order of `_forward_of_model`
             logits=next(remaining),

@@ -19,6 +19,7 @@ from torch import nn
 from ...cache import PagedStaticCache
 from ...core.rows import RowInput
 from .. import architectures
+from ..adapters import RowAdapters
 from ..packed_batch import PackedBatch, _OnDevice
 from ..self_test import MOST_NOISE_LOW_PRECISION, TOLERANCES, relative_error
 from .program import Program, addresses, assemble
@@ -44,6 +45,7 @@ class Traceable:
         max_positions: positions it was built for; None: any number.
         ours: its modules may be of this package; otherwise all must be torch's or transformers'.
         rounds: its layers round what they read.
+        adapters: of its rows; None: they have none of their own.
     """
 
     key: Any
@@ -60,6 +62,7 @@ class Traceable:
     max_positions: int | None = None
     ours: bool = True
     rounds: bool = False
+    adapters: RowAdapters | None = None
 
 
 @torch.no_grad()
@@ -97,7 +100,7 @@ def build(subject: Traceable, code: CalledCode, called: list[nn.Module]) -> Prog
     values = [recorder.value_of(output) for output in outputs]
     program = assemble(tape, values, recorder.pools, subject.dtype, subject.max_positions)
     _check(subject, program, ours, rows, features, outputs)
-    for more in _further_rows(rows, subject.vocab_size):
+    for more in _further_rows(rows, subject.vocab_size, [] if subject.adapters is None else subject.adapters.known()):
         features = _features(subject, sum(row.num_tokens for row in more))
         batch = PackedBatch.pack(more, cache, subject.device, gather=False)
         batch.with_native = False
@@ -154,16 +157,16 @@ def _first_rows(num_tokens: int, num_selected: int, vocab_size: int) -> list[Row
     return [RowInput(i, text, 0, logits=count) for i, (text, count) in enumerate(zip(texts, logits, strict=True))]
 
 
-def _further_rows(rows: list[RowInput], vocab_size: int) -> list[list[RowInput]]:
-    """One token after one text; then a token of each text, with a tree of two siblings after the other."""
+def _further_rows(rows: list[RowInput], vocab_size: int, adapters: list[str]) -> list[list[RowInput]]:
+    """One token after one text; then a token of each text, with a tree of two siblings after the other, some with the first or last of
+    these `adapters`."""
     first, second = (row.num_tokens for row in rows)
     ids = np.array([3, 5, 7, 2]) % vocab_size
     visibility = np.array([[True, False, False], [True, True, False], [True, False, True]])
     positions = np.array([second, second + 1, second + 1])
-    return [
-        [RowInput(0, ids[:1], first)],
-        [RowInput(0, ids[1:2], first + 1), RowInput(1, ids[:3], second, positions, visibility, positions, logits=2)],
-    ]
+    one, other = [*adapters[:1], None][0], [None, *adapters][-1]
+    tree = RowInput(1, ids[:3], second, positions, visibility, positions, logits=2, adapter=other)
+    return [[RowInput(0, ids[:1], first, adapter=one)], [RowInput(0, ids[1:2], first + 1), tree]]
 
 
 def _cache(subject: Traceable, rows: list[RowInput]) -> PagedStaticCache:
@@ -210,7 +213,10 @@ def _check(
 ) -> None:
     """Compare the program's outputs over `rows` with those of the subject."""
     batch = PackedBatch.pack(rows, cache, subject.device, gather=False)
-    _compare(subject, program.run(batch, addresses(program, cache), features), wanted)
+    adapters = None if subject.adapters is None else subject.adapters.bound(rows)
+    if subject.adapters is not None and adapters is None:
+        raise NotLowered("an active adapter that is no plain LoRA")
+    _compare(subject, program.run(batch, addresses(program, cache), features, adapters=adapters), wanted)
 
 
 def _compare(subject: Traceable, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from ...cache import PagedStaticCache
 from ...kernels.native import OP, TYPES, UNARY_FUNCTIONS, Operation, Rows, StepInputs, library
+from ..adapters import Bound
 from ..packed_batch import PackedBatch
 from .tape import Call, NotLowered, Place, Register, Table, Tape, TapeStep, Value
 
@@ -57,6 +58,7 @@ class Program:
     features: int | None  # slot of the features that the caller passes; None: the program reads none
     outputs: list[ProgramOutput]
     calls: dict[int, ModuleCall]  # by index of the operation
+    called: list[Callable[[], Any]]  # weak references to the modules of these calls
     pools: dict[int, tuple[int, ...]]  # by layer, sources' last: key heads, width, value heads, value width
     dtype: torch.dtype  # of keys and values
     # that the model was built for; its rotary module may have no angles after them. None: unknown
@@ -105,6 +107,7 @@ class Program:
         pools: np.ndarray,
         features: torch.Tensor | None = None,
         num_outputs: int | None = None,
+        adapters: Bound | None = None,
     ) -> list[torch.Tensor]:
         """The outputs for a batch of at most `most_tokens` tokens. Writes its keys and values to their slots.
 
@@ -112,6 +115,7 @@ class Program:
             pools: int64, the addresses of keys and values of layer 0, of layer 1, ..
             features: [T, F], for programs that read them.
             num_outputs: how many of the outputs to return, from the first on; None: all.
+            adapters: of the rows; None: those that the program has recorded.
 
         Raises:
             IndexError: an id or a position has no embedding.
@@ -124,6 +128,11 @@ class Program:
             batch.write_slots.data_ptr(), rows.table.ctypes.data, len(rows.table), pools.ctypes.data,
             0 if sources is None else sources.table.ctypes.data,
         )  # fmt: skip
+        if adapters is not None:
+            inputs.adapters, inputs.num_adapters = adapters.columns.ctypes.data, len(adapters.columns)
+            inputs.groups, inputs.selected_groups = (
+                groups.ctypes.data for groups in (adapters.groups, adapters.selected_groups)
+            )
         with self.lock:
             self.make_room(int(batch.position_ids.max()) + 1)
             return self._call(inputs, features, num_outputs, (batch.input_ids, batch.position_ids))
@@ -220,6 +229,7 @@ def assemble(
             for index, step in enumerate(steps)
             if step.call is not None
         },
+        [step.call.module for step in steps if step.call is not None],
         pools, dtype, max_positions,
     )  # fmt: skip
 

@@ -56,8 +56,9 @@ def _tried(subject: Traceable, known: tuple[str, ...]) -> tuple[list[Assumption]
         if problem is not None:
             raise NotLowered(problem)
         program: Program | str = build(subject, code, called)
-        kinds = ", ".join(dict.fromkeys(_kind(module) for module in called))
-        but = f", which calls its {len(called)} layers of {kinds}" if called else ""
+        layers = [module() for module in dict.fromkeys(program.called)]
+        kinds = ", ".join(dict.fromkeys(map(_kind, layers)))
+        but = f", which calls its {len(layers)} layers of {kinds}" if layers else ""
         logger.info("%s runs in the native library on the CPU%s.", subject.name, but)
     except NotLowered as error:
         program = str(error)

@@ -285,8 +285,8 @@ class Tape:
         refuse_if(x.dtype != weight.dtype, f"a product of {x.dtype} with {weight.dtype}")
         rows, columns = weight.shadow.stride()
         refuse_if(1 not in (rows, columns), "a product with scattered weights")
-        kind, place = int(columns != 1), weight.place(rows if columns == 1 else columns)
-        return self._product(x, place, weight.shadow.shape[1], bias, shape, dtype, kind)
+        by_columns, place = int(columns != 1), weight.place(rows if columns == 1 else columns)
+        return self._product(x, place, weight.shadow.shape[1], bias, shape, dtype, by_columns)
 
     def quantized_linear(
         self, x: Value, panels: torch.Tensor, form: WeightLayout, bias: Value | None, shape, dtype
@@ -296,7 +296,7 @@ class Tape:
         return self._product(x, Place(register), form.inputs, bias, shape, dtype, bits=form.bits, group=form.group)
 
     def _product(
-        self, x: Value, weight: Place, inputs: int, bias: Value | None, shape, dtype, kind: int = 0, **fields: int
+        self, x: Value, weight: Place, inputs: int, bias: Value | None, shape, dtype, function: int = 0, **fields: int
     ) -> Value:
         refuse_if(x.rows == Rows.ONE or (bias is not None and bias.rows != Rows.ONE), "a product of weights")
         refuse_if(x.dtype != dtype or (bias is not None and bias.dtype != dtype), f"a product of {x.dtype} in {dtype}")
@@ -305,8 +305,17 @@ class Tape:
             x = self.copied(x)
         out = self.new(shape, dtype, x.rows)
         places = out.place(out.shadow.stride(0)), x.place(x.shadow.stride(0)), weight, bias and bias.place()
-        self.add(Operation.LINEAR, x.rows, (1, shape[-1], inputs), *places, kind=kind, fields=fields)
+        self.add(Operation.LINEAR, x.rows, (1, shape[-1], inputs), *places, function=function, fields=fields)
         return out
+
+    def adapted(self, layer: int, x: Value, output: Value) -> bool:
+        """Let the product that made `output` add what the rows' adapters of this LoRA layer make of `x`, if one of `x` did."""
+        maker = next((s for s in reversed(self.steps) if s.out is not None and s.out.register is output.register), None)
+        if maker is None or maker.operation != Operation.LINEAR or maker.a is None or maker.kind:
+            return False
+        read = (maker.a.register, maker.a.offset, maker.size[2]) == (x.register, x.place().offset, x.shadow.shape[-1])
+        maker.kind = 1 + layer if read and output.shadow.shape[-1] == maker.size[1] else 0
+        return bool(maker.kind)
 
     def embedding(self, weight: Value, ids: Value, shape) -> Value:
         """Rows of weight [V, H] at ids, which are the tokens' ids or positions."""

@@ -18,6 +18,7 @@ from ...kernels.attention.inputs import window_parts
 from ...kernels.cache import write_keys_values
 from ...kernels.linear.quantized import WeightLayout
 from ...kernels.native import Operation, Rows
+from ..adapters import Change
 from ..options.native_weights import NativeWeight
 from ..options.native_weights import product as quantized_product
 from ..packed_batch import PackedBatch
@@ -64,6 +65,7 @@ class TapeRecorder(ExclusiveMode):
         self.pools: dict[int, tuple[int, ...]] = {}
         self.problem: str | None = None
         self._paused, self._profiles = 0, []
+        self._changes = [module for module in modules if isinstance(module, Change)]
         tensors = [tensor for inner in modules for tensor in (*inner._parameters.values(), *inner._buffers.values())]
         self._own = {id(tensor) for tensor in tensors}
         self._panels = {id(tensor.panels) for tensor in tensors if isinstance(tensor, NativeWeight)}
@@ -252,6 +254,13 @@ class TapeRecorder(ExclusiveMode):
 
     def _leave_called(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         self._leave()
+        if isinstance(module, Change):
+            x, base = map(self.value_of, args)
+            if not self.tape.adapted(self._changes.index(module), x, base):
+                change = self.tape.called(module, x, output.shape, output.dtype)
+                base = self.tape.binary("add", base, change, output.shape, output.dtype)
+            self._follow(output, base)
+            return
         if len(args) != 1 or kwargs or not all(isinstance(tensor, torch.Tensor) for tensor in (args[0], output)):
             raise NotLowered(f"its {type(module).__name__} is called with other than one tensor")
         self._follow(output, self.tape.called(module, self.value_of(args[0]), output.shape, output.dtype))

@@ -39,6 +39,14 @@ struct Linear {
   i64 type, rows, n, k, ldx, ldw, ldy, streams, bits, group, scales, by_columns;
 };
 
+// An adapter of a layer with k inputs and n outputs: it adds scale * (up (down x) + bias) to a token's output, with down [rank, k], up
+// [n, rank] and bias [n] or null, all of `type`. Rank 0: the layer has none.
+struct LowRank {
+  const void *down, *up, *bias;
+  i64 rank, type;
+  double scale;
+};
+
 // The share of `part` among `parts` of a product's outputs begins here: a multiple of 4, or of what one step computes: a panel of
 // quantized weights, a tile of AMX, or a vector of columns.
 static inline i64 share_of(const Linear& call, i64 part, i64 parts) {
@@ -92,6 +100,7 @@ struct Elementwise {
 struct Kernels {
   const char* name;
   void (*linear)(const Linear&, i64 first, i64 last);               // outputs first .. last
+  void (*low_rank)(const LowRank&, const Linear&, const i64* tokens, i64 count, i64 first, i64 last);  // added to y of these tokens
   void (*dequantize)(const Linear&, i64 first, i64 last);           // y [n, k] = quantized weights of outputs first .. last
   void (*attention)(const Attention&, i64 part, i64 parts);
   void (*elementwise)(const Elementwise&);

@@ -63,8 +63,15 @@ void attend(const Kernels& kernels, const Op& op, char* const* slots, const Step
 void multiply(const Kernels& kernels, const Op& op, char* const* slots, const Step& step, i64 part, i64 parts) {
   Linear call = {address(op.a, slots), address(op.b, slots), address(op.c, slots), address(op.out, slots),
                  op.a.type, count(op, step), op.size[1], op.size[2], op.a.token, op.b.token, op.out.token, op.streams,
-                 op.bits, op.group, op.b.type, op.kind};
-  kernels.linear(call, share_of(call, part, parts), share_of(call, part + 1, parts));
+                 op.bits, op.group, op.b.type, op.function};
+  const i64 first = share_of(call, part, parts), last = share_of(call, part + 1, parts);
+  kernels.linear(call, first, last);
+  const i64* groups = op.rows == SELECTED ? step.selected_groups : step.groups;
+  for (i64 i = 0; op.kind && i < step.num_adapters; i++) {
+    const LowRank& adapter = step.adapters[i][op.kind - 1];
+    const i64 start = groups[2 * i], count = groups[2 * i + 1] - start;
+    if (adapter.rank && count) kernels.low_rank(adapter, call, groups + 2 * step.num_adapters + start, count, first, last);
+  }
 }
 
 // What computes every row from its own inputs: rows first .. last.

@@ -16,7 +16,8 @@ struct Op {
   Place out, a, b, c;
   // ATTEND: a: query, b: biases by distance, c: sinks, kind 1: to the keys of the rows' sources; WRITE: a: keys, b: values
   i64 layer, heads, kv_heads, width, value_width, window, kept;
-  // LINEAR: a: x, b: weights, kind 1: by columns, c: bias; for the others see `Linear`; the type of quantized weights' scales is b's
+  // LINEAR: a: x, b: weights, function 1: by columns, c: bias, kind: 1 + the LoRA layer whose adapters add to it, 0: none; for the others see
+  // `Linear`; the type of quantized weights' scales is b's
   i64 streams, bits, group;
 };
 
@@ -28,6 +29,9 @@ struct Step {
   i64 num_rows;
   char* const* pools;  // keys and values of layer 0, of layer 1, ..; then those of the sources
   const Row* sources;  // what an encoder has read for each row; null: no operation reads it
+  const LowRank* const* adapters;        // by adapter, and then by LoRA layer
+  i64 num_adapters;
+  const i64 *groups, *selected_groups;   // [num_adapters, 2]: where each adapter's begin and end in the tokens after it; of selected ones
 };
 
 // The index of the first operation that would read an embedding that does not exist; -1: all exist.
