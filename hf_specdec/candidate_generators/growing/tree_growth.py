@@ -150,13 +150,12 @@ class Growth(ABC):
             if self.keeps_probs:
                 self.probs = self._new_probs(self.vocabulary.vocab_size)
             nodes = self.shape.nodes[: np.searchsorted(self.shape.nodes[:, 0], self.last, side="right")]
+            above = torch.full((2, batch, len(nodes)), -1) if keep else (None, None)
             return DraftRound(
                 nodes, keep, most, self.shape.widest, -math.inf if self.least is None else self.least,
-                torch.tensor(rows), torch.tensor([self.limits[i] for i in rows]),
-                None if self.sampling is None else self.sampling.parameters,
+                torch.tensor(rows), torch.tensor([self.limits[i] for i in rows]), self.sampling and self.sampling.parameters,
                 torch.zeros(batch, dtype=torch.long), torch.zeros(batch, len(nodes), dtype=torch.long),
-                torch.full((batch, len(nodes)), float("-inf")) if ranked else None,
-                *(torch.full((batch, len(nodes)), -1) if keep else None for _ in range(2)), self.probs,
+                torch.full((batch, len(nodes)), -math.inf) if ranked else None, above[0], above[1], self.probs,
             )  # fmt: skip
 
         out = self.drafter.at_once(rows, logits, made)
@@ -326,8 +325,8 @@ class StaticGrowth(Growth):
         if shape.keep_paths is not None:
             above, at = (upload(tensor, ids.device) for tensor in (parents, expanded))
             best = self._best_paths(path_log_probs[0])
-            tokens, above, at, _, counts = drafting.keep_nodes(ids, above, at, best, count)
-            return _pruned((tokens, above, at, counts), self.limits)
+            kept = drafting.keep_nodes(ids, above, at, best, count)
+            return _pruned((*kept[:3], kept[4]), self.limits)
         index = None if self.probs is None else np.where(parents < 0, 0, place[parents] + 1)
         return Draft(DraftTrees(ids, lengths, parents, self.probs, index), expanded)
 
@@ -360,12 +359,9 @@ class DynamicGrowth(Growth):
         made: Any = self.at_once(logits, rows, ranked=True, keep=self.shape.top_k, most=most)
         if made is not None:
             return made.tokens[:, :most], made.parents[:, :most], made.expanded[:, :most], made.lengths
-        nodes = self._level_by_level(logits, rows)
-        tokens, parents, expanded, _, lengths = drafting.prune_tree(*nodes, min(most, nodes[0].shape[1]))
-        return tokens, parents, expanded, lengths
+        return self._level_by_level(logits, rows)
 
     def _level_by_level(self, logits: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, ...]:
-        """The nodes, as `kernels.drafting.prune_tree` reads them: tokens, values, parents and `expanded`, [B, N] each."""
         shape, batch, device = self.shape, len(self.sequences), logits.device
         tokens, log_probs = self.choose(logits[:, None], rows, 1, 1, shape.top_k, rank=True)
         assert log_probs is not None
@@ -405,7 +401,8 @@ class DynamicGrowth(Growth):
             parents[index, new] = frontier.repeat_interleave(width, dim=1)
             frontier = start + best
             self._end_unlikely(rows, frontier_values, depth, values, new)
-        return pool, values, parents, expanded
+        pruned = drafting.prune_tree(pool, values, parents, expanded, min(shape.total_tokens - 1, size))
+        return *pruned[:3], pruned[4]
 
     def draft(self, *tensors: torch.Tensor) -> Draft:
         """The trees. Everything but the tokens is copied to the host."""

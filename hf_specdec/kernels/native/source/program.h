@@ -59,8 +59,8 @@ struct Round {
   char* const* pools;
   const Node* nodes;        // in the order of their depths
   i64 num_nodes;
-  i64 keep;                 // the frontier is the `keep` likeliest nodes of a depth, and of all nodes the `most` likeliest are kept at last,
-                            // in their order; 0: the frontier is the nodes that `continue`, and all are kept
+  i64 keep;                 // the frontier is the `keep` likeliest nodes of a depth, and at last the `most` likeliest of all are kept, in
+                            // their order; 0: the frontier is the nodes that `continue`, and all are kept
   i64 most;
   double least;             // a draft ends where no path has this log-probability
   i64* lengths;             // [B], how many nodes are kept
