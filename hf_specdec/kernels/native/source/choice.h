@@ -117,7 +117,8 @@ inline void apply(const Sampling& sampling, i64 key, float* scores, i64 vocab) {
   const float top_p = sampling.top_p ? sampling.top_p[key] : 1, min_p = sampling.min_p ? sampling.min_p[key] : 0;
   const float top = scores[best_of(scores, vocab)];
   if ((top_k <= 0 && top_p >= 1 && min_p <= 0) || !std::isfinite(top)) return;
-  uint64_t least = 0;
+  float floor = -INFINITY;  // the least score that stays, and the first of equal tokens
+  i64 first = 0;
   if (top_k > 0) {
     std::vector<float> best(scores, scores + top_k);  // a heap, the least score first
     std::make_heap(best.begin(), best.end(), std::greater<>());
@@ -127,16 +128,17 @@ inline void apply(const Sampling& sampling, i64 key, float* scores, i64 vocab) {
       best.back() = scores[i];
       std::push_heap(best.begin(), best.end(), std::greater<>());
     }
-    least = key_of(best[0], 0);
+    floor = best[0];
   }
   if (top_p < 1) {
     std::vector<Weighted> all;
     for (i64 i = 0; i < vocab; i++)
-      if (key_of(scores[i], i) >= least) all.push_back({key_of(scores[i], i), expf(scores[i] - top)});
-    least = least_of_top(all, 1 - top_p);
+      if (scores[i] >= floor) all.push_back({key_of(scores[i], i), expf(scores[i] - top)});
+    first = (uint32_t)least_of_top(all, 1 - top_p), floor = scores[first];
   }
+  if (min_p > 0) floor = std::max(floor, top + logf(min_p) - 1e-3f);  // spares exponentials of lower ones
   for (i64 i = 0; i < vocab; i++)
-    if (key_of(scores[i], i) < least || (min_p > 0 && expf(scores[i] - top) < min_p)) scores[i] = -INFINITY;
+    if (scores[i] < floor || (scores[i] == floor && i < first) || (min_p > 0 && expf(scores[i] - top) < min_p)) scores[i] = -INFINITY;
 }
 
 // Shows a row's tokens with noise to `best`. A group's smallest exponential number bounds its noise, so other noise is drawn only for
