@@ -88,7 +88,7 @@ def draft_round(
     )
     states = None if features is None else (features.new_empty(lines, features.shape[1]), _with_room(features, lines))
     pools, of_head, nodes = addresses(forward, cache), (0, 0, 0), made.nodes
-    own_noise = made.probs is not None
+    by_round = made.probs is not None
     with contextlib.ExitStack() as held:
         for program in sorted({forward, scoring}, key=id):  # all threads take locks in one order
             held.enter_context(program.lock)
@@ -106,8 +106,8 @@ def draft_round(
             nodes.ctypes.data, len(nodes), made.keep, made.most, made.least,
             *map(_address, (made.lengths, made.tokens, made.values, made.parents, made.expanded, made.probs)),
             0 if made.probs is None else made.probs.shape[1], vocabulary.vocab_size,
-            DRAFT_STREAM if own_noise else TOKEN_STREAM, DRAWS_PER_ROUND,
-            Sampling() if made.sampling is None else sampling_of(made.sampling, own_noise),
+            DRAFT_STREAM if by_round else TOKEN_STREAM, DRAWS_PER_ROUND,
+            Sampling() if made.sampling is None else sampling_of(made.sampling, by_round),
         )  # fmt: skip
         if loaded.specdec_round(ctypes.byref(call), max(forward.num_threads, scoring.num_threads)) >= 0:
             raise IndexError("index out of range: an id or a position that the model has no embedding for")
