@@ -50,7 +50,7 @@ class BuildLibrary(build_ext):
             known.append(name)
         macros = [f"-DHAS_{name.upper()}" for name in known]
         objects += self._compile("kernels.cpp", ["-DSET=baseline"], "baseline")
-        for name in ("program.cpp", "threads.cpp", "api.cpp"):
+        for name in ("program.cpp", "round.cpp", "threads.cpp", "api.cpp"):
             objects += self._compile(name, macros)
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), target_lang="c++", extra_postargs=["-pthread", "-s"]

@@ -119,7 +119,7 @@ class EagleConfig(HeadConfig):
 class EagleGenerator(FeatureGenerator):
     """Drafts with an EAGLE-1/2 head. Logits come from the target's language-model head, or the checkpoint's own."""
 
-    expands_chains = True
+    expands_alone = True
 
     def __init__(self, config: EagleConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head()

@@ -349,7 +349,7 @@ class Eagle3Generator(FeatureGenerator, HasHead):
         options = self.head_module.options
         self.mask_token, self.window_stays = options.mask_token, options.window_stays
         drafts_at_once = self.mask_token is not None
-        self.expands_chains = not drafts_at_once
+        self.expands_alone = not drafts_at_once
         if config.parallel_drafting not in (None, drafts_at_once):
             how = "all depths at once" if drafts_at_once else "step by step"
             raise config.fail(

@@ -90,7 +90,7 @@ class PardGenerator(DraftModelGenerator):
         """A mask for each depth but the first, whose logits are those of the text's last token."""
         return [self.mask_token_id] * (self.limits[seq.id] - 1)
 
-    def chain_programs(self) -> None:
+    def round_programs(self) -> None:
         """Nothing is left to compute after the first depth."""
 
     def expand(self, level: DraftLevel) -> torch.Tensor:

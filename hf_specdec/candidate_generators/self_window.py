@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,8 @@ from ..core.draft_trees import DraftTrees
 from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from ..kernels.attention.inputs import window_parts
-from ..kernels.sampling.reference import RowParameters
 from ..model.architectures import layer_windows
+from ..model.native import DraftRound
 from ..model.packed_model import PackedModel
 from .base import DrafterContext, MayMissSteps
 from .checkpoints.target_parts import DraftVocabulary
@@ -110,14 +111,12 @@ class SelfWindowGenerator(ReadsTargetKeys, ModelDrafter, MayMissSteps):
             row.offset, row.adapter = seq.position_offset, seq.adapter
         return rows
 
-    def chains(
-        self, rows: list[int], logits: torch.Tensor, limits: list[int], sampling: RowParameters | None
-    ) -> torch.Tensor | None:
+    def at_once(self, rows: list[int], logits: torch.Tensor, made: Callable[[], DraftRound]) -> DraftRound | None:
         if self.loop is None and any(
             self.sequences[row].position_offset or self.sequences[row].adapter for row in rows
         ):
             return None  # one call of the library knows neither
-        return super().chains(rows, logits, limits, sampling)
+        return super().at_once(rows, logits, made)
 
 
 def _problem(target: PackedModel) -> str | None:

@@ -253,7 +253,7 @@ def recorded(generator_class):
     generator_class.propose = recording_propose
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(OwnsCache, "chains", GrowsDrafts.chains)
+            patch.setattr(OwnsCache, "at_once", GrowsDrafts.at_once)
             yield recording
     finally:
         GrowsDrafts.root_logits, generator_class.expand = root_logits, expand

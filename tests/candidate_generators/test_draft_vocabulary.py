@@ -69,7 +69,7 @@ def scores_of_first_round(decoder, call):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_chosen_rows_are_scored_and_texts_stay(tiny_model, inputs, texts, chosen, name, monkeypatch):
-    monkeypatch.setattr(OwnsCache, "chains", GrowsDrafts.chains)  # which score where nobody sees it
+    monkeypatch.setattr(OwnsCache, "at_once", GrowsDrafts.at_once)  # which score where nobody sees it
     path, ids = chosen
     scores = []
     for config in (DRAFTERS[name], DRAFTERS[name] | {"draft_vocabulary": path}):

@@ -43,7 +43,7 @@ class PathDrafter:
     def root_logits(self):
         return torch.from_numpy(np.stack([logits_after(row, ()) for row in self.rows]))
 
-    def chains(self, rows, logits, limits, sampling):
+    def at_once(self, rows, logits, made):
         return None
 
     def expand(self, level: DraftLevel) -> torch.Tensor:

@@ -266,8 +266,8 @@ class DraftModelGenerator(OwnsCache, ModelDrafter, MayMissSteps):
     def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.bridge.drafter_ids(tokens)
 
-    def chain_programs(self) -> tuple[Any, None] | None:
-        return super().chain_programs() if type(self.bridge) is SharedVocabulary else None
+    def round_programs(self) -> tuple[Any, None] | None:
+        return super().round_programs() if type(self.bridge) is SharedVocabulary else None
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
         if self.bridge.nodes_are_drafter_tokens:

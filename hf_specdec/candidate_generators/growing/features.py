@@ -47,7 +47,7 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
     head: PackedHead
     lm_head: nn.Module
     tokens_ahead = 1  # the head reads the feature of a token together with the token so many places after it
-    expands_chains = False  # whether `state`, `head` and `score` are all that `expand` computes a chain with
+    expands_alone = False  # whether `state`, `head` and `score` are all that `expand` computes with
     drafts_twice = False  # whether it can draft again for a text that it has read to its end
 
     def __init__(
@@ -295,9 +295,9 @@ class FeatureGenerator(OwnsCache, SharesPrefixes, Transferable, RunsModel):
         self.state = hidden.view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)
 
-    def chain_programs(self) -> tuple[Any, Any] | None:
+    def round_programs(self) -> tuple[Any, Any] | None:
         """The programs of `head` and of `score`."""
-        if not self.expands_chains or self.head.native is None or self.window_stays:
+        if not self.expands_alone or self.head.native is None or self.window_stays:
             return None
         forward, head = self.head.native.current("drafts"), self.head.native.current("rows")
         return None if forward is None or head is None else (forward, head)

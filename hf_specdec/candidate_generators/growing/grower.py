@@ -22,11 +22,11 @@ from ...cache import PagedStaticCache
 from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
 from ...kernels.dispatch import current, next_power_of_two
-from ...kernels.sampling.reference import RowParameters
 from ...kernels.transfer import upload
 from ...model.captures import Captures
 from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS, blocks_bucket, rows_bucket
+from ...model.native import DraftRound
 from ...model.packed_model import PackedModel
 from ...sampling.parameters import SamplingBuffers
 from ..checkpoints.target_parts import DraftVocabulary
@@ -128,14 +128,11 @@ class GrowsDrafts(ABC):
     def expand(self, level: DraftLevel) -> torch.Tensor:
         """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
 
-    def chains(
-        self, rows: list[int], logits: torch.Tensor, limits: list[int], sampling: RowParameters | None
-    ) -> torch.Tensor | None:
-        """Chains for `rows` of the batch, int64 [R, largest limit], all depths at once; None: `expand` drafts them.
+    def at_once(self, rows: list[int], logits: torch.Tensor, made: Callable[[], DraftRound]) -> DraftRound | None:
+        """The round that `made` describes, drafted for `rows` of the batch; None: `expand` drafts it.
 
         Args:
             logits: [R, Vd], after the texts, as `state`. Both may be overwritten.
-            sampling: how the B rows of the batch take tokens; None: they take the likeliest.
         """
         return None
 

@@ -78,7 +78,7 @@ class ModelDrafter(ReadsPages, RunsModel):
         output = self.over_nodes(self.drafter, level, self.drafter_ids(level.tokens), level.ancestors)
         return output.logits.view(rows, count, -1)
 
-    def chain_programs(self) -> tuple[Any, None] | None:
+    def round_programs(self) -> tuple[Any, None] | None:
         native = self.drafter.native
         program = None if native is None else native.current("forward")
         return program and (program, None)

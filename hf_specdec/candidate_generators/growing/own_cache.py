@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ import torch
 from ...cache import OutOfBlocks, PagedStaticCache
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
-from ...kernels.sampling.reference import RowParameters
 from ...model.draft_loop import LevelForward
-from ...model.native import draft_chains
+from ...model.native import DraftRound, draft_round
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, DrafterContext, KeepsPrefixes
 from .grower import GrowsDrafts
@@ -85,21 +85,22 @@ class ReadsPages(GrowsDrafts, CandidateGenerator):
             return model.forward_batch(self.loop.batch(level.depth, tokens, ancestors), **features)
         return model.forward(self.node_inputs(level, tokens, ancestors, shift), *features.values(), self.cache)
 
-    def chains(
-        self, rows: list[int], logits: torch.Tensor, limits: list[int], sampling: RowParameters | None
-    ) -> torch.Tensor | None:
+    def at_once(self, rows: list[int], logits: torch.Tensor, made: Callable[[], DraftRound]) -> DraftRound | None:
         """See `GrowsDrafts`."""
-        programs = self.chain_programs()
-        if programs is None or len(rows) > programs[0].most_tokens:
+        programs = self.round_programs()
+        if programs is None or len(rows) * self.shape.widest > programs[0].most_tokens:
             return None
         if any(program is not None and (program.calls or program.reads_sources) for program in programs):
             return None
+        if self.shape.nodes[:, 2].max() >= min(logits.shape[1], self.vocabulary.vocab_size):
+            return None  # a node has more children than there are tokens
         features = None if self.state is None else self.state[:, 0]
-        seq_ids = [self.sequences[row].id for row in rows]
-        return draft_chains(*programs, self.cache, seq_ids, logits, limits, features, self.vocabulary, sampling, rows)
+        seq_ids, out = [self.sequences[row].id for row in rows], made()
+        draft_round(*programs, self.cache, seq_ids, logits, features, self.vocabulary, out)
+        return out
 
-    def chain_programs(self) -> tuple[Any, Any] | None:
-        """The `forward` and `head` of `draft_chains` that compute what `expand` does for a chain; None: there are none."""
+    def round_programs(self) -> tuple[Any, Any] | None:
+        """The `forward` and `head` of `draft_round` that compute what `expand` does; None: there are none."""
         return None
 
     def level_forwards(self, depth: int) -> list[LevelForward]:

@@ -17,6 +17,7 @@ from ...kernels import drafting
 from ...kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
 from ...kernels.sampling import is_fused
 from ...kernels.transfer import upload
+from ...model.native import DraftRound
 from ...sampling.logits import needs_prefix, process_logits
 from ...sampling.parameters import SamplingBuffers, SamplingKind
 from .tree_shapes import DynamicTree, TreeTemplate
@@ -129,6 +130,40 @@ class Growth(ABC):
     def draft(self, *tensors: torch.Tensor) -> Draft:
         """The draft, cut to each row's limit. The tensors may come from a growth with greater limits."""
 
+    def at_once(
+        self, logits: torch.Tensor, rows: list[int], ranked: bool, keep: int = 0, most: int = 0
+    ) -> DraftRound | None:
+        """All depths as one call of the native library; None: they are made one after the other.
+
+        Args:
+            logits: [R, Vd], after the texts of `rows`.
+            ranked: paths are chosen by their probability.
+            keep, most: see `DraftRound`.
+        """
+        if self.last == 1 or not self.only_sampling:
+            return None
+
+        def made() -> DraftRound:
+            kind, batch = self.sampling_kind(), len(self.sequences)
+            if any(kind):
+                self.sampling = SamplingBuffers.of(self.sequences, kind, logits.device)
+            if self.keeps_probs:
+                self.probs = self._new_probs(self.vocabulary.vocab_size)
+            nodes = self.shape.nodes[: np.searchsorted(self.shape.nodes[:, 0], self.last, side="right")]
+            above = torch.full((2, batch, len(nodes)), -1) if keep else (None, None)
+            return DraftRound(
+                nodes, keep, most, self.shape.widest, -math.inf if self.least is None else self.least,
+                torch.tensor(rows), torch.tensor([self.limits[i] for i in rows]), self.sampling and self.sampling.parameters,
+                torch.zeros(batch, dtype=torch.long), torch.zeros(batch, len(nodes), dtype=torch.long),
+                torch.full((batch, len(nodes)), -math.inf) if ranked else None, above[0], above[1], self.probs,
+            )  # fmt: skip
+
+        out = self.drafter.at_once(rows, logits, made)
+        if out is not None and self.least is not None:
+            for i, limit in zip(rows, out.limits.tolist(), strict=True):
+                self.limits[i] = limit
+        return out
+
     def sampling_kind(self, parameters: bool = True) -> SamplingKind:
         """Which sampling tensors the round needs.
 
@@ -190,11 +225,13 @@ class Growth(ABC):
     def _keep_probs(self, scores: torch.Tensor, index: torch.Tensor | None) -> None:
         """Record the distributions [R, F, V] that children are drawn from: index 0 for the root, then by expanded node."""
         if self.probs is None:
-            size = 1 + self.shape.num_expanded(max(self.limits))
-            self.probs = torch.zeros(len(self.sequences), size, scores.shape[2], device=scores.device)
+            self.probs = self._new_probs(scores.shape[2]).to(scores.device)
         end = len(self.depths) + 1
         where = slice(None) if index is None else index
         self.probs[where, end - scores.shape[1] : end] = torch.softmax(scores, dim=-1, dtype=torch.float32)
+
+    def _new_probs(self, vocab_size: int) -> torch.Tensor:
+        return torch.zeros(len(self.sequences), 1 + self.shape.num_expanded(max(self.limits)), vocab_size)
 
     def index(self, rows: list[int], device: torch.device) -> torch.Tensor:
         """Row numbers [R], to index [B, N] tensors with; no upload if all rows are meant."""
@@ -242,15 +279,12 @@ class StaticGrowth(Growth):
         """Ids int64 [B, N] and, if paths are chosen by probability, log-probabilities float32 [B, N] of the paths to them."""
         shape, device, batch = self.shape, logits.device, len(self.sequences)
         ranked = shape.prunes or self.least is not None
+        rows = [i for i, limit in enumerate(self.limits) if limit]
+        made = self.at_once(logits, rows, ranked)
+        if made is not None:
+            return (made.tokens,) if made.values is None else (made.tokens, made.values)
         ids = torch.zeros(batch, shape.level_ends[self.last - 1], dtype=torch.long, device=device)
         path_log_probs = ids.new_zeros(ids.shape, dtype=torch.float32) if ranked else None
-        rows = [i for i, limit in enumerate(self.limits) if limit]
-        sampling = self._sampling_on(device)
-        if self.last > 1 and shape.is_chain and not (ranked or self.keeps_probs or self.edited):
-            parameters = None if sampling is None else sampling.parameters
-            chains = self.drafter.chains(rows, logits, [self.limits[i] for i in rows], parameters)
-            if chains is not None:
-                return (chains if len(rows) == batch else ids.index_copy(0, torch.tensor(rows), chains),)
         logits, num_parents = logits[:, None], 1
         for depth, level in enumerate(shape.levels_on(device)[: self.last], 1):
             chosen, log_probs = self.choose(logits, rows, depth, num_parents, level.width, ranked)
@@ -290,8 +324,9 @@ class StaticGrowth(Growth):
         parents = np.tile(shape.parents[:count], (len(lengths), 1))
         if shape.keep_paths is not None:
             above, at = (upload(tensor, ids.device) for tensor in (parents, expanded))
-            kept = drafting.keep_nodes(ids, above, at, self._best_paths(path_log_probs[0]), count)
-            return _pruned(kept, self.limits)
+            best = self._best_paths(path_log_probs[0])
+            kept = drafting.keep_nodes(ids, above, at, best, count)
+            return _pruned((*kept[:3], kept[4]), self.limits)
         index = None if self.probs is None else np.where(parents < 0, 0, place[parents] + 1)
         return Draft(DraftTrees(ids, lengths, parents, self.probs, index), expanded)
 
@@ -319,9 +354,15 @@ class DynamicGrowth(Growth):
     device_limits: torch.Tensor | None = None
 
     def levels(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The kept nodes, as `kernels.drafting.prune_tree` returns them."""
+        """The kept nodes' tokens, parents and `expanded`, [B, count] each, and their numbers [B]."""
+        rows, most = [i for i, limit in enumerate(self.limits) if limit], self.shape.total_tokens - 1
+        made: Any = self.at_once(logits, rows, ranked=True, keep=self.shape.top_k, most=most)
+        if made is not None:
+            return made.tokens[:, :most], made.parents[:, :most], made.expanded[:, :most], made.lengths
+        return self._level_by_level(logits, rows)
+
+    def _level_by_level(self, logits: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, ...]:
         shape, batch, device = self.shape, len(self.sequences), logits.device
-        rows = [i for i, limit in enumerate(self.limits) if limit]
         tokens, log_probs = self.choose(logits[:, None], rows, 1, 1, shape.top_k, rank=True)
         assert log_probs is not None
         width = tokens.shape[2]  # top_k, or the size of a smaller vocabulary
@@ -360,7 +401,8 @@ class DynamicGrowth(Growth):
             parents[index, new] = frontier.repeat_interleave(width, dim=1)
             frontier = start + best
             self._end_unlikely(rows, frontier_values, depth, values, new)
-        return drafting.prune_tree(pool, values, parents, expanded, min(shape.total_tokens - 1, size))
+        pruned = drafting.prune_tree(pool, values, parents, expanded, min(shape.total_tokens - 1, size))
+        return *pruned[:3], pruned[4]
 
     def draft(self, *tensors: torch.Tensor) -> Draft:
         """The trees. Everything but the tokens is copied to the host."""
@@ -401,8 +443,8 @@ def _with_children(ancestors: torch.Tensor, parent: torch.Tensor) -> torch.Tenso
 
 
 def _pruned(kept: Iterable[torch.Tensor], limits: list[int]) -> Draft:
-    """Trees from the result of `keep_nodes` or `prune_tree`, which has all rows; rows without a limit get no nodes."""
-    tokens, parents, expanded, _, lengths = kept
+    """Trees from tokens, parents and `expanded` of all rows, and their lengths; rows without a limit get no nodes."""
+    tokens, parents, expanded, lengths = kept
     host = torch.cat([lengths[:, None], parents, expanded], dim=1).cpu().numpy()
     counts = np.where(np.asarray(limits) > 0, host[:, 0], 0)
     width = int(counts.max(initial=0))

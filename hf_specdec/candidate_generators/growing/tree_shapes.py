@@ -219,6 +219,12 @@ class TreeTemplate:
             start = end
         return levels
 
+    @cached_property
+    def nodes(self) -> np.ndarray:
+        """int64 [N, 4]: see `DraftRound`."""
+        slots = np.concatenate([level.slots.numpy() for level in self.levels])
+        return np.stack([self.depths, slots, self.ranks, np.isin(np.arange(len(slots)), self.expanded)], axis=1)
+
     def levels_on(self, device: torch.device) -> list[TemplateLevel]:
         """`levels` with tensors on a device, cached."""
         cached = vars(self).setdefault("_levels_on", {})
@@ -259,6 +265,13 @@ class DynamicTree:
     def num_expanded(self, depth: int) -> int:
         """See TreeTemplate."""
         return self.top_k * max(depth - 1, 0)
+
+    @cached_property
+    def nodes(self) -> np.ndarray:
+        """All that may be grown, int64 [N, 4]: see `DraftRound`."""
+        first = [(1, 0, rank, 0) for rank in range(self.top_k)]
+        ranks = list(itertools.product(range(2, self.depth + 1), range(self.top_k), range(self.top_k), [0]))
+        return np.array(first + ranks)
 
     def expanded_nodes(self, depth: int) -> tuple[np.ndarray, None]:
         """See TreeTemplate."""

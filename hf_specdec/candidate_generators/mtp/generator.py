@@ -109,7 +109,7 @@ class MtpGenerator(FeatureGenerator):
         self.hands_on_normed = loaded.layout.normed_output if normed is None else normed
         self.heads = [self._handing_on(head) for head in loaded.heads[: self.shape.depth]]
         self.head, self.num_heads = self.heads[0], len(self.heads)
-        self.expands_chains = self.num_heads == 1
+        self.expands_alone = self.num_heads == 1
         self.mtp_modules: list[Any] = [head.module for head in self.heads]
         self.lm_heads = [module.shared["lm_head"] for module in self.mtp_modules]
         self.vocabulary = DraftVocabulary(target.vocab_size, loaded.target_ids)

@@ -91,7 +91,7 @@ class StepInputs(ctypes.Structure):
     ]
 
 
-class Chain(ctypes.Structure):
+class Round(ctypes.Structure):
     """See `source/program.h`."""
 
     _fields_ = [
@@ -104,10 +104,12 @@ class Chain(ctypes.Structure):
         ("logits", _Pointer),
         *_fields(_Integer, "type size vocab"),
         ("target_ids", _Pointer),
-        *_fields(_Integer, "num_rows num_columns"),
-        *_fields(_Pointer, "rows limits ids pools"),
-        ("num_tokens", _Integer),
-        ("keys", _Pointer),
+        ("num_texts", _Integer),
+        *_fields(_Pointer, "rows limits texts pools nodes"),
+        *_fields(_Integer, "num_nodes keep most"),
+        ("least", _Number),
+        *_fields(_Pointer, "lengths tokens values parents expanded probs"),
+        *_fields(_Integer, "num_probs num_tokens stream draws"),
         ("sampling", Sampling),
     ]
 
@@ -172,10 +174,10 @@ def library() -> ctypes.CDLL | None:
     loaded.specdec_instruction_set.restype = ctypes.c_char_p
     loaded.specdec_use.argtypes = [ctypes.c_char_p]
     loaded.specdec_use.restype = _Integer
-    for name in ("attention", "linear", "dequantize", "choices", "follow_choices", "chain"):
+    for name in ("attention", "linear", "dequantize", "choices", "follow_choices", "round"):
         getattr(loaded, f"specdec_{name}").argtypes = [_Pointer, _Integer]
     loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
-    loaded.specdec_run.restype = loaded.specdec_chain.restype = _Integer
+    loaded.specdec_run.restype = loaded.specdec_round.restype = _Integer
     loaded.specdec_use_openmp.argtypes = [_Pointer] * len(_OPENMP)
     loaded.specdec_use_openmp.restype = _Integer
     torch_library = ctypes.CDLL(torch._C.__file__)  # finds what it depends on, too: the OpenMP runtime

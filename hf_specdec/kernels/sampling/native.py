@@ -10,11 +10,12 @@ from ..random_bits.native import choose
 from .reference import RowParameters, owners_of
 
 
-def sampling_of(parameters: RowParameters) -> Sampling:
-    """The parameters as the library reads them, in their own memory, with the noise that all rounds share."""
+def sampling_of(parameters: RowParameters, by_round: bool = False) -> Sampling:
+    """The parameters as the library reads them, in their own memory; `by_round`: each round has its own noise."""
     given = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p)
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in (parameters.do_sample, *given))
-    return Sampling(parameters.seeds.data_ptr(), parameters.positions.data_ptr(), None, *pointers)
+    steps = parameters.steps.data_ptr() if by_round else None
+    return Sampling(parameters.seeds.data_ptr(), parameters.positions.data_ptr(), steps, *pointers)
 
 
 def choices(

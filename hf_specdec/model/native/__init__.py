@@ -1,6 +1,6 @@
-"""Small forward passes of models and draft heads as one call of the native library for CPUs."""
+"""Small forward passes of models and draft heads, and rounds of drafts, as one call of the native library for CPUs."""
 
 from .bind import NativeRunner, can_try, natively
-from .chain import draft_chains
+from .round import DraftRound, draft_round
 
-__all__ = ["NativeRunner", "can_try", "draft_chains", "natively"]
+__all__ = ["DraftRound", "NativeRunner", "can_try", "draft_round", "natively"]

@@ -89,6 +89,14 @@ struct View {
   i64 type, token, stride[3];
 };
 
+// What an `Elementwise` computes.
+enum Kind : i64 { UNARY, BINARY, MEAN, LAYER_NORM };
+enum Unary : i64 {
+  COPY, NEGATE, RSQRT, SQRT, EXP, SILU, GELU, GELU_TANH, RELU, TANH, SIGMOID, SQUARE, POWER, RECIPROCAL, ABSOLUTE,
+  PLUS, TIMES, OVER, MINUS_FROM, CLAMP
+};
+enum Binary : i64 { ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM };
+
 // An operation on tensors whose rows are tokens, element by element or along the last dimension.
 struct Elementwise {
   i64 kind, function, rows, size[3];

@@ -132,7 +132,7 @@ i64 specdec_run(const Op* ops, i64 num_ops, char* const* slots, const Step* step
   return -1;
 }
 
-i64 specdec_chain(const Chain* chain, i64 threads) { return run_chain(*kernels, *chain, threads); }
+i64 specdec_round(const Round* round, i64 threads) { return run_round(*kernels, *round, threads); }
 
 }
 #pragma GCC visibility pop

@@ -31,23 +31,53 @@ inline float exponential(uint32_t word, int bits) {
   return -log1pf(-(u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f));
 }
 
-// The maximum so far. NaN is the greatest; the first of equals stays.
+// True if token i with score x comes before token j with score y. NaN is the greatest; of equals, the least token comes first.
+inline bool is_before(float x, i64 i, float y, i64 j) {
+  if (x < y) return false;
+  return x > y || (x != x) > (y != y) || ((x != x) == (y != y) && i < j);
+}
+
+// The best token so far.
 struct Best {
   float value = -INFINITY;
   i64 id = 0;
+  float least() const { return value; }  // no lower score is taken any more
   void see(float x, i64 i) {
-    if (x > value || (x != x && value == value)) value = x, id = i;
+    if (is_before(x, i, value, id)) value = x, id = i;
   }
 };
 
-// The name of the best token; of equals, the least name. `names` null: tokens are called by their numbers.
-inline i64 best_of(const float* scores, i64 vocab, const i64* names = nullptr) {
-  Best best;
-  for (i64 i = 0; i < vocab; i++) {
-    best.see(scores[i], i);
-    if (names && scores[i] == best.value && names[i] < names[best.id]) best.id = i;
+// The best `count` tokens so far, best first.
+struct Top {
+  float* values;
+  i64 *ids, count, size = 0;
+  float least() const { return size < count ? NAN : values[count - 1]; }
+  void see(float x, i64 i) {
+    if (size == count && !is_before(x, i, values[count - 1], ids[count - 1])) return;
+    i64 at = size < count ? size++ : count - 1;
+    for (; at && is_before(x, i, values[at - 1], ids[at - 1]); at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
+    values[at] = x, ids[at] = i;
   }
-  return names ? names[best.id] : best.id;
+};
+
+// Shows a row's tokens to `best`, less those of groups that are all too low. `names` null: tokens are called by their numbers.
+template <class B> inline void see_all(B& best, const float* scores, i64 vocab, const i64* names = nullptr) {
+  constexpr i64 GROUP = 16;
+  for (i64 first = 0; first < vocab; first += GROUP) {
+    const i64 last = std::min(first + GROUP, vocab);
+    const float least = best.least();
+    int low = 0;
+    if (last - first == GROUP)
+      for (i64 k = 0; k < GROUP; k++) low += scores[first + k] < least;
+    if (low == GROUP) continue;
+    for (i64 i = first; i < last; i++) best.see(scores[i], names ? names[i] : i);
+  }
+}
+
+inline i64 best_of(const float* scores, i64 vocab) {
+  Best best;
+  see_all(best, scores, vocab);
+  return best.id;
 }
 
 // A score and its token as one number: in the order of scores, then of tokens.
@@ -87,7 +117,8 @@ inline void apply(const Sampling& sampling, i64 key, float* scores, i64 vocab) {
   const float top_p = sampling.top_p ? sampling.top_p[key] : 1, min_p = sampling.min_p ? sampling.min_p[key] : 0;
   const float top = scores[best_of(scores, vocab)];
   if ((top_k <= 0 && top_p >= 1 && min_p <= 0) || !std::isfinite(top)) return;
-  uint64_t least = 0;
+  float floor = -INFINITY;  // the least score that stays, and the first of equal tokens
+  i64 first = 0;
   if (top_k > 0) {
     std::vector<float> best(scores, scores + top_k);  // a heap, the least score first
     std::make_heap(best.begin(), best.end(), std::greater<>());
@@ -97,23 +128,25 @@ inline void apply(const Sampling& sampling, i64 key, float* scores, i64 vocab) {
       best.back() = scores[i];
       std::push_heap(best.begin(), best.end(), std::greater<>());
     }
-    least = key_of(best[0], 0);
+    floor = best[0];
   }
   if (top_p < 1) {
     std::vector<Weighted> all;
     for (i64 i = 0; i < vocab; i++)
-      if (key_of(scores[i], i) >= least) all.push_back({key_of(scores[i], i), expf(scores[i] - top)});
-    least = least_of_top(all, 1 - top_p);
+      if (scores[i] >= floor) all.push_back({key_of(scores[i], i), expf(scores[i] - top)});
+    first = (uint32_t)least_of_top(all, 1 - top_p), floor = scores[first];
   }
+  if (min_p > 0) floor = std::max(floor, top + logf(min_p) - 1e-3f);  // spares exponentials of lower ones
   for (i64 i = 0; i < vocab; i++)
-    if (key_of(scores[i], i) < least || (min_p > 0 && expf(scores[i] - top) < min_p)) scores[i] = -INFINITY;
+    if (scores[i] < floor || (scores[i] == floor && i < first) || (min_p > 0 && expf(scores[i] - top) < min_p)) scores[i] = -INFINITY;
 }
 
-// A group's smallest exponential number bounds its noise, so other noise is drawn only for groups that may hold the best token.
-inline i64 noisy_best_of(const float* scores, i64 vocab, uint64_t seed, i64 position, i64 step, i64 stream) {
+// Shows a row's tokens with noise to `best`. A group's smallest exponential number bounds its noise, so other noise is drawn only for
+// groups whose tokens may be taken.
+template <class B>
+inline void see_noisy(B& best, const float* scores, i64 vocab, uint64_t seed, i64 position, i64 step, i64 stream) {
   constexpr i64 GROUP = 8, SPAN = 128, MINIMA = 4;
   const i64 groups = (vocab + GROUP - 1) / GROUP, lanes = groups <= SPAN / 4 ? 1 : 4, apart = SPAN / 4;
-  Best best;
   for (i64 span = 0; span * apart * lanes < groups; span++) {
     uint32_t words[SPAN];
     for (i64 c = 0; c < apart; c++) {
@@ -130,7 +163,7 @@ inline i64 noisy_best_of(const float* scores, i64 vocab, uint64_t seed, i64 posi
       float least = (float)(word & ~7u | 4);
       int32_t bits;
       memcpy(&bits, &least, 4);
-      if (highest.value + (112.28988f - bits * 8.262958e-08f) <= best.value) continue;
+      if (highest.value + (112.28988f - bits * 8.262958e-08f) <= best.least()) continue;
       least = exponential(word >> 3, 29) / GROUP;
       Words above[2] = {philox(2 * group, position, step, stream, seed), philox(2 * group + 1, position, step, stream, seed)};
       for (i64 i = 0; i < size; i++) {
@@ -139,19 +172,25 @@ inline i64 noisy_best_of(const float* scores, i64 vocab, uint64_t seed, i64 posi
       }
     }
   }
-  return best.id;
+}
+
+// A row's scores after its parameters; they may be in memory that the thread's next call uses.
+inline const float* applied(const Sampling& sampling, i64 key, const float* scores, i64 vocab) {
+  static thread_local std::vector<float> made;
+  if (!(sampling.temperature || sampling.top_k || sampling.top_p || sampling.min_p)) return scores;
+  made.assign(scores, scores + vocab);
+  apply(sampling, key, made.data(), vocab);
+  return made.data();
 }
 
 // The token that a row with these parameters takes. `broken`: whether its scores have no finite maximum.
 inline i64 choice_of(const Sampling& sampling, i64 key, const float* scores, i64 vocab, i64 ahead, i64 stream, bool* broken = nullptr) {
-  static thread_local std::vector<float> applied;
-  if (sampling.temperature || sampling.top_k || sampling.top_p || sampling.min_p) {
-    applied.assign(scores, scores + vocab), scores = applied.data();
-    apply(sampling, key, applied.data(), vocab);
-  }
+  scores = applied(sampling, key, scores, vocab);
   if (broken) *broken = !std::isfinite(scores[best_of(scores, vocab)]);
   if (!sampling.draws[key]) return best_of(scores, vocab);
-  return noisy_best_of(scores, vocab, sampling.seeds[key], sampling.positions[key] + ahead, sampling.steps ? sampling.steps[key] : 0, stream);
+  Best best;
+  see_noisy(best, scores, vocab, sampling.seeds[key], sampling.positions[key] + ahead, sampling.steps ? sampling.steps[key] : 0, stream);
+  return best.id;
 }
 
 // Walks one tree along the target's own choices: the longest path of nodes that are chosen after their parents; the first of equals.

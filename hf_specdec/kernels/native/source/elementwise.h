@@ -4,13 +4,6 @@
 
 namespace {
 
-enum Kind : i64 { UNARY, BINARY, MEAN, LAYER_NORM };
-enum Unary : i64 {
-  COPY, NEGATE, RSQRT, SQRT, EXP, SILU, GELU, GELU_TANH, RELU, TANH, SIGMOID, SQUARE, POWER, RECIPROCAL, ABSOLUTE,
-  PLUS, TIMES, OVER, MINUS_FROM, CLAMP
-};
-enum Binary : i64 { ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM };
-
 constexpr i64 CHUNK = 256;
 struct alignas(64) Chunk { float x[CHUNK]; };
 

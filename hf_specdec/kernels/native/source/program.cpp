@@ -1,11 +1,9 @@
-#include "choice.h"
 #include "program.h"
 #include "threads.h"
-#include <vector>
 
 namespace {
 
-constexpr i64 BYTES[] = {4, 2, 2}, SCORES_PER_THREAD = 1 << 17;  // waking a thread takes as long as reading some
+constexpr i64 BYTES[] = {4, 2, 2};
 
 char* address(const Place& place, char* const* slots) {
   return place.slot < 0 ? nullptr : slots[place.slot] + place.offset * BYTES[place.type];
@@ -86,33 +84,6 @@ void run_rows(const Kernels& kernels, const Op& op, char* const* slots, const St
   kernels.elementwise(call);
 }
 
-// The tokens that follow the first `count` rows of logits, those of the rows `live`, `depth` tokens after the texts.
-void choose(const Kernels& kernels, const Chain& chain, i64 count, const i64* live, i64 depth, std::vector<float>& scores, i64* tokens, i64 threads) {
-  const float* rows = (const float*)chain.logits;
-  i64 size = chain.size;
-  if (chain.type != FLOAT32) {
-    const View from = {(char*)chain.logits, chain.type, size, {0, 0, 1}};
-    size = chain.vocab, scores.resize(count * size), rows = scores.data();
-    kernels.elementwise({0, 0, count, {1, 1, size}, 0, 0, {(char*)rows, FLOAT32, size, {0, 0, 1}}, from});  // a copy
-  }
-  run_together(std::min(threads, 1 + count * chain.vocab / SCORES_PER_THREAD), [&](i64 part, i64 parts) {
-    static thread_local std::vector<float> whole;
-    for (i64 j = count * part / parts; j < count * (part + 1) / parts; j++) {
-      const float* row = rows + j * size;
-      if (!chain.keys) {
-        tokens[j] = best_of(row, chain.vocab, chain.target_ids);
-        continue;
-      }
-      if (chain.target_ids || chain.vocab < chain.num_tokens) {  // noise belongs to the target's tokens
-        whole.assign(chain.num_tokens, -INFINITY);
-        for (i64 i = 0; i < chain.vocab; i++) whole[chain.target_ids ? chain.target_ids[i] : i] = row[i];
-        row = whole.data();
-      }
-      tokens[j] = choice_of(chain.sampling, chain.keys[live[j]], row, chain.num_tokens, depth, 0);
-    }
-  });
-}
-
 }  // namespace
 
 i64 check_ids(const Op* ops, i64 num_ops, const Step& step) {
@@ -133,37 +104,5 @@ void run_program(const Kernels& kernels, const Op* ops, i64 num_ops, char* const
     if (op.operation == LINEAR) multiply(kernels, op, slots, step, part, parts);
     else if (op.operation == ATTEND) attend(kernels, op, slots, step, part, parts);
     else run_rows(kernels, op, slots, step, count(op, step) * part / parts, count(op, step) * (part + 1) / parts);
-  }
-}
-
-i64 run_chain(const Kernels& kernels, const Chain& chain, i64 threads) {
-  i64 count = chain.num_rows;
-  std::vector<i64> live(count), tokens(count), ids(count), positions(count), writes(count), all(count);
-  std::vector<Row> rows(count);
-  std::vector<float> scores;
-  for (i64 r = 0; r < count; r++) live[r] = all[r] = r;
-  for (i64 depth = 0;; depth++) {
-    choose(kernels, chain, count, live.data(), depth, scores, tokens.data(), threads);
-    i64 kept = 0;
-    for (i64 j = 0; j < count; j++) {
-      const i64 r = live[j];
-      chain.ids[r * chain.num_columns + depth] = tokens[j];
-      if (depth + 1 == chain.limits[r]) continue;
-      Row& row = rows[kept] = chain.rows[r];
-      row.start = kept, row.end = kept + 1, row.length += depth;
-      ids[kept] = tokens[j], positions[kept] = row.length - 1, writes[kept] = row.slots[row.length - 1];
-      memcpy(chain.features + kept * chain.width, chain.output + j * chain.width, chain.width);
-      live[kept++] = r;
-    }
-    if (!(count = kept)) return -1;
-    Step step = {count, count, ids.data(), positions.data(), all.data(), writes.data(), rows.data(), count, chain.pools, nullptr};
-    const i64 problem = check_ids(chain.ops, chain.num_ops, step);
-    if (problem >= 0) return problem;
-    run_together(threads, [&](i64 part, i64 parts) {
-      run_program(kernels, chain.ops, chain.num_ops, chain.slots, step, part, parts);
-      if (!chain.head) return;
-      barrier(parts);
-      run_program(kernels, chain.head, chain.num_head_ops, chain.head_slots, step, part, parts);
-    });
   }
 }

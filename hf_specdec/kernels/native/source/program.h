@@ -39,28 +39,44 @@ i64 check_ids(const Op* ops, i64 num_ops, const Step& step);
 
 void run_program(const Kernels& kernels, const Op* ops, i64 num_ops, char* const* slots, const Step& step, i64 part, i64 parts);
 
-// Drafts chains. At each depth a row's token is chosen, and one forward reads it, of all rows together.
-struct Chain {
+// A node of the shape of drafts: its parent is in place `slot` of the frontier, and it is that one's child of this rank, the best being 0.
+struct Node { i64 depth, slot, rank, continues; };
+
+// A round of drafts: trees of one shape, of which chains are the narrowest. At each depth, nodes are the best children of the frontier,
+// which is the root at first; then one forward reads the next frontier, of all texts together.
+struct Round {
   const Op* ops;  // the forward
   i64 num_ops;
   char* const* slots;
   const Op* head;  // makes logits of the forward's output; null: the output is logits
   i64 num_head_ops;
   char* const* head_slots;
-  char *features, *output;  // [R, width] bytes: what a forward reads of the one before, and what it makes
+  char *features, *output;  // [lines, width] bytes: what a forward reads of the one before, and what it makes
   i64 width;                // 0: a forward reads ids only
-  const char* logits;       // [R, size]; at first these and `output` belong to the texts
+  const char* logits;       // [lines, size]; at first these and `output` belong to the texts
   i64 type, size, vocab;    // only the first `vocab` of `size` tokens are chosen
   const i64* target_ids;    // [vocab], what tokens are called; null: by their numbers
-  i64 num_rows, num_columns;
-  const Row* rows;          // as in the first forward
-  const i64* limits;        // [R], tokens of each row
-  i64* ids;                 // [R, num_columns], those tokens
+  i64 num_texts;
+  const Row* rows;          // as in a forward of one token
+  i64* limits;              // [R], depth of each text's draft, lowered where it ends before
+  const i64* texts;         // [R], each text's row among the B of the results and of the sampling parameters
   char* const* pools;
+  const Node* nodes;        // in the order of their depths
+  i64 num_nodes;
+  i64 keep;                 // the frontier is the `keep` likeliest nodes of a depth, and at last the `most` likeliest of all are kept, in
+                            // their order; 0: the frontier is the nodes that `continue`, and all are kept
+  i64 most;
+  double least;             // a draft ends where no path has this log-probability
+  i64* lengths;             // [B], how many nodes are kept
+  i64* tokens;              // [B, num_nodes]
+  float* values;            // [B, num_nodes], log-probabilities of the paths; null: nobody asks
+  i64 *parents, *expanded;  // [B, num_nodes], parents' indices, and when among a text's nodes they were read, or -1; null: nobody asks
+  float* probs;             // [B, num_probs, num_tokens], what children were drawn from: the root's, then by `expanded`; null: nobody asks
+  i64 num_probs;
   i64 num_tokens;           // the target's vocabulary
-  const i64* keys;          // [R], which sampling parameters a row has; null: every row takes its likeliest token
-  Sampling sampling;        // positions: the index of a row's first token
+  i64 stream, draws;        // of noise; with `steps`, which have so many draws, every node of a depth has its own
+  Sampling sampling;        // positions: the index of a text's first new token; `draws` null: every node takes its likeliest tokens
 };
 
 // -1, or the index of an operation that would read an embedding that does not exist.
-i64 run_chain(const Kernels& kernels, const Chain& chain, i64 threads);
+i64 run_round(const Kernels& kernels, const Round& round, i64 threads);
