@@ -26,10 +26,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-)
+from transformers.models.auto import modeling_auto
 
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
@@ -414,8 +411,8 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
         config = AutoConfig.from_pretrained(name, **origin)
         kind: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
         if is_encoder_decoder(config):
-            reads_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-            if not reads_speech and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            reads_speech = type(config) in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+            if not reads_speech and type(config) not in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
                 raise UnsupportedModel(
                     f"{name} is a {config.model_type} model, whose encoder reads neither text nor audio: load it with transformers and "
                     "call generate(), which takes speculative_config."

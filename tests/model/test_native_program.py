@@ -24,8 +24,8 @@ from hf_specdec.model.prepare import ModelOptions, prepare
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
 RUN = [
-    "Cohere2", "GLM4", "GPT-2", "GPT-NeoX", "Gemma2", "Gemma3 text", "Granite", "Llama", "Mistral", "OLMo2", "OPT", "Phi3", "Qwen2", "Qwen3",
-    "SmolLM3", "StarCoder2",
+    "Cohere2", "GLM4", "GPT-2", "GPT-NeoX", "Gemma2", "Gemma3 text", "Granite", "Llama", "Mistral", "OLMo2", "OPT", "Phi3", "Qwen2",
+    "Qwen3", "SmolLM3", "StarCoder2",
 ]  # fmt: skip
 BY_TORCH = ["Qwen3-MoE", "gpt-oss"]
 
