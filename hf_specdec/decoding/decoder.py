@@ -398,9 +398,8 @@ class SpeculativeDecoder(RunningSequences):
         kept, paths, emitted, first_logits = [], [], [], []
         if pending.verdict is not None:
             verdict = pending.verdict.wait()
-            root_rows = list(
-                itertools.accumulate(trees.lengths, lambda row, n: row + n + 1, initial=0)
-            )  # in the scores
+            # each row's first score row
+            root_rows = list(itertools.accumulate(trees.lengths, lambda row, n: row + n + 1, initial=0))
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
             deepest = trees.row_depths
             for i, seq in zip(present, sequences, strict=True):
