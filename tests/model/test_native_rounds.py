@@ -1,6 +1,7 @@
 """Rounds of drafts as one native call: the very drafts that are made depth by depth."""
 
 import copy
+import itertools
 import random
 from typing import Any
 
@@ -127,16 +128,23 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS)
-@pytest.mark.parametrize("name", ["draft_model", "eagle3", "a draft vocabulary"])
-def test_sampled_chains(name, parameters, tiny_model, tiny_tokenizer, calls, monkeypatch):
+SAMPLED = [
+    *itertools.product(["draft_model"], PARAMETERS),
+    *itertools.product(["eagle3", "a draft vocabulary"], ["noise", "all"]),
+]
+
+
+@pytest.mark.parametrize(("name", "sampling"), SAMPLED)
+def test_sampled_chains(name, sampling, tiny_model, tiny_tokenizer, calls, monkeypatch):
     """They are those made depth by depth, and those that transformers' processors give."""
     config = {"method": name, "num_speculative_tokens": 4} | DRAFTERS[name]
     arguments = [({**config, "seed": seed}, TEXTS[:rows]) for seed, rows in ((2**40 + 3, 1), (5, 5), (6, 3))]
 
     def drafted():
         return [
-            drafts_of(tiny_model, tiny_tokenizer, *each, do_sample=True, **parameters, return_dict_in_generate=True)
+            drafts_of(
+                tiny_model, tiny_tokenizer, *each, do_sample=True, **PARAMETERS[sampling], return_dict_in_generate=True
+            )
             for each in arguments
         ]
 

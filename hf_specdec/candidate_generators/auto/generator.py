@@ -152,7 +152,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
 
     def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
         """All parts, or all but the heads if those do not follow the sequence."""
-        return self.parts if not self._heads or seq.id in self._followed else self._others
+        return self.parts if seq.id in self._followed else self._others
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
         """As in the base. From now on heads follow every text, since their caches are moved with it."""
@@ -163,7 +163,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         """Start the sequence in its parts: without the heads while they rest, unless it names its drafter. Raises ValueError: no drafter
         has the name that the sequence gives."""
         check_drafter(seq, self.drafters)
-        if not self._rests(seq, begins=True):
+        if self._heads and not self._rests(seq, begins=True):
             self._followed.add(seq.id)
         try:
             super().start(seq)
@@ -180,9 +180,7 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     def _rests(self, seq: Sequence, begins: bool = False) -> bool:
         """Whether heads do not follow a sequence that `begins`, or that they have followed until now."""
         known = None if begins else seq
-        return (
-            bool(self._heads) and self._heads_may_rest and seq.drafter is None and not self.chooser.heads_follow(known)
-        )
+        return self._heads_may_rest and seq.drafter is None and not self.chooser.heads_follow(known)
 
     def _let_heads_rest(self, sequences: list[Sequence]) -> None:
         """Heads stop following these texts, for good: the hidden states that they would miss are not computed again."""
