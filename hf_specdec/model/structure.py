@@ -28,7 +28,7 @@ _NO_MATTER = ("transformers.utils.output_capturing", "hf_specdec.model.architect
 _next_number = itertools.count().__next__
 _NO_SETTINGS = {
     "forward",
-    "peft_config",
+    "peft_config",  # what it says of an adapter is in the adapter's layers
     *(name for name, value in vars(nn.Module()).items() if isinstance(value, dict)),
 }
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers

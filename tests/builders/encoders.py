@@ -57,7 +57,8 @@ SPEECH = ("whisper", "speech_to_text", "moonshine")
 _WIDE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 _SOUND = {
     "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "add_adapter": True, "output_hidden_size": 48,
+    "num_adapter_layers": 1,
 }  # fmt: skip
 _ENCODERS = {
     "vision": (VisionEncoderDecoderModel, "vit", {**_WIDE, "image_size": 32, "patch_size": 8}),

@@ -47,7 +47,6 @@ def _known(family: str):
         "blenderbot",
         "mt5",
         "speech_to_text",
-        "speech mbart",
     ):  # others have their kinds of layers
         marks.append(pytest.mark.slow)
     return pytest.param(family, marks=marks)

@@ -307,6 +307,17 @@ def test_near_the_best_fixed_lengths():
     assert ratios.mean() > 0.95 and ratios.mean(1).min() > 0.85, ratios.round(2)
 
 
+def test_most_quiet_steps_are_not_timed():
+    """Where no draft pays, one step in 16 is timed, so that a machine that becomes slower is noticed."""
+    world, policy = World([0.0] * 8, cpu, model), learnt(8)
+    world.run(policy, 200)
+    held = []
+    for _ in range(128):
+        world.run(policy, 1)
+        held.append(policy.holds)
+    assert 100 <= sum(held) <= 122, sum(held)
+
+
 def test_easy_rows_draft_long_beside_hard_rows_that_do_not():
     world = World([0.9] * 4 + [0.0] * 4, cpu, model, noise=0.05)
     policy = learnt(8)

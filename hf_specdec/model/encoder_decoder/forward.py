@@ -60,9 +60,8 @@ class _CrossCache(Cache):
 def arguments(model: Any, family: Family, batch: PackedBatch, masks: Any) -> dict[str, Any]:
     """The arguments of the model's forward over a batch, all but those that every model takes."""
     attend_next_to(None)
-    states = torch.zeros(
-        1, 1, encoder_width(model), dtype=model.dtype, device=batch.input_ids.device
-    )  # no layer reads them
+    # No layer reads these, but a pair projects them to its decoder's width.
+    states = torch.zeros(1, 1, encoder_width(model), dtype=model.dtype, device=batch.input_ids.device)
     given = {
         "encoder_outputs": encoder_output(states),
         CACHE: EncoderDecoderCache(batch.cache, _CrossCache(batch.cross)),

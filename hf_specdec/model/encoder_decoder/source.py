@@ -92,7 +92,7 @@ def sources_of(model: PreTrainedModel, inputs: torch.Tensor, prepared: dict[str,
     are_ids = whole and not inputs.is_floating_point() and bool((inputs >= 0).all())
     is_text = are_ids and shares_vocabulary(model.config)
     if are_ids or (inputs.is_floating_point() and "inputs_embeds" not in given):
-        given[model.main_input_name] = inputs
+        given[model.get_encoder().main_input_name] = inputs
     mask = given.get("attention_mask") if are_ids else None
     sources = []
     for row in range(num_rows):
@@ -114,7 +114,8 @@ def encoder_output(last_hidden_state: torch.Tensor, attention_mask: torch.Tensor
 
 def encoder_width(model: PreTrainedModel) -> int:
     """Size of the encoder's states."""
-    return getattr(model.config, "encoder", model.config).hidden_size
+    encoder = getattr(model.config, "encoder", model.config)
+    return getattr(encoder, "output_hidden_size", None) or encoder.hidden_size  # speech encoders may end in an adapter
 
 
 def dummy_sources(model: PreTrainedModel, count: int, device: torch.device) -> list[Source]:

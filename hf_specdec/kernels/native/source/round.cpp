@@ -1,3 +1,4 @@
+// Rounds of drafts, trees of any shape, level by level: see `Round`.
 #include "choice.h"
 #include "program.h"
 #include "threads.h"
