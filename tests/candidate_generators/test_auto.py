@@ -150,7 +150,9 @@ def test_steps_that_must_be_plain_ask_and_tell_nobody(tiny_model, monkeypatch, n
 LONE = {**PARTS[2], "draft_length": "auto"}  # an EAGLE-3 head
 
 
-@pytest.mark.parametrize("config", [{"method": "auto", "methods": PARTS[2:3], "memory": False}, LONE], ids=["auto", "head"])
+@pytest.mark.parametrize(
+    "config", [{"method": "auto", "methods": PARTS[2:3], "memory": False}, LONE], ids=["auto", "head"]
+)
 def test_texts_that_nobody_follows(tiny_model, monkeypatch, config):
     """The only drafter is a head, which rests: it reads no hidden state, and drafts again where that pays."""
     inputs, calls = ragged([9, 4]), Counter()
