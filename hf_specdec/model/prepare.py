@@ -35,7 +35,7 @@ class ModelOptions:
         owned: the model is ours, so quantized weights may replace its own. Otherwise they are swapped in while it is active.
         recurrent_states: "kept" or "replayed": what is kept of each draft by layers with a recurrent state. "auto": see
             `PackedModel.choose_states`.
-        native: run small forward passes, and products with quantized weights, in the native library on a CPU. None: where it is compiled
+        native: run forward passes, and products with quantized weights, in the native library on a CPU. None: where it is compiled
             and can run the model; False: use none of it.
         compile: compile the decoder layers. None: only trace and rewrite them, where they run as CUDA graphs.
     """
