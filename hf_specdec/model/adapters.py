@@ -297,6 +297,11 @@ class RowAdapters:
         return Bound(np.array(known, dtype=np.int64), *groups)
 
     @functools.cached_property
+    def are_idle(self) -> bool:
+        """True if there are LoRA layers, and all compute what their base layers do in rows without adapters of their own."""
+        return bool(self._layers) and not (self._active or any(layer.merged for layer in self._layers))
+
+    @functools.cached_property
     def _active(self) -> list[str]:
         """Adapters that are active in some layer."""
         return list(dict.fromkeys(name for layer in self._layers for name in _active(layer)))
