@@ -111,13 +111,13 @@ class Adapters:
         config: Any = PeftConfig.from_pretrained(path)
         _check_config(config)
         weights = load_peft_weights(path, device="cpu")
-        known, layers = set(self._model.modules()), lora_layers(self._model)
         trained = {parameter: parameter.requires_grad for parameter in self._model.parameters()}
-        apart = _Apart(self._model)
+        apart, known = _Apart(self._model), set(self._model.modules())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are several adapters
             try:
-                with torch.device("meta"), replaced_values((vars(layer), "set_adapter", _leave) for layer in layers):
+                stay = [(vars(layer), "set_adapter", lambda *_, **__: None) for layer in lora_layers(self._model)]
+                with torch.device("meta"), replaced_values(stay):  # no memory for shapes that the file may not have
                     inject_adapter_in_model(config, apart.model, number)
             finally:
                 for parameter in apart.model.parameters():  # PEFT freezes the model
@@ -144,10 +144,6 @@ class Adapters:
                 if not layer._all_available_adapter_names():
                     parent, _, child = name.rpartition(".")
                     setattr(self._model.get_submodule(parent), child, layer.base_layer)
-
-
-def _leave(*_: Any, **__: Any) -> None:
-    """In place of `set_adapter`: the active adapters stay."""
 
 
 class _Apart:
