@@ -51,12 +51,10 @@ class Bound(NamedTuple):
 
 def lora_layers(model: nn.Module) -> list[Any]:
     """PEFT's LoRA layers of a model."""
-    lora = sys.modules.get(_LORA)  # a model without it has no such layer
-    return (
-        []
-        if lora is None
-        else [module for module in architectures.all_modules(model) if isinstance(module, lora.LoraLayer)]
-    )
+    lora: Any = sys.modules.get(_LORA)  # a model without it has no such layer
+    return [
+        module for module in (architectures.all_modules(model) if lora else ()) if isinstance(module, lora.LoraLayer)
+    ]
 
 
 def have_adapters(rows: list[RowInput]) -> bool:
