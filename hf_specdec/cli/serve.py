@@ -120,6 +120,8 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
     add("--allowed-media-hosts", "--allowed-media-domains", nargs="+", metavar="HOST", help=hosts)
     add("--store", metavar="FOLDER", help="keep responses there (store, previous_response_id; default: none is kept)")
     count("--store-bytes", help=f"most bytes of them, the oldest go first (default: {_STORE_BYTES})")
+    collector = "a collector (JSON over HTTP) that is sent OpenTelemetry spans of requests (default: none)"
+    add("--otlp-traces-endpoint", metavar="URL", help=collector)
     count("--max-num-queued-reqs", help="most requests that wait; the next is answered with 429 (default: no limit)")
     count("--max-body-bytes", default=16 << 20, help="largest body of a request (default: %(default)s)")
     silence = "seconds of silence after which a stream sends a comment (default: %(default)s; 0: never)"
@@ -138,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         from ..serve.hidden_states import KVTransferConfig
         from ..serve.http.run import serve
         from ..serve.http.server import Limits, Privacy
+        from ..serve.http.spans import Spans
         from ..serve.http.store import ResponseStore
     except ImportError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'hf-specdec[serve]'") from error
@@ -165,6 +168,7 @@ def run(args: argparse.Namespace) -> int:
         privacy=Privacy(args.private_requests, args.share_across_api_keys), media_hosts=args.allowed_media_hosts,
         loads_adapters=bool(args.allow_runtime_lora_updating), updates_weights=bool(args.enable_weight_updates),
         store=None if args.store is None else ResponseStore(args.store, args.store_bytes or _STORE_BYTES),
+        spans=None if args.otlp_traces_endpoint is None else Spans(args.otlp_traces_endpoint),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         **_engine_arguments(args),
     )  # fmt: skip
@@ -222,7 +226,7 @@ def _run_replicas(args: argparse.Namespace) -> int:
     unsupported = (
         "chat_template", "response_template", "tokenizer", "allowed_origins", "max_num_queued_reqs", "kv_transfer_config",
         "allowed_media_hosts", "request_read_timeout", "shutdown_timeout", "allow_runtime_lora_updating", "enable_weight_updates",
-        "store", "store_bytes",
+        "store", "store_bytes", "otlp_traces_endpoint",
     )  # fmt: skip
     given = [f"--{name.replace('_', '-')}" for name in unsupported if getattr(args, name) is not None]
     if given or len(args.served_model_name or []) > 1:

@@ -57,9 +57,8 @@ class Speculation(dict):
             raise AttributeError(f"Speculation has no {name!r}; it has {', '.join(self)}.") from None
 
 
-Counts = tuple[
-    int, int, int, int
-]  # of a step: nodes drafted, depth of the tree, tokens emitted, how many of them were drafted
+# Of a step: nodes drafted, depth of the tree, tokens emitted, how many of them were drafted.
+Counts = tuple[int, int, int, int]
 
 
 def _cut(counts: Counts, num_new: int) -> Counts:

@@ -51,12 +51,10 @@ class Bound(NamedTuple):
 
 def lora_layers(model: nn.Module) -> list[Any]:
     """PEFT's LoRA layers of a model."""
-    lora = sys.modules.get(_LORA)  # a model without it has no such layer
-    return (
-        []
-        if lora is None
-        else [module for module in architectures.all_modules(model) if isinstance(module, lora.LoraLayer)]
-    )
+    lora: Any = sys.modules.get(_LORA)  # a model without it has no such layer
+    return [
+        module for module in (architectures.all_modules(model) if lora else ()) if isinstance(module, lora.LoraLayer)
+    ]
 
 
 def have_adapters(rows: list[RowInput]) -> bool:
@@ -295,6 +293,11 @@ class RowAdapters:
             order, ends = _sorted(rows, counts, chosen)
             groups.append(np.concatenate([*(ends[i : i + 2] for i, _ in names), order]))
         return Bound(np.array(known, dtype=np.int64), *groups)
+
+    @functools.cached_property
+    def are_idle(self) -> bool:
+        """True if there are LoRA layers, and all compute what their base layers do in rows without adapters of their own."""
+        return bool(self._layers) and not (self._active or any(layer.merged for layer in self._layers))
 
     @functools.cached_property
     def _active(self) -> list[str]:

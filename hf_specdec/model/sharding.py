@@ -123,9 +123,8 @@ def local(tensor: Any) -> torch.Tensor:
 # ---- linear layers, as this rank computes them -----------------------------------------------------------------------
 
 
-_styles = weakref.WeakKeyDictionary[
-    nn.Module, "tuple[TensorParallelLayer, Any]"
-]()  # how a layer is split, over which mesh
+# How a layer is split, over which mesh.
+_styles = weakref.WeakKeyDictionary[nn.Module, "tuple[TensorParallelLayer, Any]"]()
 
 
 def note_linears(model: PreTrainedModel) -> None:

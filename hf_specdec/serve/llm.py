@@ -36,9 +36,10 @@ from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
 from ..decoding.decoder import SpeculativeDecoder
 from ..integration import make_decoder, model_lock
+from ..model.architectures import all_modules
 from ..model.encoder_decoder import is_encoder_decoder
 from ..model.options.fingerprints import fingerprints
-from ..model.structure import structure_of
+from ..model.structure import state_of, structure_of
 from .engine.encoder import EncoderFacts, EncoderSide
 from .engine.engine import Engine
 from .engine.images import load_processor, reads_images
@@ -154,7 +155,7 @@ class LLM:
                 self.processes.end()
             raise
         self._ids = itertools.count()
-        self._contents: list[bytes] = []
+        self._contents: Any = None
 
     def _make_engine(self, config: SpeculativeConfig, transfer: KVTransferConfig | None, given: dict[str, Any]) -> None:
         """Set `engine`, `encoder`, `ranks` and `max_model_len`. `given`: the arguments of the class."""
@@ -370,14 +371,14 @@ class LLM:
             self.processes = None
 
     def _check_weights(self) -> None:
-        """Drop cached prefixes, which old weights have computed, if weights have changed. Raises UnsupportedModel: more has changed."""
+        """Drop cached prefixes if weights or settings that computed them have changed. Raises UnsupportedModel: more has changed."""
         if (obstacle := self.engine.control.obstacle) is not None:
             raise ValueError(obstacle)
         if structure_of(self.model) != self._structure:
             raise UnsupportedModel(
                 "The model's modules, hooks or adapters have changed since this LLM was made: undo the change, or make another LLM."
             )
-        contents = fingerprints([*self.model.parameters(), *self.model.buffers()])
+        contents = state_of(all_modules(self.model)), fingerprints([*self.model.parameters(), *self.model.buffers()])
         changed = contents != self._contents
         if self.ranks is not None:
             changed = self.ranks.least(int(not changed)) == 0

@@ -162,10 +162,11 @@ def test_returned_tensors(family):
 
 
 def test_decoder_prompts():
-    """BART's positions count the padding of a decoder prompt, Whisper's do not; Marian's prompt may be anything without padding."""
+    """BART's positions, and those of a pair's decoder, count the padding of a decoder prompt; Whisper's do not; Marian's prompt may be
+    anything without padding."""
     prompts = torch.tensor([[1, 0, 0, 7, 8], [1, 5, 9, 7, 8], [0, 0, 0, 1, 4]])
     mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
-    for family in ("bart", "whisper", "t5", "t5gemma"):
+    for family in ("bart", "whisper", "t5", "t5gemma", "text gpt2", "text bert"):
         given = {**inputs_for(family, rows=3), "decoder_input_ids": prompts, "decoder_attention_mask": mask}
         assert_exact(of(family), given, [NGRAM, {**TREE, "num_blocks": 7, "block_size": 4}])
     given = {**inputs_for("m2m_100", rows=3), "decoder_input_ids": prompts[:, 3:]}

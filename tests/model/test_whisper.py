@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import peft
 import pytest
 import torch
 from combinations import every_second
@@ -99,8 +100,14 @@ def test_a_drafter_by_name(layers, kind, tmp_path):
     assert type(last.generator.drafter.model).__name__ == kind
 
 
-def test_pipeline():
+@pytest.mark.parametrize("adapted", [False, True])
+def test_pipeline(adapted):
     """Recordings of one segment and of several; beams, which Whisper's pipeline may choose itself, name what to pass."""
+    model = copy.deepcopy(whisper(2))
+    if adapted:
+        torch.manual_seed(5)
+        config = peft.LoraConfig(target_modules=["q_proj", "fc1", "proj_out"], lora_alpha=1, init_lora_weights=False)
+        model = peft.get_peft_model(model, config).eval()
     names = {i: f"<|{0.02 * (i - 74):.2f}|>" if i >= 74 else f"<|{i}|>" for i in range(60, 96)} | MARKS
     vocab = {chr(0x21 + i): i for i in range(60)} | {name: i for i, name in names.items()}
     special = {f"{kind}_token": MARKS[END] for kind in ("unk", "bos", "eos", "pad")}
@@ -108,7 +115,7 @@ def test_pipeline():
     tokenizer.add_special_tokens({"additional_special_tokens": [name for i, name in names.items() if i > END]})
     extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
     extractor.nb_max_frames, extractor.n_samples = 40, 40 * extractor.hop_length
-    recognize = pipeline("automatic-speech-recognition", whisper(), tokenizer=tokenizer, feature_extractor=extractor)
+    recognize = pipeline("automatic-speech-recognition", model, tokenizer=tokenizer, feature_extractor=extractor)
     draw = np.random.default_rng(0)
     audio = [draw.standard_normal(num_samples).astype("float32") for num_samples in (6000, 14400, 11200)]
 
@@ -121,6 +128,9 @@ def test_pipeline():
     plain = texts(num_beams=1)
     assert any(own["text"] for own in plain)
     assert texts(num_beams=1, speculative_config=NGRAM) == plain
+    if adapted:
+        with model.disable_adapter():
+            assert texts(num_beams=1) != plain
     with pytest.raises(ValueError, match=r"cannot be combined with beam search.*num_beams=1"):
         texts(num_beams=5, speculative_config=NGRAM)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 import shutil
 import threading
@@ -19,6 +20,8 @@ from oracle import load_bundled
 import hf_specdec
 from hf_specdec.cli.serve import _lora_modules
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.kernels.native import library
+from hf_specdec.model.adapters import lora_layers
 from hf_specdec.model.structure import structure_of
 from hf_specdec.serve.engine.params import SamplingParams
 from hf_specdec.serve.http.endpoints import Completions
@@ -174,6 +177,72 @@ def test_adapters_of_a_peft_model(folders, three_prompts, expected):
             without_end(expected[0, name], llm) for name in (None, "north")
         ]
         llm.close()
+
+
+def test_plain_calls_of_another_thread_do_not_see_adapters_come_and_go(folders, three_prompts, expected):
+    """Neither layers without weights, nor an adapter that nobody has chosen."""
+    model, over, texts = load_bundled("tiny"), threading.Event(), []
+    llm = hf_specdec.LLM(model)
+
+    def plainly():
+        while not over.is_set():
+            texts.append(
+                model.generate(torch.tensor(three_prompts[:1]), max_new_tokens=24, do_sample=False)[0].tolist()
+            )
+        return texts
+
+    with ThreadPoolExecutor(1) as pool:
+        plain = pool.submit(plainly)
+        try:
+            while len(texts) < 4 and not plain.done():
+                for name, folder in folders.items():
+                    llm.load_lora_adapter(name, folder)
+                for name in folders:
+                    llm.unload_lora_adapter(name)
+        finally:
+            over.set()
+        wanted = [*three_prompts[0], *expected[0, None]]
+        assert all(text == wanted for text in plain.result())
+    llm.close()
+
+
+@pytest.mark.skipif(library() is None, reason="the native library is not compiled")
+@pytest.mark.parametrize(
+    "config", [NGRAM, {"method": "draft_model", "early_exit": 2}], ids=lambda config: config["method"]
+)
+def test_rows_without_adapters_need_no_program_of_their_own(folders, three_prompts, expected, tmp_path, config, caplog):
+    """One that serves rows with adapters serves them, whichever adapters come and go in its layers."""
+    others = [save(tmp_path / str(seed), seed) for seed in (3, 4)]
+    llm = hf_specdec.LLM("tiny", dtype="float32", speculative_config=config)
+    counts, plain = [], [(0, None), (1, None), (2, None)]
+    with caplog.at_level(logging.INFO, "hf_specdec.model.native"):
+        for change in (
+            lambda: None,
+            lambda: llm.load_lora_adapter("north", folders["north"]),
+            lambda: llm.load_lora_adapter("more", others[0]),
+            lambda: llm.load_lora_adapter("most", others[1]),
+            lambda: llm.unload_lora_adapter("more"),
+            lambda: [llm.unload_lora_adapter(name) for name in ("north", "most")],
+        ):
+            change()
+            assert_right(
+                llm, three_prompts, expected, [*plain, (1, "north")] if "north" in llm.engine.adapters.paths else plain
+            )
+            counts.append(sum("runs in the native library" in line for line in caplog.messages))
+    assert len(set(counts[1:])) == 1, counts
+    llm.close()
+
+
+def test_no_prefix_outlives_the_scaling_that_computed_it(folders, three_prompts):
+    model = peft.PeftModel.from_pretrained(load_bundled("tiny"), folders["south"]).eval()
+    llm = hf_specdec.LLM(model, speculative_config={**NGRAM, "block_size": 4})
+    for factor in (1.0, 2.5):
+        for layer in lora_layers(model):
+            layer.set_scale("default", factor)
+        ids = torch.tensor(three_prompts[:1])
+        wanted = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert without_end(texts_of(llm, three_prompts, [(0, None)])[0], llm) == without_end(wanted, llm)
+    llm.close()
 
 
 def test_a_model_keeps_no_adapter_of_an_llm_that_cannot_be_made(folders, tmp_path):

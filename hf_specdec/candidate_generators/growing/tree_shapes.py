@@ -298,11 +298,8 @@ class TreeDraftingConfig(SpeculativeConfig):
     """Keys of methods that can draft chains, static trees and dynamic trees."""
 
     has_weights = True
-    tree_keys: ClassVar[tuple[str, ...]] = (
-        "branching_factors",
-        "speculative_token_tree",
-        "top_k",
-    )  # at most one is given
+    # at most one is given
+    tree_keys: ClassVar[tuple[str, ...]] = ("branching_factors", "speculative_token_tree", "top_k")
 
     depth: int | None = config_key(
         None, "longest path of a tree: another name for num_speculative_tokens (EAGLE's)", minimum=1

@@ -131,7 +131,7 @@ def position_offsets(model: PreTrainedModel, columns: list[np.ndarray], prompts:
     """
     family = family_of(model)
     positions = "table" if family is None else family.positions  # of others, only decoders whose tables count are asked
-    if positions not in ("table", "ids"):
+    if positions not in ("table", "ids") and not (family and family.passes_on):  # a pair's decoder counts its cache
         return [0] * len(columns)
     pad = model.config.get_text_config(decoder=True).pad_token_id
     has_hole = any(len(places) <= places[-1] - places[0] for places in columns)

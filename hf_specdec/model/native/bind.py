@@ -170,6 +170,10 @@ class NativeRunner(_Bound):
 
     def _forward(self, by_row: bool = False) -> Program | None:
         packed, key = self._owner(), "by row" if by_row else "forward"
+        if not by_row and key not in self._current and packed.row_adapters.are_idle:
+            program = self._forward(by_row=True)  # which no adapter that comes or goes makes anew
+            if program is not None and not program.calls:
+                self._current[key] = program
         return self._program(key, lambda: _forward_of_model(packed, by_row), _made.setdefault(packed.model, {}))
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache, tapped: bool = True) -> PackedOutput | None:

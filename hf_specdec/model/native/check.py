@@ -236,11 +236,8 @@ _LIBRARIES = {
     "torch", "transformers", "hf_specdec", "numpy", "accelerate", "peft", "gptqmodel", *sys.stdlib_module_names,
 }  # fmt: skip
 _NAMED = ("torch", "transformers")  # whose modules' attributes are looked up, too
-_WATCHED = (
-    "transformers.",
-    "torch.nn.",
-    "peft.",
-)  # the code that computes a forward; elsewhere globals change all the time
+# The code that computes a forward; elsewhere globals change all the time.
+_WATCHED = ("transformers.", "torch.nn.", "peft.")
 
 
 class CalledCode:

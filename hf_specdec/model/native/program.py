@@ -352,10 +352,8 @@ def _waits(steps: list[TapeStep], memory_of: dict[int, int]) -> list[bool]:
 
     A thread that computes the same rows in two steps need not wait in between, if both find a row in the same place.
     """
-    waits, uses = (
-        [],
-        {},
-    )  # memory → how it was used since the last wait: (row by row in which layout, or None; whether it was written)
+    # memory → how it was used since the last wait: (row by row in which layout, or None; whether it was written)
+    waits, uses = [], {}
     for step in steps:
         by_rows = step.operation not in _OF_ALL_ROWS
         places = [(place, False) for place in (step.a, step.b, step.c) if place is not None]

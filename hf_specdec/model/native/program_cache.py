@@ -105,9 +105,8 @@ def _peculiarity(module: nn.Module, known: tuple[str, ...]) -> str | None:
     name = type(module).__name__
     if not type(module).__module__.startswith(known):
         return f"{name} is neither torch's nor transformers'"
-    if hooks_of(module) or (
-        "forward" in vars(module) and not is_rotary(module)
-    ):  # these compute tables whenever they may have changed
+    # Rotary modules compute tables whenever they may have changed.
+    if hooks_of(module) or ("forward" in vars(module) and not is_rotary(module)):
         return f"its {name} is hooked or wrapped"
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         plain = (nn.Parameter, torch.Tensor, nn.Buffer, NativeWeight)

@@ -13,6 +13,7 @@ import torch
 from ...candidate_generators.base import CandidateGenerator
 from ...core.errors import is_failure
 from ...model.adapters import check_mixed, lora_layers
+from ...model.threads import replaced_values
 
 logger = logging.getLogger(__name__)
 
@@ -110,38 +111,25 @@ class Adapters:
         config: Any = PeftConfig.from_pretrained(path)
         _check_config(config)
         weights = load_peft_weights(path, device="cpu")
-        trained = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
-        modes = [(module, module.training) for module in self._model.modules()]
-        active = {id(layer): layer.active_adapters for layer in lora_layers(self._model)}
+        trained = {parameter: parameter.requires_grad for parameter in self._model.parameters()}
+        apart, known = _Apart(self._model), set(self._model.modules())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are several adapters
             try:
-                with torch.device("meta"):  # no memory for shapes that the file may not have
-                    inject_adapter_in_model(config, self._model, number)
-                for layer in lora_layers(self._model):
-                    layer.set_adapter(active.get(id(layer), []), inference_mode=True)
-                    layer.eval()
+                stay = [(vars(layer), "set_adapter", lambda *_, **__: None) for layer in lora_layers(self._model)]
+                with torch.device("meta"), replaced_values(stay):  # no memory for shapes that the file may not have
+                    inject_adapter_in_model(config, apart.model, number)
             finally:
-                for parameter, wanted in trained:  # PEFT freezes the model
-                    parameter.requires_grad_(wanted)
-                for module, mode in modes:
-                    module.training = mode
-            expected = get_peft_model_state_dict(self._model, adapter_name=number, save_embedding_layers=False)
-            weights = self._own(weights)
-            _compare(weights, expected)
-            set_peft_model_state_dict(self._model, weights, adapter_name=number, low_cpu_mem_usage=True)
-        check_mixed(self._model, {number})
-
-    def _own(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The weights without those of the model's own embeddings and head, which PEFT saves too. Raises ValueError: these are others."""
-        kept, tensors = {}, self._model.state_dict()
-        for name, tensor in weights.items():
-            of_model = tensors.get(name.removeprefix(_PREFIX)) if name.endswith(".base_layer.weight") else None
-            if of_model is None:
-                kept[name] = tensor.clone()  # not the file's memory, which changes with the file
-            elif tensor.shape != of_model.shape or not torch.equal(tensor.to(of_model), of_model):
-                raise ValueError(f"its {name} differs from the model's: it was made for another model.")
-        return kept
+                for parameter in apart.model.parameters():  # PEFT freezes the model
+                    parameter.requires_grad_(trained.get(parameter, False))
+            for module in set(apart.model.modules()) - known:
+                module.training = False
+            expected = get_peft_model_state_dict(apart.model, adapter_name=number, save_embedding_layers=False)
+            _compare(changes := _changes(weights, apart.model), expected)
+            set_peft_model_state_dict(apart.model, changes, adapter_name=number, low_cpu_mem_usage=True)
+        check_mixed(apart.model, {number})
+        apart.put_in_place()
+        self._model.peft_config = apart.model.peft_config
 
     def _delete(self, number: str) -> None:
         """Remove an adapter from the model, and the layers that were made for adapters once they have none."""
@@ -156,6 +144,37 @@ class Adapters:
                 if not layer._all_available_adapter_names():
                     parent, _, child = name.rpartition(".")
                     setattr(self._model.get_submodule(parent), child, layer.base_layer)
+
+
+class _Apart:
+    """A model for PEFT to change, whose modules with children are copies. LoRA layers, and what PEFT wraps in new ones, are the model's.
+
+    So other threads, which may run the model meanwhile, see no layer before its weights are loaded.
+    """
+
+    def __init__(self, model: Any):
+        self._copies, self._layers = dict[Any, Any](), set(lora_layers(model))
+        self.model = self._copy(model)
+
+    def _copy(self, module: Any) -> Any:
+        if module is None or not module._modules or module in self._layers:
+            return module
+        if module not in self._copies:
+            copied = self._copies[module] = object.__new__(type(module))
+            vars(copied).update(
+                vars(module), _modules={name: self._copy(child) for name, child in module._modules.items()}
+            )
+        return self._copies[module]
+
+    def put_in_place(self) -> None:
+        """Put the new LoRA layers into the model, with no active adapter."""
+        new = set(lora_layers(self.model)) - self._layers
+        for module, copied in self._copies.items():
+            for name, layer in copied._modules.items():
+                if layer in new:
+                    layer.set_adapter([], inference_mode=True)
+                    layer.base_layer = module._modules[name]
+                    module._modules[name] = layer
 
 
 def _check_config(config: Any) -> None:
@@ -176,6 +195,18 @@ def _check_config(config: Any) -> None:
             f"init_lora_weights={config.init_lora_weights!r} changes the model's own weights: convert it with PEFT's "
             "save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
+
+
+def _changes(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """The weights without those of the model's own embeddings and head, which PEFT saves too. Raises ValueError: these are others."""
+    kept, tensors = {}, model.state_dict()
+    for name, tensor in weights.items():
+        of_model = tensors.get(name.removeprefix(_PREFIX)) if name.endswith(".base_layer.weight") else None
+        if of_model is None:
+            kept[name] = tensor.clone()  # not the file's memory, which changes with the file
+        elif tensor.shape != of_model.shape or not torch.equal(tensor.to(of_model), of_model):
+            raise ValueError(f"its {name} differs from the model's: it was made for another model.")
+    return kept
 
 
 def _compare(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -113,6 +113,7 @@ class Request:
     kv_transfer_params: dict | None = None  # for the decode server that continues the request, if its prompt is kept
     announcement: dict | None = None  # for the one that pulls it while it is read; taken by whoever delivers it
     statistics: list[RowStatistics] = field(default_factory=list)  # of the choices that have ended
+    started: float | None = None  # when its first row began to run, by the clock of all processes of this machine
 
     @property
     def num_prompt(self) -> int:
@@ -145,6 +146,7 @@ class Request:
             histogram[min(count, longest_draft)] += 1
         return {
             **summary,
+            "started": self.started,
             "num_drafts": len(drafting),
             "num_accepted_per_position": [
                 sum(count > i for count in accepted) for i in range(max(drafting, default=0))

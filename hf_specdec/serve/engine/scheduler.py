@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Collection
 from operator import attrgetter
@@ -122,6 +123,7 @@ class Scheduler:
         if not choice.is_added:
             self.decoder.add(choice.sequence)
             choice.is_added = True
+            choice.request.started = choice.request.started or time.monotonic()
         insort(self.running, choice, key=_order)
 
     def make_room(self, wanting: list[RequestChoice]) -> bool:

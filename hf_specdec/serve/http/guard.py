@@ -16,6 +16,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .errors import ApiError, bad_request
 from .server import Limits
+from .spans import PARENT
 
 SPACE = "hf_specdec.space"  # key of the scope under which the application finds `space_of` the request's API key
 _WRONG_KEY = "The API key is missing or wrong: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
@@ -45,6 +46,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        PARENT.set(headers.get(b"traceparent", b""))
         try:
             if self.keys and scope["path"] not in self.open_paths:
                 key = self._key(headers)

@@ -24,6 +24,7 @@ from .api import make_app
 from .errors import stopped
 from .guard import protocol_with_timeout
 from .server import Limits, Privacy, Server
+from .spans import Spans
 from .store import ResponseStore
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def serve(
     api_keys: list[str] | None = None, allowed_origins: list[str] | None = None, shutdown_timeout: float = 30,
     chat_template: str | None = None, tokenizer: str | None = None, response_template: dict | None = None,
     privacy: Privacy | None = None, media_hosts: list[str] | None = None, loads_adapters: bool = False,
-    store: ResponseStore | None = None, updates_weights: bool = False,
+    store: ResponseStore | None = None, updates_weights: bool = False, spans: Spans | None = None,
     on_ready: Callable[[str], None] = lambda url: None, **arguments: Any
 ) -> None:  # fmt: skip
     """Serve a model until SIGINT or SIGTERM, with the engine in a process of its own.
@@ -115,7 +116,7 @@ def serve(
         loaded_tokenizer.chat_template = chat_template
     allowed = loads_adapters, updates_weights
     server = Server(
-        loaded_tokenizer, names, limits, response_template, privacy, processor, media_hosts, *allowed, store
+        loaded_tokenizer, names, limits, response_template, privacy, processor, media_hosts, *allowed, store, spans
     )
     server.lanes.fork()
     sockets = listen(host, port)
@@ -137,6 +138,8 @@ def serve(
         watch.ends.set()
         server.lanes.close()
         engine.end()
+        if spans is not None:
+            spans.close()
         for listening in sockets:
             listening.close()
         signal.signal(signal.SIGTERM, handler)

@@ -29,6 +29,7 @@ from .errors import ApiError, bad_request, failed, overloaded, shutting_down, st
 from .lanes import Lanes
 from .media import Media
 from .reader import RequestReader
+from .spans import PARENT, Spans
 from .store import ResponseStore
 
 if TYPE_CHECKING:
@@ -100,7 +101,9 @@ class Answer:
     num_prompt: int
     params: SamplingParams
     began: float = field(default_factory=time.monotonic)
+    parent: bytes = field(default_factory=PARENT.get)  # see `Spans`
     first: float | None = None  # when its first token came
+    text_seconds: float = 0.0  # spent on making its text here
     ended: bool = False  # its last update has been read, or the client has disconnected
     num_new: int = 0  # tokens of all choices so far
     num_cached: int = 0  # prompt tokens whose KV was cached
@@ -115,6 +118,7 @@ class Answer:
         """Set an update's text, unless the engine has made it."""
         if self.params.detokenize:
             return
+        began = time.monotonic()
         if update.index not in self.texts:
             self.texts[update.index] = Detokenizer(tokenizer, self.prompt, self.params.skip_special_tokens)
         text = self.texts[update.index]
@@ -122,6 +126,7 @@ class Answer:
         update.text = "".join([text.add(token) for token in tokens])
         if update.finish_reason is not None:
             update.text += text.finish()
+        self.text_seconds += time.monotonic() - began
 
     def timings(self) -> dict[str, Any]:
         """The field `metrics`: times in milliseconds, and statistics of speculation in vLLM's form."""
@@ -150,6 +155,7 @@ class Server(RequestReader):
         loads_adapters: requests may load and unload LoRA adapters.
         updates_weights: requests may pause the engine, let it sleep and update its weights.
         store: where responses are kept; None: none is.
+        spans: is told of every answer that has ended.
 
     Attributes:
         is_alone: no other server answers at the same address, so what a client changes here is there when it comes again.
@@ -160,11 +166,11 @@ class Server(RequestReader):
     def __init__(
         self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None,
         privacy: Privacy | None = None, processor: Any = None, media_hosts: list[str] | None = None, loads_adapters: bool = False,
-        updates_weights: bool = False, store: ResponseStore | None = None
+        updates_weights: bool = False, store: ResponseStore | None = None, spans: Spans | None = None
     ):  # fmt: skip
         super().__init__(tokenizer, names, response_template, processor)
         self.loads_adapters, self.updates_weights, self.store = loads_adapters, updates_weights, store
-        self.limits, self.privacy = limits, privacy or Privacy()
+        self.limits, self.privacy, self.spans = limits, privacy or Privacy(), spans
         self.media = Media(media_hosts or [], limits.max_body_bytes)
         self.worker: EngineWorker | EngineProcess | None = None  # until the model is loaded
         self.loop: asyncio.AbstractEventLoop  # that of the requests, once the model is loaded
@@ -418,7 +424,7 @@ class Server(RequestReader):
                 answer.deadline.cancel()
             if not answer.ended:
                 answer.ended = True
-                self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None, answer.params.lora)
+                self._count_ended(answer, "abort")
                 if self.worker is not None:
                     self.worker.send(Cancel(answer.id))
 
@@ -436,6 +442,10 @@ class Server(RequestReader):
             if answer.first is not None and answer.num_new > 1:
                 self.metrics.per_token.observe((now - answer.first) / (answer.num_new - 1))
             reason = "error" if update.error is not None else update.finish_reason or "stop"
-            self.metrics.request_ended(
-                reason, answer.num_prompt, answer.num_cached, update.statistics, answer.params.lora
-            )
+            self._count_ended(answer, reason)
+
+    def _count_ended(self, answer: Answer, reason: str) -> None:
+        figures, adapter = answer.statistics, answer.params.lora
+        self.metrics.request_ended(reason, answer.num_prompt, answer.num_cached, figures, adapter)
+        if self.spans is not None:
+            self.spans.request(answer, adapter or self.served[0], reason)
