@@ -30,6 +30,7 @@ _APART = {  # keys that exclude each other
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
 RECURRENT_STATES = ("auto", "kept", "replayed")
+KV_CACHE_DTYPES = ("auto", "int8")
 DRAFT_LENGTHS = ("fixed", "auto")
 MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # per row and round: longer paths are cut, larger trees are refused
 _TABLE = "num_speculative_tokens_per_batch_size"
@@ -125,6 +126,12 @@ class SpeculativeConfig:
         None, "seed for sampling; by default from torch's generator", minimum=0, maximum=2**63 - 1
     )
     block_size: int = config_key(16, "tokens per KV block", minimum=1, maximum=_LARGEST_BLOCK)
+    kv_cache_dtype: str = config_key(
+        "auto",
+        "how the target's keys and values are kept: 'auto': in its dtype; 'int8' (lossy): in 8 bits, with a scale per token and head; the "
+        "output is the one that method 'none' gives with this key",
+        choices=KV_CACHE_DTYPES,
+    )
     num_blocks: int | None = config_key(
         None, "maximum number of KV blocks in the pool; by default as many as the batch needs", minimum=1
     )

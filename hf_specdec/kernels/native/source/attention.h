@@ -72,6 +72,16 @@ template <class X> inline __m512 words_of(const bf16* p, i64 n) {
   if constexpr (sizeof(X) == 2) return (__m512)_mm512_maskz_loadu_epi16(first_of(n), p);
   return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)first_of(n), p)), 16);
 }
+// Whole numbers up to 127 are exact in bfloat16.
+template <class X> inline __m512 words_of(const int8_t* p, i64 n) {
+  auto floats = [&](i64 first) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((__mmask16)first_of(larger(0, n - first)), p + first)));
+  };
+  if constexpr (sizeof(X) == 4) return floats(0);
+  const __m256i low = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)floats(0), 16));
+  const __m256i high = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)floats(LANES), 16));
+  return (__m512)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
 
 inline Floats with_word(Floats total, Floats keys, const float* word) { return total + keys * *word; }
 #if defined(__AVX512BF16__)
@@ -218,13 +228,22 @@ inline void add_values(const float* weights, i64 stride, const E* values, i64 pi
 
 // The same for any number of heads.
 template <class E>
-void add_values(i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
+[[gnu::noinline]] void add_values(i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
   for (i64 h = 0; h < heads;) {
     const float* own = weights + h * stride;
     float* there = totals + h * width;
     if (heads - h >= 4) add_values<4>(own, stride, values, pitch, slots, n, end, width, there), h += 4;
     else if (heads - h >= 2) add_values<2>(own, stride, values, pitch, slots, n, end, width, there), h += 2;
     else add_values<1>(own, stride, values, pitch, slots, n, end, width, there), h += 1;
+  }
+}
+
+// x[r][j] *= the scale of slots[j], for n slots and `rows` rows.
+[[gnu::noinline]] void multiply_by_scales(const float* scales, i64 pitch, const i64* slots, i64 n, i64 rows, float* x, i64 ldx) {
+  for (i64 j = 0; j < n; j += LANES) {
+    Floats own = splat(1);
+    for (i64 i = 0; i < smaller(LANES, n - j); i++) own[i] = scales[slots[j + i] * pitch];
+    for (i64 r = 0; r < rows; r++) store(x + r * ldx + j, load(x + r * ldx + j) * own);
   }
 }
 
@@ -267,10 +286,17 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
     }
   }
 
-  const E* keys = (const E*)call.keys + kv_head * call.key_head;
   const float unscaled = 1.0f / (float)call.scaling;  // softmax scales biases, too
-  scores_of(keys, call.key_slot, slots, shared, call.width, queries, rows, scores, padded);
-  scores_of(keys, call.key_slot, row.slots + seen.common, rest, call.width, queries, rows, own_scores, padded_rest);
+  auto score = [&](const auto* keys, const i64* of, i64 n, float* out, i64 ldo) {
+    scores_of(keys + kv_head * call.key_head, call.key_slot, of, n, call.width, queries, rows, out, ldo);
+    if (call.key_scales) multiply_by_scales(call.key_scales + kv_head * call.scale_head, call.scale_slot, of, n, rows, out, ldo);
+  };
+  auto score_all = [&](const auto* keys) {
+    score(keys, slots, shared, scores, padded);
+    score(keys, row.slots + seen.common, rest, own_scores, padded_rest);
+  };
+  if (call.key_scales) score_all((const int8_t*)call.keys);
+  else score_all((const E*)call.keys);
   for (i64 q = 0; q < count; q++) {
     i64 n = 0;
     for (i64 key = seen.common; key < seen.end; key++) {
@@ -295,14 +321,16 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
                             call.sinks ? &sink : nullptr);
   }
 
-  const E* values = (const E*)call.values + kv_head * call.value_head;
   memset(totals, 0, rows * width * 4);
+  auto add = [&](i64 heads, float* weights, const i64* of, i64 n, i64 end, float* to) {
+    if (!call.value_scales) return add_values(heads, weights, padded, (const E*)call.values + kv_head * call.value_head, call.value_slot, of, n, end, width, to);
+    multiply_by_scales(call.value_scales + kv_head * call.scale_head, call.scale_slot, of, n, heads, weights, padded);
+    add_values(heads, weights, padded, (const int8_t*)call.values + kv_head * call.value_head, call.value_slot, of, n, end, width, to);
+  };
   const i64 step = rows <= 4 ? larger(shared, 1) : VALUE_KEYS;
-  for (i64 j = 0; j < shared; j += step)
-    add_values(rows, scores + j, padded, values, call.value_slot, slots + j, smaller(step, shared - j), shared - j, width, totals);
+  for (i64 j = 0; j < shared; j += step) add(rows, scores + j, slots + j, smaller(step, shared - j), shared - j, totals);
   for (i64 q = 0; q < count; q++) {
-    const float* weights = scores + q * group * padded + shared;
-    add_values(group, weights, padded, values, call.value_slot, own_slots + q * rest, num_own[q], num_own[q], width, totals + q * group * width);
+    add(group, scores + q * group * padded + shared, own_slots + q * rest, num_own[q], num_own[q], totals + q * group * width);
     E* out = (E*)call.out + ((row.start + first + q) * call.heads + kv_head * group) * width;
     for (i64 h = 0; h < group; h++) {
       const i64 r = q * group + h;
