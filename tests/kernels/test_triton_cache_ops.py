@@ -64,12 +64,11 @@ def test_write_in_int8(dtype, rotary):
     pools, slots = [], torch.randperm(11)[:9].to(DEVICE)
     plain = torch.empty(11, 3, 32, dtype=dtype, device=DEVICE), torch.empty(11, 2, 40, dtype=dtype, device=DEVICE)
     write_keys_values(keys, values, *plain, slots, **rotation)  # the rotated keys
-    for write, given, more in (
-        (reference.write_keys_values, plain[0][slots], {}), (write_keys_values, keys, rotation),
-    ):  # fmt: skip
+    ways = (reference.write_keys_values, plain[0][slots], {}), (write_keys_values, keys, rotation)
+    for write, written, more in ways:
         ints = pool(11, 3, 32, torch.int8), pool(11, 2, 40, torch.int8)
         scales = pool(11, 3, 1, torch.float32), pool(11, 2, 1, torch.float32)
-        write(given, values, *ints, slots, scales=scales, **more)
+        write(written, values, *ints, slots, scales=scales, **more)
         pools.append([*ints, *scales])
     assert all(map(torch.equal, *pools))
     assert pools[0][0][slots].abs().max() == 127

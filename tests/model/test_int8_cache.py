@@ -171,7 +171,7 @@ def test_refused(target, message):
 
 
 def test_bad_values(tiny_model):
-    with pytest.raises(SpeculativeConfigError, match="'kv_cache_dtype'.* must be one of 'auto', 'int8', not 'fp8'"):
+    with pytest.raises(SpeculativeConfigError, match=r"'kv_cache_dtype'.* must be one of 'auto', 'int8', not 'fp8'"):
         parse_config({"method": "none", "kv_cache_dtype": "fp8"})
     with pytest.raises(SpeculativeConfigError, match="must be one of 'auto', 'int8', not 'int4'"):
         LLM(tiny_model, kv_cache_dtype="int4")

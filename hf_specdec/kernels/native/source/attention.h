@@ -72,15 +72,8 @@ template <class X> inline __m512 words_of(const bf16* p, i64 n) {
   if constexpr (sizeof(X) == 2) return (__m512)_mm512_maskz_loadu_epi16(first_of(n), p);
   return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)first_of(n), p)), 16);
 }
-// Whole numbers up to 127 are exact in bfloat16.
 template <class X> inline __m512 words_of(const int8_t* p, i64 n) {
-  auto floats = [&](i64 first) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((__mmask16)first_of(larger(0, n - first)), p + first)));
-  };
-  if constexpr (sizeof(X) == 4) return floats(0);
-  const __m256i low = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)floats(0), 16));
-  const __m256i high = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)floats(LANES), 16));
-  return (__m512)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((__mmask16)first_of(n), p)));
 }
 
 inline Floats with_word(Floats total, Floats keys, const float* word) { return total + keys * *word; }
@@ -136,6 +129,86 @@ void scores_of(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, con
     }
   }
 }
+
+#if defined(__AVX512VNNI__)
+// Keys in 8 bits meet queries in whole numbers, of which sums are exact: each number of a query is PLANES of 8 bits, in a unit by which the
+// largest has 23 bits. Words of four numbers are packed as above; the instruction wants keys without a sign, so 128 is added, and comes off
+// the sums.
+constexpr int MOST_WHOLE = 4, PLANES = 3;  // queries at a time
+
+template <int ROWS>
+inline void whole_scores(const float* keys, i64 words, const int* x, const float* units, float* out, i64 ldo) {
+  __m512i total[ROWS][PLANES];
+  const int* added = x + ROWS * words * PLANES;
+  UNROLLED for (int r = 0; r < ROWS; r++)
+    UNROLLED for (int p = 0; p < PLANES; p++) total[r][p] = _mm512_set1_epi32(-added[r * PLANES + p]);
+  for (i64 word = 0; word < words; word++, x += ROWS * PLANES) {
+    const __m512i own = (__m512i)load(keys + word * LANES);
+    UNROLLED for (int r = 0; r < ROWS; r++)
+      UNROLLED for (int p = 0; p < PLANES; p++) total[r][p] = _mm512_dpbusd_epi32(total[r][p], own, _mm512_set1_epi32(x[r * PLANES + p]));
+  }
+  UNROLLED for (int r = 0; r < ROWS; r++) {
+    Floats score = {};
+    UNROLLED for (int p = 0; p < PLANES; p++) score = score * 256 + (Floats)_mm512_cvtepi32_ps(total[r][p]);
+    store(out + r * ldo, score * units[r]);
+  }
+}
+
+// Queries [rows, width] as whole numbers: [words][rows][planes, the highest first][4], then 128 times the sum of each of a query's planes.
+template <class X> [[gnu::noinline]] void to_whole(const X* x, i64 ldx, i64 rows, i64 width, i64 words, int* out, float* units) {
+  memset(out, 0, (words + 1) * rows * PLANES * 4);
+  for (i64 r = 0; r < rows; r++) {
+    float most = 1e-30f, wrong = 0;
+    for (i64 d = 0; d < width; d++) {
+      const float v = to_float(x[r * ldx + d]);
+      most = std::fmax(most, std::fabs(v)), wrong += v * 0;  // not a number, if a query has one
+    }
+    units[r] = most / 8355000 + wrong;
+    for (i64 d = 0; d < width; d++) {
+      int rest = wrong == 0 ? (int)std::lrint(to_float(x[r * ldx + d]) / units[r]) : 0;
+      for (int p = PLANES - 1; p >= 0; p--) {
+        const int8_t low = (int8_t)rest;
+        ((int8_t*)(out + (d / 4 * rows + r) * PLANES + p))[d % 4] = low;
+        out[(words * rows + r) * PLANES + p] += 128 * low;
+        rest = (rest - low) >> 8;
+      }
+    }
+  }
+}
+
+[[gnu::noinline]] void whole_scores(
+    const int8_t* keys, i64 pitch, const i64* slots, i64 n, i64 width, i64 rows, const int* x, const float* units, float* packed, float* out, i64 ldo) {
+  const i64 words = (width + 63) / 64 * LANES, each = (words + 1) * MOST_WHOLE * PLANES;
+  for (i64 j = 0; j < n; j += LANES) {
+    ask_for(keys, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + LANES, n), width);
+    for (i64 d = 0; d < width; d += 64) {
+      const __mmask64 inside = width - d >= 64 ? ~0ull : (1ull << (width - d)) - 1;
+      __m512 v[4][4];
+      UNROLLED for (int i = 0; i < LANES; i++)
+        v[i / 4][i % 4] = (__m512)(_mm512_maskz_loadu_epi8(inside, keys + slots[smaller(j + i, n - 1)] * pitch + d) ^ _mm512_set1_epi8(-128));
+      turn(v);
+      UNROLLED for (int i = 0; i < LANES; i++) _mm512_storeu_ps(packed + (d / 4 + i) * LANES, v[i / 4][i % 4]);
+    }
+    for (i64 r = 0; r < rows; r += MOST_WHOLE) {
+      const int* own = x + r / MOST_WHOLE * each;
+#define CASE(COUNT) case COUNT: whole_scores<COUNT>(packed, words, own, units + r, out + r * ldo + j, ldo); break;
+      switch (smaller(MOST_WHOLE, rows - r)) { CASE(1) CASE(2) CASE(3) CASE(4) }
+#undef CASE
+    }
+  }
+}
+
+template <class X>
+void scores_of(const int8_t* keys, i64 pitch, const i64* slots, i64 n, i64 width, const X* x, i64 rows, float* out, i64 ldo) {
+  if (!n) return;
+  const i64 ldx = pitch_of<X>(width), words = (width + 63) / 64 * LANES, each = (words + 1) * MOST_WHOLE * PLANES;
+  float *packed = (float*)scratch(0, (words * LANES + rows + (rows / MOST_WHOLE + 1) * each) * 4), *units = packed + words * LANES;
+  int* whole = (int*)(units + rows);
+  for (i64 r = 0; r < rows; r += MOST_WHOLE)
+    to_whole(x + r * ldx, ldx, smaller(MOST_WHOLE, rows - r), width, words, whole + r / MOST_WHOLE * each, units + r);
+  whole_scores(keys, pitch, slots, n, width, rows, whole, units, packed, out, ldo);
+}
+#endif
 #else
 template <class X> inline i64 pitch_of(i64 width) { return width; }
 
@@ -219,7 +292,8 @@ template <int HEADS, class E>
 inline void add_values(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
   i64 d = 0;
   for (; d + 4 * LANES <= width; d += 4 * LANES) add_columns<HEADS, 4>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
-  for (; d + 2 * LANES <= width; d += 2 * LANES) add_columns<HEADS, 2>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
+  if constexpr (sizeof(E) > 1)  // the library stays small
+    for (; d + 2 * LANES <= width; d += 2 * LANES) add_columns<HEADS, 2>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
   for (; d + LANES <= width; d += LANES) add_columns<HEADS, 1>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
   for (; d < width; d++)
     for (int h = 0; h < HEADS; h++)
