@@ -14,6 +14,7 @@ from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.rows import RowInput
 from hf_specdec.integration import get_decoder
+from hf_specdec.kernels.cache import reference
 from hf_specdec.kernels.cache.reference import dequantized, quantized
 from hf_specdec.kernels.native import library
 from hf_specdec.model.prepare import ModelOptions, prepare
@@ -57,6 +58,21 @@ def test_drafts_do_not_change_the_text(tiny_model, inputs, name, way):
     assert torch.equal(output.sequences, wanted)
     assert output.speculation.num_accepted_tokens > 0
     hf_specdec.release(tiny_model)
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft tree"])
+def test_tokens_of_one_forward_see_what_is_stored(tiny_model, inputs, monkeypatch, name):
+    """With four magnitudes the text is another one, and drafts, which are read beside their parents, keep it."""
+
+    def coarse(states):
+        scales = states.abs().amax(dim=2, keepdim=True).clamp(min=1e-30) / 3
+        return (states / scales).round().to(torch.int8), scales
+
+    monkeypatch.setattr(reference, "quantized", coarse)
+    auto = decode(tiny_model, inputs, {"method": "none"}).sequences
+    wanted, found = (decode(tiny_model, inputs, each | INT8 | {"native": False}) for each in (NONE, DRAFTED[name]))
+    assert torch.equal(found.sequences, wanted.sequences) and found.speculation.num_accepted_tokens > 0
+    assert not torch.equal(wanted.sequences, auto)
 
 
 def test_deterministic(tiny_model, inputs):
