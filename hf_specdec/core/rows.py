@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -54,3 +54,32 @@ class RowInput:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.tokens.shape[0] + (0 if self.drafts is None else self.drafts.shape[0])
+
+    def part(self, first: int, end: int) -> RowInput:
+        """The tokens from `first` up to `end` of a causal row without drafts."""
+        count = end - first
+        logits, prompt = self.logits - (self.num_tokens - end), self.prompt - first
+        return replace(
+            self, tokens=self.tokens[first:end], start=self.start + first, logits=min(max(logits, 0), count),
+            prompt=min(max(prompt, 0), count),
+        )  # fmt: skip
+
+
+def groups_of(rows: list[RowInput], most: int) -> list[list[RowInput]] | None:
+    """The rows in groups of at most `most` tokens, in order. Long texts are divided; None if a longer row cannot be."""
+    groups: list[list[RowInput]] = [[]]
+    room = most
+    for row in rows:
+        is_whole = not (row.visibility is None and row.positions is None and row.drafts is None)
+        if is_whole and row.num_tokens > most:
+            return None
+        first, count = 0, row.num_tokens
+        while first < count:
+            if room < (count if is_whole else 1):
+                groups.append([])
+                room = most
+            end = min(first + room, count)
+            groups[-1].append(row if end - first == count else row.part(first, end))
+            room -= end - first
+            first = end
+    return groups

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class SmallHeadForwards(Protocol):
-    """Runs small forwards in place of the head while its context is entered: `native.bind.NativeHead`, which says more."""
+    """Runs forwards in place of the head while its context is entered: `native.bind.NativeHead`, which says more."""
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Inside the context, forwards may run."""
@@ -64,7 +64,7 @@ class PackedHead:
 
     Attributes:
         graphs, reading_graphs: run forwards without and with `fuse` as CUDA graphs; None: kernels are launched one by one.
-        native: runs small forwards as one call of the native library on a CPU; None: operators are called one by one.
+        native: runs forwards in the native library on a CPU; None: operators are called one by one.
         after: what is applied to the hidden states of `module` at the end, such as its last norm; None: nothing.
     """
 

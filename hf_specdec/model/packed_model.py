@@ -104,7 +104,7 @@ class PackedModel:
         quantizes_cache: keys and values are kept in int8.
         ranks: the processes that hold the model's shards; None: this one holds all of it.
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
-        native: runs small forward passes as one call of the native library on a CPU; None: operators are called one by one.
+        native: runs forward passes in the native library on a CPU; None: operators are called one by one.
         with_native: single operations may run in that library.
         graphs: runs decoding steps as CUDA graphs; None: kernels are launched one by one.
         active_options: entered while the model is active: quantized, prepacked or compiled layers.
@@ -341,7 +341,7 @@ class PackedModel:
 
     @property
     def most_tokens_of_one_call(self) -> int:
-        """Maximum number of tokens of the forwards that run as one native call now; 0: none do. Larger ones cost more per token."""
+        """Maximum number of tokens of the forwards that run as one native call now; 0: none do. Larger ones are several calls."""
         return 0 if self.native is None else self.native.most_tokens
 
     def forward(

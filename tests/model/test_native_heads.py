@@ -9,6 +9,7 @@ import torch
 
 import hf_specdec
 from hf_specdec import integration
+from hf_specdec.core.rows import groups_of
 from hf_specdec.kernels.native import library
 from hf_specdec.model.native import bind, program
 
@@ -89,6 +90,24 @@ def test_a_head_computes_what_its_modules_compute(model, prompts, errors, name, 
     assert head_of(model).native.refused == []
     for each in errors.values():
         assert len(each) > 5 and max(each) < 1e-5
+
+
+@pytest.mark.parametrize("name", list(HEADS))
+def test_more_tokens_than_one_call_takes(model, prompts, errors, monkeypatch, name):
+    wanted, tau = drafted(model, prompts, HEADS[name])
+    monkeypatch.setattr(bind, "groups_of", lambda rows, _: groups_of(rows, 5))
+    found, same = drafted(model, prompts, HEADS[name])
+    assert torch.equal(found, wanted) and same == tau
+    for each in errors.values():
+        assert len(each) > 5 and max(each) < 1e-5
+
+
+def test_logits_of_more_rows_than_one_call_takes(model, prompts, errors):
+    drafted(model, prompts, HEADS["eagle3"])
+    decoder, before = integration.kept_decoders(model)[-1], len(errors["logits"])
+    with decoder.active():
+        decoder.generator.score(torch.randn(600, model.config.hidden_size))
+    assert len(errors["logits"]) == before + 1 and max(errors["logits"]) < 1e-5
 
 
 def test_the_comparison_would_see_a_difference(model, prompts, errors, monkeypatch):

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.output import Taps
-from hf_specdec.core.rows import RowInput
+from hf_specdec.core.rows import RowInput, groups_of
 from hf_specdec.kernels.native import Operation, Rows, library
-from hf_specdec.model.native import check, program, tape
+from hf_specdec.model.native import bind, check, program, tape
 from hf_specdec.model.prepare import ModelOptions, prepare
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
@@ -321,6 +321,33 @@ def test_logits_do_not_depend_on_the_batch():
     together = outputs(native, steps())[0].logits
     alone = outputs(native, [[row] for row in steps()[0]], 3)
     assert torch.equal(torch.cat([each.logits for each in alone]), together)
+
+
+@pytest.mark.parametrize("most", [4, 16, 40])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_longer_forward_is_several_calls_with_the_same_bits(family, most, monkeypatch):
+    """Texts are divided, trees are not."""
+    taps = Taps(last_hidden=True, layers=(1,), logits=True)
+    native = prepare(make(family), taps=taps)
+    wanted, calls, run = outputs(native, steps()), [], program.Program.run
+    monkeypatch.setattr(bind, "groups_of", lambda rows, _: groups_of(rows, most))
+    monkeypatch.setattr(program.Program, "run", lambda *args: calls.append(args[1].starts[-1]) or run(*args))
+    found = outputs(native, steps())
+    assert max(calls) == most and sum(calls) == sum(row.num_tokens for rows in steps() for row in rows)
+    for ours, own in zip(found, wanted, strict=True):
+        assert torch.equal(ours.input_ids, own.input_ids) and torch.equal(ours.logits, own.logits)
+        assert torch.equal(ours.last_hidden, own.last_hidden) and torch.equal(ours.layers[1], own.layers[1])
+        assert torch.equal(ours.all_logits, own.all_logits)
+
+
+def test_a_tree_that_no_call_takes_is_computed_operator_by_operator(monkeypatch):
+    native = prepare(make("Llama"))
+    wanted = outputs(native, steps())
+    with native.active():
+        monkeypatch.setattr(native.native._forward(), "most_tokens", 3)
+    found = outputs(native, steps())
+    assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
+    assert not torch.equal(found[-1].logits, wanted[-1].logits)
 
 
 def test_key_is_checked_against_others():

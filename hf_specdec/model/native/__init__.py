@@ -1,4 +1,4 @@
-"""Small forward passes of models and draft heads, and rounds of drafts, as one call of the native library for CPUs."""
+"""Forward passes of models and draft heads, and rounds of drafts, as calls of the native library for CPUs."""
 
 from .bind import NativeRunner, can_try, natively
 from .round import DraftRound, draft_round

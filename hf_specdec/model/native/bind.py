@@ -1,4 +1,4 @@
-"""Binds models and draft heads to programs: their small forwards, and heads' logits, run as one call of the native library each.
+"""Binds models and draft heads to programs: their forwards, and heads' logits, run as calls of the native library.
 
 A program stands for the forward of a model, the forward of a draft head, or a function of hidden states: the `Traceable`s below.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from ...cache import PagedStaticCache
 from ...core.errors import UnsupportedModel
 from ...core.output import PackedOutput, Taps
-from ...core.rows import RowInput
+from ...core.rows import RowInput, groups_of
 from ...kernels.dispatch import uses_native
 from ...kernels.native import TYPES
 from .. import architectures
@@ -155,7 +155,7 @@ class NativeRunner(_Bound):
 
     @property
     def most_tokens(self) -> int:
-        """Maximum number of tokens of the forwards that `run` runs now; 0: it runs none."""
+        """Maximum number of tokens of one call of `run`'s program; 0: it has none now."""
         program = self._forward()
         return 0 if program is None else program.most_tokens
 
@@ -176,29 +176,45 @@ class NativeRunner(_Bound):
         """The outputs of a forward over `rows`, with the taps if `tapped`; None if the model must run it itself."""
         by_row = have_adapters(rows)
         program = self._forward(by_row)
-        if program is None or not 0 < sum([row.num_tokens for row in rows]) <= program.most_tokens:
+        if program is None or not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
             return None
-        if not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
-            return None
+        taps = self._owner().taps if tapped else Taps()
+        outputs = []
+        for group in groups_of(rows, program.most_tokens) or [rows]:
+            returned = self._run(program, group, cache, by_row, None if tapped else 1)
+            if returned is None:
+                return None
+            outputs.append(returned)
+        remaining = iter(_joined(outputs))
+        return PackedOutput(  # in the order of `_forward_of_model`
+            input_ids=next(remaining),
+            logits=next(remaining),
+            last_hidden=next(remaining) if taps.last_hidden else None,
+            layers={index: next(remaining) for index in taps.layers},
+            all_logits=next(remaining) if taps.logits else None,
+        )
+
+    def _run(
+        self, program: Program, rows: list[RowInput], cache: PagedStaticCache, by_row: bool, num_outputs: int | None
+    ) -> list[torch.Tensor] | None:
+        """The ids and outputs of one call; None if the program cannot run these rows."""
         packed = self._owner()
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
+        if not 0 < batch.starts[-1] <= program.most_tokens:
+            return None
         family = packed.family
         if family is not None and not follows_program(packed.model, family, batch, program.weights):
             return None
         adapters = packed.row_adapters.bound(rows) if by_row else None
         if by_row and adapters is None:
             return None
-        num_outputs = None if tapped else 1
         with _by_row(packed, rows) if by_row and program.calls else contextlib.nullcontext():
-            remaining = iter(program.run(batch, addresses(program, cache), None, num_outputs, adapters))
-        taps = packed.taps if tapped else Taps()
-        return PackedOutput(  # in the order of `_forward_of_model`
-            logits=next(remaining),
-            last_hidden=next(remaining) if taps.last_hidden else None,
-            layers={index: next(remaining) for index in taps.layers},
-            input_ids=batch.input_ids[0],
-            all_logits=next(remaining) if taps.logits else None,
-        )
+            return [batch.input_ids[0], *program.run(batch, addresses(program, cache), None, num_outputs, adapters)]
+
+
+def _joined(outputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The outputs of several calls as those of one."""
+    return outputs[0] if len(outputs) == 1 else [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
 
 def can_try(packed: PackedModel) -> bool:
@@ -210,7 +226,7 @@ def can_try(packed: PackedModel) -> bool:
 
 
 def natively(head: Head, wanted: bool | None = None) -> Head:
-    """A copy of a head, with the same weights, that runs its small forwards in the native library; the head itself if that cannot be done.
+    """A copy of a head, with the same weights, that runs its forwards in the native library; the head itself if that cannot be done.
 
     Args:
         wanted: False: always return the head itself.
@@ -251,10 +267,16 @@ class NativeHead(_Bound):
         """
         key = "reads" if reads else "drafts"
         program = self._program(key, lambda: _forward_of_head(head, key, reads, features.shape[1]), self._made)
-        if program is None or not 0 < features.shape[0] <= program.most_tokens:
+        groups = None if program is None else groups_of(rows, program.most_tokens)
+        if program is None or groups is None or not rows:
             return None
-        batch = PackedBatch.pack(rows, cache, head.device, gather=False)
-        return program.run(batch, addresses(program, cache), features)[0]
+        outputs, first = [], 0
+        for group in groups:
+            batch = PackedBatch.pack(group, cache, head.device, gather=False)
+            end = first + batch.starts[-1]
+            outputs.append(program.run(batch, addresses(program, cache), features[first:end]))
+            first = end
+        return _joined(outputs)[0]
 
     def apply(
         self, function: Callable[[torch.Tensor], torch.Tensor], called: list[nn.Module], hidden: torch.Tensor
@@ -273,6 +295,6 @@ class NativeHead(_Bound):
             )
 
         program = self._program("rows", of_rows, self._made)
-        if program is None or not 0 < hidden.shape[0] <= program.most_tokens:
+        if program is None or not hidden.shape[0]:
             return function(hidden)
-        return program.run_rows(hidden)[0]
+        return _joined([program.run_rows(part) for part in hidden.split(program.most_tokens)])[0]
