@@ -10,7 +10,7 @@ namespace {
 constexpr i64 MOST_QUERIES = 16, SCORE_BYTES = 1 << 20;  // of a block; its scores stay in the second cache
 constexpr i64 VALUE_KEYS = 64;  // whose values stay in the first cache while they are read for all queries
 // Keys and values lie apart, which processors do not foresee: memory is asked for so many of them ahead. Measured for 8 to 64.
-constexpr i64 KEYS_AHEAD = 32;
+template <class E> constexpr i64 KEYS_AHEAD = sizeof(E) > 1 ? 32 : 64;
 
 // The keys that a block of queries sees: all of begin .. common, and each query its own of common .. end.
 struct Seen { i64 begin, common, end; };
@@ -120,7 +120,7 @@ void scores_of(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, con
   const i64 ldx = pitch_of<X>(width), words = ldx / PER_WORD<X>;
   float* packed = (float*)scratch(0, words * LANES * 4);
   for (i64 j = 0; j < n; j += LANES) {
-    ask_for(keys, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + LANES, n), width);
+    ask_for(keys, pitch, slots, j + KEYS_AHEAD<E>, smaller(j + KEYS_AHEAD<E> + LANES, n), width);
     pack_keys<X>(keys, pitch, slots + j, n - j, width, packed);
     for (i64 r = 0; r < rows; r += MOST_SCORED) {
 #define CASE(COUNT) case COUNT: scores_of<COUNT>(packed, words, x + r * ldx, ldx, out + r * ldo + j, ldo); break;
@@ -177,10 +177,11 @@ template <class X> [[gnu::noinline]] void to_whole(const X* x, i64 ldx, i64 rows
 }
 
 [[gnu::noinline]] void whole_scores(
-    const int8_t* keys, i64 pitch, const i64* slots, i64 n, i64 width, i64 rows, const int* x, const float* units, float* packed, float* out, i64 ldo) {
+    const int8_t* keys, i64 pitch, const i64* slots, i64 n, i64 width, i64 rows, const int* x, const float* units, float* packed, float* out,
+    i64 ldo) {
   const i64 words = (width + 63) / 64 * LANES, each = (words + 1) * MOST_WHOLE * PLANES;
   for (i64 j = 0; j < n; j += LANES) {
-    ask_for(keys, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + LANES, n), width);
+    ask_for(keys, pitch, slots, j + KEYS_AHEAD<int8_t>, smaller(j + KEYS_AHEAD<int8_t> + LANES, n), width);
     for (i64 d = 0; d < width; d += 64) {
       const __mmask64 inside = width - d >= 64 ? ~0ull : (1ull << (width - d)) - 1;
       __m512 v[4][4];
@@ -216,7 +217,7 @@ template <class X> inline i64 pitch_of(i64 width) { return width; }
 template <class E, class X>
 void scores_of(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, const X* x, i64 rows, float* out, i64 ldo) {
   for (i64 j = 0; j < n; j += 4) {
-    ask_for(keys, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + 4, n), width);
+    ask_for(keys, pitch, slots, j + KEYS_AHEAD<E>, smaller(j + KEYS_AHEAD<E> + 4, n), width);
     const E* four[4];
     for (int i = 0; i < 4; i++) four[i] = keys + slots[smaller(j + i, n - 1)] * pitch;
     for (i64 r = 0; r < rows; r += MOST_TOKENS) {
@@ -278,7 +279,7 @@ inline void add_columns(const float* weights, i64 stride, const E* values, i64 p
     UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = load(totals + h * width + v * LANES);
   for (i64 j = 0; j < n; j++) {
     const E* value = values + slots[j] * pitch;
-    ask_for(values, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + 1, end), VECTORS * LANES);
+    ask_for(values, pitch, slots, j + KEYS_AHEAD<E>, smaller(j + KEYS_AHEAD<E> + 1, end), VECTORS * LANES);
     Floats own[VECTORS];
     UNROLLED for (int v = 0; v < VECTORS; v++) own[v] = load(value + v * LANES);
     UNROLLED for (int h = 0; h < HEADS; h++)
@@ -302,7 +303,8 @@ inline void add_values(const float* weights, i64 stride, const E* values, i64 pi
 
 // The same for any number of heads.
 template <class E>
-[[gnu::noinline]] void add_values(i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
+[[gnu::noinline]] void add_values(
+    i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
   for (i64 h = 0; h < heads;) {
     const float* own = weights + h * stride;
     float* there = totals + h * width;
@@ -397,9 +399,12 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
 
   memset(totals, 0, rows * width * 4);
   auto add = [&](i64 heads, float* weights, const i64* of, i64 n, i64 end, float* to) {
-    if (!call.value_scales) return add_values(heads, weights, padded, (const E*)call.values + kv_head * call.value_head, call.value_slot, of, n, end, width, to);
+    auto by = [&](const auto* values) {
+      add_values(heads, weights, padded, values + kv_head * call.value_head, call.value_slot, of, n, end, width, to);
+    };
+    if (!call.value_scales) return by((const E*)call.values);
     multiply_by_scales(call.value_scales + kv_head * call.scale_head, call.scale_slot, of, n, heads, weights, padded);
-    add_values(heads, weights, padded, (const int8_t*)call.values + kv_head * call.value_head, call.value_slot, of, n, end, width, to);
+    by((const int8_t*)call.values);
   };
   const i64 step = rows <= 4 ? larger(shared, 1) : VALUE_KEYS;
   for (i64 j = 0; j < shared; j += step) add(rows, scores + j, slots + j, smaller(step, shared - j), shared - j, totals);
