@@ -67,6 +67,8 @@ class RowInput:
 
 def groups_of(rows: list[RowInput], most: int) -> list[list[RowInput]] | None:
     """The rows in groups of at most `most` tokens, in order. Long texts are divided; None if a longer row cannot be."""
+    if sum([row.num_tokens for row in rows]) <= most:
+        return [rows]
     groups: list[list[RowInput]] = [[]]
     room = most
     for row in rows:

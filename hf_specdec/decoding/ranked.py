@@ -17,7 +17,7 @@ import torch
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.auto import AutoGenerator
-from ..candidate_generators.auto.generator import AgreedChoice
+from ..candidate_generators.auto.generator import AgreedChoice, RestingHead
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.ranks import Ranks, digest
@@ -32,7 +32,7 @@ _READS_PROBS = ("rejection", "block")  # rules that need the distributions that 
 
 def decoder_of(generator: CandidateGenerator) -> SpeculativeDecoder:
     """The decoder for a drafter and its target, whole or sharded."""
-    ranks = generator.target.ranks
+    generator, ranks = RestingHead.of(generator), generator.target.ranks
     return SpeculativeDecoder(generator) if ranks is None else RankedDecoder(generator, ranks)
 
 

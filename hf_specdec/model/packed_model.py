@@ -59,8 +59,8 @@ class Activated(Protocol):
         ...
 
 
-class SmallForwards(Activated, Protocol):
-    """Runs small forwards in place of the model while its context is entered: `native.bind.NativeRunner`, which says more."""
+class NativeForwards(Activated, Protocol):
+    """Runs forwards in place of the model while its context is entered: `native.bind.NativeRunner`, which says more."""
 
     @property
     def refused(self) -> str | None:
@@ -134,7 +134,7 @@ class PackedModel:
         self.quantizes_cache = False
         self.deterministic = False
         self.graphs: GraphRunner | None = None
-        self.native: SmallForwards | None = None
+        self.native: NativeForwards | None = None
         self.with_native = True
         self.active_options: list[Activated] = []
         self.forward_parameters = _parameters(model)

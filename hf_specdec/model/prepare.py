@@ -36,7 +36,7 @@ class ModelOptions:
         recurrent_states: "kept" or "replayed": what is kept of each draft by layers with a recurrent state. "auto": see
             `PackedModel.choose_states`.
         kv_cache_dtype: "int8": keep keys and values in int8. "auto": in the model's dtype.
-        native: run small forward passes, and products with quantized weights, in the native library on a CPU. None: where it is compiled
+        native: run forward passes, and products with quantized weights, in the native library on a CPU. None: where it is compiled
             and can run the model; False: use none of it.
         compile: compile the decoder layers. None: only trace and rewrite them, where they run as CUDA graphs.
     """

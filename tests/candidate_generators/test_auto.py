@@ -21,7 +21,7 @@ import hf_specdec
 from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
 from hf_specdec.candidate_generators.auto import discovery, hub, local
 from hf_specdec.candidate_generators.auto.generator import AgreedChoice
-from hf_specdec.candidate_generators.base import DrafterContext
+from hf_specdec.candidate_generators.base import DrafterContext, MayRest
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.integration import get_decoder
 from hf_specdec.policy import Choice, DraftLengthPolicy, Fastest
@@ -147,16 +147,30 @@ def test_steps_that_must_be_plain_ask_and_tell_nobody(tiny_model, monkeypatch, n
     hf_specdec.release(tiny_model)
 
 
-def test_texts_that_nobody_follows(tiny_model):
-    """The only drafter is a head, which rests."""
-    config = {"method": "auto", "methods": PARTS[2:3], "memory": False}
-    inputs = ragged([9, 4])
+LONE = {**PARTS[2], "draft_length": "auto"}  # an EAGLE-3 head
+
+
+@pytest.mark.parametrize(
+    "config", [{"method": "auto", "methods": PARTS[2:3], "memory": False}, LONE], ids=["auto", "head"]
+)
+def test_texts_that_nobody_follows(tiny_model, monkeypatch, config):
+    """The only drafter is a head, which rests: it reads no hidden state, and drafts again where that pays."""
+    inputs, calls = ragged([9, 4]), Counter()
     plain = tiny_model.generate(**inputs, max_new_tokens=12, do_sample=False)
     decoder = get_decoder(tiny_model, parse_config(config), DrafterContext())
-    for _ in range(2):
-        decoder.policy._followed = 1.0
+    (head,) = decoder.generator.parts
+    monkeypatch.setattr(head, "observe", counting(calls, "observe", head.observe))
+    for followed, reads in ((2.0, False), (0.0, True)):
+        decoder.policy._followed = followed
         out = tiny_model.generate(**inputs, max_new_tokens=12, do_sample=False, speculative_config=config)
-        assert out.tolist() == plain.tolist()
+        assert out.tolist() == plain.tolist() and bool(calls["observe"]) == reads
+    hf_specdec.release(tiny_model)
+
+
+def test_a_head_that_learns_never_rests(tiny_model, tmp_path):
+    config = {**LONE, "model": str(tmp_path / "head"), "learn": True}
+    shutil.copytree(hf_specdec.bundled("tiny-eagle3"), tmp_path / "head")
+    assert not isinstance(get_decoder(tiny_model, parse_config(config), DrafterContext()).generator, MayRest)
     hf_specdec.release(tiny_model)
 
 

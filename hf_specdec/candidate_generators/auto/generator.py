@@ -89,11 +89,19 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None, chooser: Any = None
     ):  # fmt: skip
         super().__init__(config, target, context)
-        self.clock = clock_for(target.device)
         self.search = find_drafters(config, target, context)
         made = self._make_parts(self.search, context)
-        self.by_name = dict(sorted(made.items(), key=lambda item: item[1].config.has_weights))
-        self.drafters = list(self.by_name)
+        made = dict(sorted(made.items(), key=lambda item: item[1].config.has_weights))
+        self._choose_among(made, AutoMemory.of(config, target, made), chooser)
+        logger.info("%s", self.search)
+
+    def _choose_among(
+        self, made: dict[str, CandidateGenerator], memory: AutoMemory | None = None, chooser: Any = None
+    ) -> None:
+        """Take these drafters as parts, by name, look-ups first. `chooser`: see the class."""
+        config, target = self.config, self.target
+        self.clock = clock_for(target.device)
+        self.by_name, self.drafters, self.memory = made, list(made), memory
         self.combine(list(self.by_name.values()))
         self.num_lookups = sum(not part.config.has_weights for part in self.parts)
         longest = max(self.longest, default=0)  # drafts are no longer than the longest that a part can make
@@ -106,7 +114,6 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
             )
             for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)
         ]  # fmt: skip
-        self.memory = AutoMemory.of(config, target, self.by_name)
         self.policy = Fastest(known, self.config.longest_draft or 1, self.clock, self.memory and self.memory.keep)
         if self.memory is not None:
             self.memory.restore(self.policy)
@@ -128,7 +135,6 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
         self._followed: set[int] = set()  # ids of the sequences that heads follow
         self._heads_may_rest = True
-        logger.info("%s", self.search)
 
     def _make_parts(self, search: Search, context: DrafterContext | None) -> dict[str, CandidateGenerator]:
         """The drafters by name. One that was found but cannot be made is noted; one that was asked for raises."""
@@ -290,3 +296,21 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
     def drafter_of(self, seq: Sequence) -> str | None:
         """The name of the drafter of the sequence's last draft."""
         return self.chosen.get(seq.id)
+
+
+class RestingHead(AutoGenerator):
+    """A single head of automatic draft length, which rests where it does not pay."""
+
+    config: Any
+
+    def __init__(self, head: CandidateGenerator):
+        CandidateGenerator.__init__(self, head.config, head.target)
+        self._choose_among({head.config.method: head})
+
+    @staticmethod
+    def of(generator: CandidateGenerator) -> CandidateGenerator:
+        """The drafter, or in its place a head that rests, if its configuration lets it."""
+        config = generator.config
+        is_head = generator.taps.whole_text and not isinstance(generator, CombinedGenerator)
+        rests = is_head and config.draft_length == "auto" and not getattr(config, "learn", False)
+        return RestingHead(generator) if rests else generator
