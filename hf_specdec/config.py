@@ -30,6 +30,7 @@ _APART = {  # keys that exclude each other
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
 RECURRENT_STATES = ("auto", "kept", "replayed")
+KV_CACHE_DTYPES = ("auto", "int8")
 DRAFT_LENGTHS = ("fixed", "auto")
 MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # per row and round: longer paths are cut, larger trees are refused
 _TABLE = "num_speculative_tokens_per_batch_size"
@@ -125,17 +126,19 @@ class SpeculativeConfig:
         None, "seed for sampling; by default from torch's generator", minimum=0, maximum=2**63 - 1
     )
     block_size: int = config_key(16, "tokens per KV block", minimum=1, maximum=_LARGEST_BLOCK)
-    num_blocks: int | None = config_key(
-        None, "maximum number of KV blocks in the pool; by default as many as the batch needs", minimum=1
+    kv_cache_dtype: str = config_key(
+        "auto",
+        "'int8' (lossy): keep the target's keys and values in 8 bits; the output is that of method 'none' with this key",
+        choices=KV_CACHE_DTYPES,
     )
+    num_blocks: int | None = config_key(None, "most KV blocks in the pool; by default what the batch needs", minimum=1)
     prefill_chunk_size: int = config_key(2048, "most prompt tokens per forward (bounds activation memory)", minimum=1)
     prepack_weights: bool | None = config_key(
         None, "on a CPU, keep a second copy of the weights in a faster layout; by default if memory is plentiful"
     )
     async_scheduling: bool | None = config_key(
         None,
-        "launch the next step before stopping criteria and streamers have seen the last one; by default on GPUs. The "
-        "output is the same",
+        "launch the next step before stopping criteria and streamers have seen the last one; by default on GPUs",
     )
     quantization: str | None = config_key(
         None, "8-bit or 4-bit weights for the drafter's linear layers: 'wint8' or 'wint4'", choices=QUANTIZATIONS
@@ -151,13 +154,13 @@ class SpeculativeConfig:
     )
     cuda_graphs: bool | None = config_key(
         None,
-        "run decoding steps and drafting rounds as CUDA graphs, several times faster for small batches; by default on GPUs, "
-        "except for models that cannot use the paged cache, and mixtures of experts whose routing the host must read",
+        "run decoding steps and drafting rounds as CUDA graphs; by default on GPUs, except for models that cannot use the paged cache, "
+        "and mixtures of experts whose routing the host must read",
     )
     native: bool | None = config_key(
         None,
         "on a CPU, run decoding steps and products with quantized weights as calls of the compiled library; by default where it "
-        "computes what the model computes. False: never; True: an error if it cannot",
+        "can. False: never; True: an error if it cannot",
     )
     draft_tensor_parallel_size: int | None = config_key(
         None,
@@ -166,15 +169,14 @@ class SpeculativeConfig:
     )
     recurrent_states: str = config_key(
         "auto",
-        "for targets with recurrent layers. 'kept': the state after every draft token; 'replayed': one state and the inputs of draft "
-        "tokens, with less memory and more time; 'auto': 'kept' while states take at most a quarter of the memory for keys, values "
-        "and states",
+        "for targets with recurrent layers. 'kept': the state after every draft token; 'replayed': one state and the drafts' inputs, "
+        "with less memory and more time; 'auto': 'kept' up to a quarter of the memory",
         choices=RECURRENT_STATES,
     )
     deterministic: bool = config_key(
         False,
-        "give the target's logits the same bits whatever else is verified or batched with them, so that greedy output "
-        "equals plain decoding with this key, also in bfloat16; slower",
+        "give the target's logits the same bits in any batch, so that greedy output equals plain decoding with this key, also in "
+        "bfloat16; slower",
     )
 
     trace: bool = config_key(

@@ -293,7 +293,7 @@ def get_decoder(
 
 def generator_for(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
     """A new drafter for a model; its `target` is the prepared model."""
-    names = ("prepack_weights", "cuda_graphs", "deterministic", "compile", "native", "recurrent_states")
+    names = "prepack_weights", "cuda_graphs", "deterministic", "compile", "native", "recurrent_states", "kv_cache_dtype"
     options = {name: getattr(config, name) for name in names}
     target = prepare(model, ModelOptions(quantization=config.target_quantization, **options))
     generator = make_generator(config, target, context)

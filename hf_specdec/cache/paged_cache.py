@@ -79,6 +79,7 @@ class PagedStaticCache(Cache):
         has_other_keys: equal texts may have other keys, because rows also attend to something else, in `cross`, or count padding.
         is_latent: layers cache compressed keys (see `PagedLayer.pools`).
         segments: by index, how layers compress segments of the text.
+        is_quantized: keys and values are in int8 (see `PagedLayer.quantized`).
     """
 
     layers: list[PagedLayer]  # pyright: ignore[reportIncompatibleVariableOverride] (made below, and never others)
@@ -98,6 +99,7 @@ class PagedStaticCache(Cache):
         has_other_keys: bool = False,
         is_latent: bool = False,
         segments: Mapping[int, SegmentSize] = MappingProxyType({}),
+        is_quantized: bool = False,
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         for index, size in segments.items():
@@ -112,6 +114,7 @@ class PagedStaticCache(Cache):
         self.prefix_states: PrefixStates | None = None
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
         self.has_other_keys, self.cross, self.is_latent = has_other_keys, None, is_latent
+        self.is_quantized = is_quantized
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
         self.batch: RunningBatch | None = None  # see `running`
@@ -456,7 +459,8 @@ class PagedStaticCache(Cache):
     # ---- to and from transformers' own caches -----------------------------------------------------------------------
 
     def read(self, seq_id: int) -> list[tuple[torch.Tensor, ...] | None]:
-        """Copies of a sequence's valid `states`: per layer [length, heads, width] each; None for a layer that has stored none."""
+        """Copies of a sequence's valid `states`, as `load_all` takes them: per layer [length, heads, width] each; None for a layer that has
+        stored none."""
         table, copies = self.tables[seq_id], []
         slots = torch.from_numpy(table.slots[: table.length])
         for pools in self.layers:
@@ -474,14 +478,16 @@ class PagedStaticCache(Cache):
                 self.load(seq_id, index, *states)
                 self.tables[seq_id].length = states[0].shape[0]
 
-    def load(
-        self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor, index_keys: torch.Tensor | None = None
-    ) -> None:
+    def load(self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor, *more: torch.Tensor) -> None:
         """Write the states [n, heads, width] of a sequence's first n tokens. Its slots must be reserved."""
         pools = self.layers[layer]
         if not pools.is_initialized:
             pools.lazy_initialization(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         slots = torch.from_numpy(self.tables[seq_id].slots[: keys.shape[0]]).to(pools.keys.device)
+        if keys.dtype == torch.int8:
+            for pool, states in zip(pools.states, (keys, values, *more), strict=True):
+                pool.index_copy_(0, slots, states.to(pool.device))
+            return
         pools.write(slots, keys.to(pools.keys.device), values.to(pools.values.device))
-        if index_keys is not None:
+        for index_keys in more:
             pools.write_further(INDEX, slots, index_keys.to(pools.keys.device))

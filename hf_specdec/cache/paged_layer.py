@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..kernels.cache import rotate_and_write, write_keys_values
+from ..kernels.cache import dequantized, rotate_and_write, write_keys_values
 from . import memory
 from .segments import WithSegments
 
@@ -59,7 +59,8 @@ class PagedLayer(WithSegments, CacheLayerMixin):
 
     `pools`: what was allocated, keys and values; for latent attention one tensor whose columns are the latents and the rotated keys,
     which transformers caches as keys and values; one tensor, too, where values are the keys. `further`: more pools [slots, 1, width] by
-    name, in the order in which they were first written, the keys of an indexer for example.
+    name, in the order in which they were first written, the keys of an indexer for example. `quantized`: {}; of keys and values in int8
+    {"scales": those of both [slots, heads, 1]}, which are pools, too, and go to the operations on them.
     """
 
     is_sliding = False
@@ -70,6 +71,7 @@ class PagedLayer(WithSegments, CacheLayerMixin):
         super().__init__()
         self.pools: list[torch.Tensor] = []
         self.further: dict[str, torch.Tensor] = {}
+        self.quantized: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # weak: a cycle of strong references would keep all memory until the garbage collector runs
         self._owner = weakref.ref(owner)
 
@@ -87,22 +89,34 @@ class PagedLayer(WithSegments, CacheLayerMixin):
             shapes = [(shapes[0][0], sum(self._widths))]
         elif key_states is value_states:
             shapes = shapes[:1]
-        per_slot = sum(heads * width for heads, width in shapes) * key_states.element_size()
-        slots = self.owner.slots_at_first(per_slot)
+        self.dtype, pools = key_states.dtype, [(shape, key_states) for shape in shapes]
+        if self.owner.is_quantized:
+            ints, floats = (key_states.new_empty(0, dtype=dtype) for dtype in (torch.int8, torch.float32))
+            pools = [*((shape, ints) for shape in shapes), *(((heads, 1), floats) for heads, _ in shapes)]
+        slots = self.owner.slots_at_first(sum(heads * width * like.itemsize for (heads, width), like in pools))
         # Zeros, not empty: attention multiplies masked slots by zero weights, and 0 * NaN would be NaN.
-        self._use([memory.zeros((slots, *shape), key_states) for shape in shapes])
+        self._use([memory.zeros((slots, *shape), like) for shape, like in pools])
         self.is_initialized = True
         self.owner.note_allocated(self.pools)
 
     def _use(self, pools: list[torch.Tensor]) -> None:
         self.pools, first = pools, pools[: len(pools) - len(self.further)]
         self.further = dict(zip(self.further, pools[len(first) :], strict=True))
+        if self.owner.is_quantized:
+            first, scales = first[: len(first) // 2], first[len(first) // 2 :]
+            self.quantized = {"scales": (scales[0], scales[-1])}
         self.keys, self.values = pools[0].split(self._widths, dim=2) if self.owner.is_latent else (first[0], first[-1])
 
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
-        """All that is kept of a token: keys, values and what is in the further pools."""
-        return self.keys, self.values, *self.further.values()
+        """All that is kept of a token: keys, values, their scales and what is in the further pools."""
+        return self.keys, self.values, *self.quantized.get("scales", ()), *self.further.values()
+
+    def dequantized(self, states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The `states` of some tokens, with keys and values in the model's dtype."""
+        if states[0].dtype != torch.int8:
+            return states
+        return tuple(dequantized(*pair, self.dtype) for pair in zip(states[:2], states[2:], strict=True))
 
     def grow(self, num_slots: int, runs: list[tuple[int, int]]) -> None:
         """Move to larger pools and copy the slots in `runs` (first, end)."""
@@ -124,13 +138,13 @@ class PagedLayer(WithSegments, CacheLayerMixin):
         batch = self.owner.batch
         there = batch.on(key_states.device)
         keys, values = tokens_first(key_states), tokens_first(value_states)
-        there.write(keys, values, self.keys, self.values, there.write_slots)
+        there.write(keys, values, self.keys, self.values, there.write_slots, **self.quantized)
         if not batch.gather:
             if self.owner.is_latent:
                 return key_states[:, :, :0], value_states[:, :, :0]
             return key_states, value_states
-        read = there.read_slots
-        keys, values = self.keys.index_select(0, read), self.values.index_select(0, read)
+        stored = self.states[: 4 if self.quantized else 2]
+        keys, values = self.dequantized(tuple(states.index_select(0, there.read_slots) for states in stored))
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def rotate_and_update(
@@ -141,13 +155,12 @@ class PagedLayer(WithSegments, CacheLayerMixin):
             self.lazy_initialization(keys, values)
         slots = self.owner.batch.on(keys.device).write_slots
         query, keys, values = tokens_first(query), tokens_first(keys), tokens_first(values)
-        return rotate_and_write(query, keys, values, self.keys, self.values, slots, cos[0], sin[0]).transpose(0, 1)[
-            None
-        ]
+        out = rotate_and_write(query, keys, values, self.keys, self.values, slots, cos[0], sin[0], **self.quantized)
+        return out.transpose(0, 1)[None]
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [T, heads, width] to `slots` [T]."""
-        write_keys_values(keys, values, self.keys, self.values, slots)
+        write_keys_values(keys, values, self.keys, self.values, slots, **self.quantized)
 
     def write_further(self, name: str, slots: torch.Tensor, states: torch.Tensor) -> None:
         """Write states [T, 1, width] to `slots` [T] of a further pool."""

@@ -39,8 +39,8 @@ _COMMON = (
 )  # fmt: skip
 # Keys that act on the target or on whole steps, so that a part has no use for them.
 _OF_THE_WHOLE = (
-    *PER_CALL_KEYS, "deterministic", "target_quantization", "recurrent_states", "num_blocks", "max_model_len", "disable_by_batch_size",
-    "num_speculative_tokens_per_batch_size", "lookup_corpus", "lookup_corpus_tokens",
+    *PER_CALL_KEYS, "deterministic", "target_quantization", "recurrent_states", "kv_cache_dtype", "num_blocks", "max_model_len",
+    "disable_by_batch_size", "num_speculative_tokens_per_batch_size", "lookup_corpus", "lookup_corpus_tokens",
 )  # fmt: skip
 
 

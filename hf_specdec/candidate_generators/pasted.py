@@ -42,7 +42,6 @@ _IGNORED = {
     "the drafter's own config.json is read": "draft_model_config",
     "experts run as in transformers": "moe_backend",
     "attention is chosen by the device and the model": "attention_backend index_share_for_mtp_iteration disable_mqa_scorer",
-    "keys and values are in the model's dtype": "kv_cache_dtype",
     "'cuda_graphs' says what runs as CUDA graphs": "enforce_eager",
     "a prefix is shared as far as the drafter has read it": "disable_eagle_block_drop",
     "scores are returned where output_scores asks for them": "disable_logprobs",

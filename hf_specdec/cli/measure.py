@@ -46,7 +46,7 @@ PLAIN = Variant("plain generate()")
 # Keys of the loop and of the target's forward pass: a configuration is compared with "none" under the same ones.
 LOOP_KEYS = (
     "target_quantization", "native", "compile", "cuda_graphs", "prepack_weights", "deterministic", "recurrent_states", "block_size",
-    "num_blocks", "prefill_chunk_size", "async_scheduling",
+    "kv_cache_dtype", "num_blocks", "prefill_chunk_size", "async_scheduling",
 )  # fmt: skip
 LOSES = "▼"
 COLUMNS = (

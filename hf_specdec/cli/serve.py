@@ -11,6 +11,7 @@ from typing import Any
 
 import hf_specdec
 
+from ..config import KV_CACHE_DTYPES
 from ..jsonl import json_object
 from .options import CONFIG_HELP, DTYPES, port_number, positive_float, positive_int
 
@@ -27,7 +28,8 @@ a request's seed gives the same tokens every time. Flags have vLLM's names.
 # options that are arguments of `LLM`, which the HTTP side does not import
 _OF_ENGINE = (
     "speculative_config", "revision", "dtype", "device", "tensor_parallel_size", "enable_expert_parallel", "trust_remote_code",
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "kv_transfer_config", "seed",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "kv_cache_dtype",
+    "kv_transfer_config", "seed",
 )  # fmt: skip
 
 # Defaults of options that replicas refuse. argparse's default is None, which shows that an option is not given.
@@ -82,6 +84,10 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         help="most tokens of a step, prompt chunks and drafts included (default: 2048; on a CPU 256, while few rows decode)",
     )
     count("--kv-cache-memory-bytes", help="memory of the KV cache (default: a share of the free memory)")
+    group.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto",
+        help="int8: keep keys and values in 8 bits (lossy); default: the model's dtype",
+    )  # fmt: skip
     group.add_argument(
         "--kv-transfer-config", metavar="JSON",
         help='disaggregated prefill: {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_consumer" or "kv_both"}',

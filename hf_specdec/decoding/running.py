@@ -147,7 +147,7 @@ class RunningSequences:
             self.outside.pop(seq.id, None)
             self.cache.evict(seq.id)
         elif seq.id not in self.outside:
-            layers = self.read_cache(seq)
+            layers = read_cache(self.cache, seq)
             self.cache.evict(seq.id, keep_states=True)
             self.keep_outside(
                 seq, [None if states is None else tuple(tensor.cpu() for tensor in states) for states in layers]
@@ -162,7 +162,9 @@ class RunningSequences:
 
     def read_cache(self, seq: Sequence) -> KeysValues:
         """Per layer, keys and values [n, heads, width] of the tokens that were fed; None for a layer that reads another layer's."""
-        return self.outside[seq.id] if seq.id in self.outside else read_cache(self.cache, seq)
+        layers = self.outside[seq.id] if seq.id in self.outside else read_cache(self.cache, seq)
+        stored = zip(self.cache.layers, layers, strict=True)
+        return [None if states is None else layer.dequantized(states) for layer, states in stored]
 
     @property
     def drafters(self) -> list[str]:

@@ -60,7 +60,7 @@ def paged_attention_forward(
     attend, packed = batch.on(query.device).attend, tokens_first(query)
     if batch.invariant is not None:
         attend = batch.invariant.direct()(attend)
-    options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux"), **layer.quantized}
     if callable(biases := kwargs.get("position_bias")):  # of T5; a tensor of zeros where it attends to the source
         options["biases"] = biases
     if layer.segment is not None:

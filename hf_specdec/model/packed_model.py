@@ -101,6 +101,7 @@ class PackedModel:
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
         chooses_states: `choose_states` may change `replays_drafts`.
         cache_bytes: memory for keys, values and states; None: what is free.
+        quantizes_cache: keys and values are kept in int8.
         ranks: the processes that hold the model's shards; None: this one holds all of it.
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
         native: runs forward passes in the native library on a CPU; None: operators are called one by one.
@@ -130,6 +131,7 @@ class PackedModel:
         self.replays_drafts, self.chooses_states = False, False
         self.window: int | Window | None = None
         self.cache_bytes: int | None = None
+        self.quantizes_cache = False
         self.deterministic = False
         self.graphs: GraphRunner | None = None
         self.native: NativeForwards | None = None
@@ -193,12 +195,13 @@ class PackedModel:
         return architectures.position_limit(self.config)
 
     def new_cache(
-        self, num_blocks: int, block_size: int, share_prefixes: bool = True, grows: bool = False
+        self, num_blocks: int, block_size: int, share_prefixes: bool = True, grows: bool = False, is_trial: bool = False
     ) -> PagedStaticCache:
         """A paged cache with one layer of pools per layer of the model.
 
         Args:
             grows: allocate memory as it is needed, up to `num_blocks`; otherwise all of it at the first write.
+            is_trial: keep keys and values in the model's dtype in any case, to compare programs with the model.
         """
         if self.graphs is not None:
             self.graphs.captures.clear()
@@ -209,6 +212,7 @@ class PackedModel:
         return PagedStaticCache(
             num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states, window=self.window,
             has_other_keys=self.family is not None or bool(self.tables), is_latent=self.is_latent, segments=self.segments,
+            is_quantized=self.quantizes_cache and not is_trial,
         )  # fmt: skip
 
     def read_source(self, cache: PagedStaticCache, seq_id: int, source: Source | None) -> None:

@@ -35,6 +35,7 @@ class ModelOptions:
         owned: the model is ours, so quantized weights may replace its own. Otherwise they are swapped in while it is active.
         recurrent_states: "kept" or "replayed": what is kept of each draft by layers with a recurrent state. "auto": see
             `PackedModel.choose_states`.
+        kv_cache_dtype: "int8": keep keys and values in int8. "auto": in the model's dtype.
         native: run forward passes, and products with quantized weights, in the native library on a CPU. None: where it is compiled
             and can run the model; False: use none of it.
         compile: compile the decoder layers. None: only trace and rewrite them, where they run as CUDA graphs.
@@ -49,6 +50,7 @@ class ModelOptions:
     compile: bool | None = False
     recurrent_states: str = "auto"
     native: bool | None = None
+    kv_cache_dtype: str = "auto"
 
 
 DEFAULTS = ModelOptions()
@@ -68,6 +70,8 @@ def prepare(
     """
     packed = PackedModel(model, taps, num_layers, borrowed)
     _set_states(packed, options)
+    if options.kv_cache_dtype == "int8":
+        _quantize_cache(packed)
     if packed.family is not None:
         _check_options(packed, options, "an encoder-decoder model")
     if packed.segments:
@@ -127,6 +131,21 @@ def prepare(
             "there) and a whole model on the CPU that attends to pages. Leave the key out."
         )
     return packed
+
+
+def _quantize_cache(packed: PackedModel) -> None:
+    """Keep keys and values in int8. Raises UnsupportedModel: this model caches other things, or more."""
+    problems = {
+        "an encoder-decoder model": packed.family is not None, "which is sharded over ranks": packed.ranks is not None,
+        "which caches compressed keys": packed.is_latent or bool(packed.segments),
+        "whose layers have a recurrent state": packed.recurrent is not None,
+    }  # fmt: skip
+    for problem, is_there in problems.items():
+        if is_there:
+            raise UnsupportedModel(
+                f"'kv_cache_dtype' 'int8' cannot be used with {type(packed.model).__name__}, {problem}. Leave the key out."
+            )
+    packed.quantizes_cache = True
 
 
 def _set_states(packed: PackedModel, options: ModelOptions) -> None:

@@ -93,7 +93,7 @@ class Trial:
     def packed_logits(self, packed: PackedModel) -> torch.Tensor:
         """The same logits [T, V] from two packed forwards."""
         first, second, nodes = self.texts(packed.vocab_size)
-        cache = packed.new_cache(num_blocks=2, block_size=16, share_prefixes=False)
+        cache = packed.new_cache(num_blocks=2, block_size=16, share_prefixes=False, is_trial=True)
         sources = [None, None] if packed.family is None else dummy_sources(packed.model, 2, packed.device)
         read, split, rows = self.read, self.lengths[0] - self.read, []
         for row, text in enumerate((first, second)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import inspect
 import itertools
@@ -93,6 +94,7 @@ class LLM:
         max_num_seqs: maximum number of rows that run at once.
         max_num_batched_tokens: maximum number of tokens in a step; None: 2048, or on a CPU the 256 that run as one native call, while
             decoding rows take at most half of them.
+        kv_cache_dtype: the key of that name in `speculative_config`: "int8" keeps keys and values in 8 bits, which is lossy.
         kv_cache_memory_bytes: memory of the target's KV cache; None: half of the free memory (0.8 of a GPU's), or what `max_num_seqs`
             texts of `max_model_len` tokens need if that is less.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
@@ -128,6 +130,7 @@ class LLM:
         kv_transfer_config: KVTransferConfig | dict[str, Any] | None = None,
         enable_expert_parallel: bool = False,
         lora_modules: dict[str, str] | None = None,
+        kv_cache_dtype: str = "auto",
         **others: Any,
     ):
         given = {key: value for key, value in locals().items() if key not in ("self", "others")} | others
@@ -135,6 +138,10 @@ class LLM:
         speculative_config = with_storage(_from_older_arguments(speculative_config, others), transfer)
         _check_others(others)
         config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
+        if kv_cache_dtype != "auto":
+            config = copy.copy(config)
+            config.kv_cache_dtype = kv_cache_dtype
+            config.check_keys()
         self.processes = RankProcesses.of(given)
         self._metrics: Metrics | None = None  # without the package for them there are none
         if importlib.util.find_spec("prometheus_client") is not None:

@@ -136,7 +136,7 @@ SPECIAL = {
     "draft_length": "auto", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 0]],
     "synthetic_acceptance_rates": [0.9, 0.5], "synthetic_acceptance_length": 1.5, "strategy": "extend",
     "first": {"method": "suffix"}, "second": NGRAM, "methods": {"it": NGRAM}, "total_tokens": 5,
-    "quantization": "wint8", "target_quantization": "wint4", "recurrent_states": "replayed",
+    "quantization": "wint8", "target_quantization": "wint4", "recurrent_states": "replayed", "kv_cache_dtype": "int8",
     "prediction": [1, 2],
 }  # fmt: skip
 SPECIAL_OF = {

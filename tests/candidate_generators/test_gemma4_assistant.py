@@ -127,6 +127,20 @@ def test_trees_and_texts(tmp_path, shape):
     assert largest_error(recorder, assistant, target) < 1e-3
 
 
+@pytest.mark.parametrize("kind", TARGETS)
+def test_keys_in_int8(tmp_path, kind):
+    """It reads the target's pages, whatever they hold."""
+    target, (_, config) = target_of(kind), assistant_of(tmp_path)
+    texts = [
+        target.generate(
+            **ragged([9, 5, 12], vocab_size=VOCAB), max_new_tokens=20, do_sample=False,
+            speculative_config=each | {"kv_cache_dtype": "int8"},
+        )
+        for each in ({"method": "none"}, config)
+    ]  # fmt: skip
+    assert torch.equal(*texts)
+
+
 @pytest.mark.long
 def test_rows_that_come_and_go(tmp_path):
     """Rows with limits of their own, prompts in chunks, preempted rows: they draft again from the keys that were read again."""

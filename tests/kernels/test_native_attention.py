@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_specdec.kernels.attention import native, reference
 from hf_specdec.kernels.attention.inputs import NativeRows, RowDescription, Window
+from hf_specdec.kernels.cache.reference import quantized
 from hf_specdec.kernels.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
@@ -127,6 +128,29 @@ def test_equals_the_definition(instruction_set, problem):
     # Rounded weights leave an error in proportion to the values they weigh, which are about 1, however small their mean is.
     error = (found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
     assert error < BOUNDS[problem["dtype"]] * (10 if problem["softcap"] and problem["dtype"] == torch.float32 else 1)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problem=problems())
+def test_pools_in_int8(instruction_set, problem):
+    """As exact as others, over the numbers that they stand for; and each query by itself."""
+    query, *pools, table, rows, allowed, own = batch(problem)
+    sinks = torch.linspace(-1, 1, problem["heads"]).to(problem["dtype"]) if problem["sinks"] else None
+    pools, scales = zip(*map(quantized, pools), strict=True)
+    meant = [pool * scale.double() for pool, scale in zip(pools, scales, strict=True)]
+    wanted = by_definition(problem, query, *meant, rows, allowed, own, sinks)
+    options = {
+        "scaling": 0.3,
+        "window": problem["window"],
+        "softcap": problem["softcap"],
+        "sinks": sinks,
+        "scales": scales,
+    }
+    found = native.paged_attention(query, *pools, table, **options)
+    error = (found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
+    assert error < BOUNDS[problem["dtype"]] * (10 if problem["softcap"] and problem["dtype"] == torch.float32 else 1)
+    first = rows[0].query_length
+    assert torch.equal(native.paged_attention(query[:first], *pools, NativeRows.of(rows[:1]), **options), found[:first])
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -21,6 +21,7 @@ from hf_specdec.kernels.attention.launch import (
     merge_tile,
     num_tiles,
 )
+from hf_specdec.kernels.cache.reference import quantized
 
 if RUNS_HERE:
     from hf_specdec.kernels.attention.triton import paged_attention
@@ -238,6 +239,25 @@ def test_head_widths(width, value_width, heads, dtype):
     rows = [random_row(rng, "tree", 45, 6), random_row(rng, "causal", 33, 1), random_row(rng, "causal", 21, 21)]
     batch = Batch(rows, *heads, width, value_width, dtype, 16, seed=width)
     check(batch.run(scaling=width**-0.5), batch.plain(scaling=width**-0.5))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "widths", "heads", "launch"),
+    [
+        (torch.float32, (32, 32), (4, 2), LAUNCHES[2]), (torch.float16, (80, 48), (3, 3), None),
+        (torch.bfloat16, (24, 40), (6, 1), LAUNCHES[5]),
+    ],
+)  # fmt: skip
+def test_pools_in_int8(dtype, widths, heads, launch):
+    rng = np.random.default_rng(2)
+    rows = [random_row(rng, "tree", 45, 6), random_row(rng, "causal", 33, 1), random_row(rng, "causal", 21, 21)]
+    batch = Batch(rows, *heads, *widths, dtype, 4)
+    pools, scales = zip(*map(quantized, (batch.key_pool, batch.value_pool)), strict=True)
+    batch.key_pool, batch.value_pool = (pool * scale.double() for pool, scale in zip(pools, scales, strict=True))
+    wanted = batch.plain(window=9)
+    batch.key_pool, batch.value_pool = pools
+    check(batch.run(window=9, launch=launch, scales=tuple(scale.to(DEVICE) for scale in scales)), wanted)
 
 
 @needs_triton

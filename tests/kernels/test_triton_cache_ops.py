@@ -15,7 +15,7 @@ if RUNS_HERE:
     from hf_specdec.kernels.cache.triton import PoolTable, move_slots, write_keys_values
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-POISON = 12345.0
+POISON = 12345.0  # in int8: 57
 random_settings = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -25,7 +25,7 @@ def states(tokens, heads, width, dtype):
 
 
 def pool(slots, heads, width, dtype):
-    return torch.full((slots, heads, width), POISON, dtype=dtype, device=DEVICE)
+    return torch.full((slots, heads, width), POISON, device=DEVICE).to(dtype)
 
 
 @needs_triton
@@ -49,6 +49,29 @@ def test_write(tokens, heads, widths, dtype, seed):
     reference.write_keys_values(keys[written], values[written], wanted[0], wanted[1], slots[written])
     assert write_keys_values(keys, values, key_pool, value_pool, slots) is None
     assert torch.equal(key_pool, wanted[0]) and torch.equal(value_pool, wanted[1])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotary", [0, 32, 20])
+def test_write_in_int8(dtype, rotary):
+    """The same bits as the definition's, also for tokens of zeros and numbers half way between two."""
+    torch.manual_seed(rotary)
+    query, keys, values = states(9, 6, 32, dtype), states(9, 3, 32, dtype), states(9, 2, 40, dtype)
+    keys[0], values[1] = 0, torch.arange(40) * 127 / 2 ** torch.randint(0, 8, (2, 1))
+    angles = torch.rand(9, rotary // 2, device=DEVICE).repeat(1, 2)
+    rotation = {"query": query, "cos": angles.cos(), "sin": angles.sin()} if rotary else {}
+    pools, slots = [], torch.randperm(11)[:9].to(DEVICE)
+    plain = torch.empty(11, 3, 32, dtype=dtype, device=DEVICE), torch.empty(11, 2, 40, dtype=dtype, device=DEVICE)
+    write_keys_values(keys, values, *plain, slots, **rotation)  # the rotated keys
+    ways = (reference.write_keys_values, plain[0][slots], {}), (write_keys_values, keys, rotation)
+    for write, written, more in ways:
+        ints = pool(11, 3, 32, torch.int8), pool(11, 2, 40, torch.int8)
+        scales = pool(11, 3, 1, torch.float32), pool(11, 2, 1, torch.float32)
+        write(written, values, *ints, slots, scales=scales, **more)
+        pools.append([*ints, *scales])
+    assert all(map(torch.equal, *pools))
+    assert pools[0][0][slots].abs().max() == 127
 
 
 @needs_triton

@@ -66,6 +66,16 @@ def decode(pair, config, **arguments):
 
 
 @needs_triton
+def test_keys_in_int8(pair, use):
+    texts = []
+    for kernels, name in (("reference", "none"), ("triton", "dynamic tree")):
+        use(kernels)
+        out = decode(pair, CONFIGS[name] | {"kv_cache_dtype": "int8"}, do_sample=False)
+        texts.append(out.sequences)
+    assert torch.equal(*texts) and out.speculation["num_accepted_tokens"] > 0
+
+
+@needs_triton
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("none", "tree") else n for n in CONFIGS]
 )

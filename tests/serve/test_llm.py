@@ -347,8 +347,8 @@ def test_a_bias_allows_no_token_that_is_not_allowed():
 def test_arguments_that_do_not_exist():
     with pytest.raises(TypeError, match=r"LLM\(\) has no argument 'modle' \(did you mean 'model'\?\)"):
         LLM(model="tiny", modle=1)
-    with pytest.raises(TypeError, match=r"no argument 'kv_cache_dtype', 'pipeline_parallel_size'.*vllm.md"):
-        LLM(model="tiny", kv_cache_dtype="fp8", pipeline_parallel_size=2)
+    with pytest.raises(TypeError, match=r"no argument 'cpu_offload_gb', 'pipeline_parallel_size'.*vllm.md"):
+        LLM(model="tiny", cpu_offload_gb=1, pipeline_parallel_size=2)
     with pytest.raises(TypeError, match=r"SamplingParams.* 'temprature' .did you mean 'temperature'"):
         SamplingParams(temprature=0.5)
     with pytest.raises(ValueError, match="did you mean 'tiny'"):

@@ -7,25 +7,28 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from ..cache.reference import Scales, dequantized
 from .inputs import AttentionBatch, AttentionRow, Biases, Window, window_parts
 
 
 def attend(
-    query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks, biases: Biases | None = None
-) -> torch.Tensor:
+    query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks, biases: Biases | None = None,
+    scales: Scales | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention [T, H, Dv] of queries [T, H, D] over a batch that describes its rows. See `paged_attention`."""
     rows, masks = batch.plan(window, query, key_pool)
     if biases is not None:
         added = [biases(distances.shape[1])[distances].permute(2, 0, 1) for distances in batch.distances()]
         masks = [more if mask is None else more + mask for more, mask in zip(added, masks, strict=True)]
-    return paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks)
+    return paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks, scales)
 
 
 def attend_invariant(
-    query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks
+    query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks, scales: Scales | None = None
 ) -> torch.Tensor:
     """`attend`, where a query's result does not depend, bit for bit, on the rest of the batch."""
-    return query_by_query(query, key_pool, value_pool, batch.lines(query.device), scaling, window, softcap, sinks)
+    rows = batch.lines(query.device)
+    return query_by_query(query, key_pool, value_pool, rows, scaling, window, softcap, sinks, scales)
 
 
 def paged_attention(
@@ -37,6 +40,7 @@ def paged_attention(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged batch over a paged cache.
 
@@ -46,6 +50,7 @@ def paged_attention(
         rows, masks: see AttentionBatch.plan; where heads are not in groups, a mask may be [H, t, S], too.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head in the softmax, without a value (gpt-oss).
+        scales: of keys and values in int8.
 
     Returns: [T, H, Dv].
     """
@@ -58,7 +63,7 @@ def paged_attention(
     for row, mask in zip(rows, masks, strict=True):
         count = row.end - row.start
         q = query if len(rows) == 1 else query[row.start : row.end]
-        k, v = read_row(key_pool, row), read_row(value_pool, row)
+        k, v = _keys_and_values(key_pool, value_pool, row, scales, query.dtype)
         if count <= few and (mask is None or mask.dim() == 2):
             outs.append(_attention_query_by_query(q, k, v, mask, scaling))
             continue
@@ -105,6 +110,16 @@ def attention_with_softcap_or_sinks(q, k, v, mask, scaling, softcap, sinks):
     return torch.matmul(weights[..., : k.shape[2]], v)
 
 
+def _keys_and_values(
+    key_pool: torch.Tensor, value_pool: torch.Tensor, row: AttentionRow, scales: Scales | None, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The row's keys and values [1, heads, length, width] in this dtype."""
+    read = [read_row(key_pool, row), read_row(value_pool, row)]
+    if scales is None:
+        return read
+    return [dequantized(states, read_row(pool, row), dtype) for states, pool in zip(read, scales, strict=True)]
+
+
 def read_row(pool: torch.Tensor, row: AttentionRow) -> torch.Tensor:
     """The row's keys or values [1, heads, length, width]: a view of `pool` when contiguous, a gathered copy otherwise."""
     if row.slots is None:
@@ -126,6 +141,7 @@ def query_by_query(
     window: int | Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """As `paged_attention`, with one call per query, whose shapes depend only on how many keys the query sees.
 
@@ -133,7 +149,7 @@ def query_by_query(
         query: [T, H, D].
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv]; the batch's own keys must already be written.
         window: a query sees only the last so many keys, including its own, and the first ones (see `Window`).
-        scaling, softcap, sinks: see `paged_attention`.
+        scaling, softcap, sinks, scales: see `paged_attention`.
 
     Returns: [T, H, Dv].
     """
@@ -142,7 +158,7 @@ def query_by_query(
     size, kept = window_parts(window)
     out = query.new_zeros(num_tokens, num_heads, value_width)
     for row in rows:
-        keys, values = read_row(key_pool, row), read_row(value_pool, row)
+        keys, values = _keys_and_values(key_pool, value_pool, row, scales, query.dtype)
         before = row.length - (row.end - row.start)
         for token in range(row.start, row.end):
             end = before + token - row.start + 1

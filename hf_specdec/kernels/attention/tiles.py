@@ -172,7 +172,7 @@ def _softmax_step(scores, factor, state):
 
 @triton.jit
 def attend_keys(
-    state, low, high, end, blocks, queries, region, pools, gaps, window, kept, score_factor, softcap_factor,
+    state, low, high, end, blocks, queries, region, pools, scales, gaps, window, kept, score_factor, softcap_factor,
     MASKED: tl.constexpr, WIDTH: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -183,6 +183,7 @@ def attend_keys(
     `blocks`: those of the first tile of keys. `gaps`: see `_with_gap`.
     """
     keys, values, table, key_slot, value_slot = pools
+    key_scales, value_scales, kv_head = scales
     q1, q2, _, _, _, _ = queries
     columns1 = tl.arange(0, WIDTH1)
     for key_start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
@@ -194,11 +195,14 @@ def attend_keys(
         blocks = load_blocks(table, counted + BLOCK_N, high, gaps, BLOCK_SIZE, HAS_KEPT)
 
         k1 = _load_tile(keys, slots, exists, columns1, key_slot, WIDTH, WIDTH1 <= WIDTH, MASKED, UPCAST)
-        scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+        scores = tl.dot(q1, tl.trans(k1.to(q1.dtype)), input_precision="ieee")
         if WIDTH2 > 0:
             columns2 = WIDTH1 + tl.arange(0, WIDTH2)
             k2 = _load_tile(keys, slots, exists, columns2, key_slot, WIDTH, WIDTH1 + WIDTH2 == WIDTH, MASKED, UPCAST)
-            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+            scores = tl.dot(q2, tl.trans(k2.to(q2.dtype)), scores, input_precision="ieee")
+        if key_scales is not None:
+            lines = slots * tl.num_programs(0) + kv_head
+            scores = scores * tl.load(key_scales + lines, mask=exists, other=0.0)[None, :]
         factor = score_factor
         if HAS_SOFTCAP:
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * score_factor))  # tanh
@@ -209,9 +213,10 @@ def attend_keys(
 
         weights, state = _softmax_step(scores, factor, state)
         largest, total, weighted = state
-        weights = weights.to(values.dtype.element_ty)
-        if UPCAST:
-            weights = weights.to(tl.float32)
+        if not UPCAST:
+            weights = weights.to(q1.dtype)
+        elif value_scales is None:
+            weights = weights.to(values.dtype.element_ty).to(tl.float32)
         if SHARED:  # the values are the keys' first columns (latent attention)
             weighted = tl.dot(weights, k1, weighted, input_precision="ieee")
         else:
@@ -219,7 +224,10 @@ def attend_keys(
             v = _load_tile(
                 values, slots, exists, columns, value_slot, VALUE_WIDTH, VALUE_BLOCK == VALUE_WIDTH, MASKED, UPCAST
             )
-            weighted = tl.dot(weights, v, weighted, input_precision="ieee")
+            if value_scales is not None:
+                lines = slots * tl.num_programs(0) + kv_head
+                v = v.to(tl.float32) * tl.load(value_scales + lines, mask=exists, other=0.0)[:, None]
+            weighted = tl.dot(weights, v.to(weights.dtype), weighted, input_precision="ieee")
         state = largest, total, weighted
     return state
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..cache.reference import Scales
 from ..dispatch import next_power_of_two
 from .inputs import AttentionBatch, AttentionInputs, Window, window_parts
 from .launch import AttentionLaunch, AttentionShape, choose_launch, device_limits, head_widths, merge_tile, num_tiles
@@ -34,7 +35,7 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=["num_rows", "tiles_per_row", "window", "kept", "keys_per_split", "num_splits"])
 def attention_kernel(
-    out, partial, partial_lse, query, keys, values, block_tables, query_starts, key_lengths,
+    out, partial, partial_lse, query, keys, values, key_scales, value_scales, block_tables, query_starts, key_lengths,
     visibility, region_lengths, positions, region_positions, sinks,
     out_token, out_head, query_token, query_head, key_slot, key_head, value_slot, value_head, table_row,
     num_rows, tiles_per_row, num_splits, keys_per_split, window, kept, score_factor, softcap_factor,
@@ -91,6 +92,7 @@ def attention_kernel(
     q2 = load_queries(query_rows, valid, WIDTH, WIDTH1, WIDTH2, UPCAST)
     queries = q1, q2, length - num_tokens + lines // GROUP, query_positions, packed, valid
     region = visibility, only_word, region_positions, row, region_start, region_start < length
+    scales = key_scales, value_scales, kv_head
     pools = keys + kv_head * key_head, values + kv_head * value_head, table, key_slot, value_slot
     state = (
         tl.full([BLOCK_M], NOTHING, dtype=tl.float32),
@@ -104,7 +106,7 @@ def attention_kernel(
             blocks = load_blocks(table, low + tl.arange(0, BLOCK_N), high, gaps, BLOCK_SIZE, HAS_KEPT)
         # Peeled masked tiles are few, and deeper pipelining would also buffer the words of their masks.
         state = attend_keys(
-            state, low, high, end, blocks, queries, region, pools, gaps, window, kept, score_factor, softcap_factor,
+            state, low, high, end, blocks, queries, region, pools, scales, gaps, window, kept, score_factor, softcap_factor,
             masked, WIDTH, WIDTH1, WIDTH2, VALUE_WIDTH, VALUE_BLOCK, SHARED, BLOCK_SIZE, WORDS, HAS_WINDOW, HAS_KEPT,
             HAS_SOFTCAP, BLOCK_N, 2 if PEEL and masked else STAGES, UPCAST,
         )  # fmt: skip
@@ -178,6 +180,7 @@ def paged_attention(
     invariant: bool = False,
     launch: AttentionLaunch | None = None,
     out: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged batch over a paged cache, in one launch (two if keys are split).
 
@@ -187,7 +190,7 @@ def paged_attention(
 
     Args:
         query: [T, H, D] float16, bfloat16 or float32, any strides of tokens and heads.
-        key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv] of query's dtype; the batch's own keys must already be
+        key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv] of query's dtype, or int8; the batch's own keys must already be
             written. Values that are a view of the keys' first columns are loaded once, if their number is a power of two.
         scaling: factor of the scores; must be above 0.
         window: a query at position p sees only keys at positions above p - window, and the first ones (see `Window`).
@@ -195,6 +198,7 @@ def paged_attention(
         sinks: [H], one more logit per head, without a value (gpt-oss).
         launch: tile sizes, for measurements; None: `choose_launch`.
         out: [T, H, Dv] of query's dtype, last dimension contiguous.
+        scales: of pools in int8, contiguous.
 
     Returns: [T, H, Dv]. A query that sees no key gives zeros.
 
@@ -205,7 +209,7 @@ def paged_attention(
     _, num_kv_heads, value_width = value_pool.shape
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_width)
-    _check(query, key_pool, value_pool, scaling, out)
+    _check(query, key_pool, value_pool, scaling, out, scales is not None)
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
     words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
@@ -222,8 +226,8 @@ def paged_attention(
     log2e, (size, kept), (width1, width2) = LOG2E.value, window_parts(window), head_widths(width)
     with torch.cuda.device_of(query):  # a model may be spread over several devices; on a CPU this does nothing
         attention_kernel[num_kv_heads, tiles, splits](
-            out, partial, lse, query, key_pool, value_pool, inputs.block_tables, inputs.query_starts, inputs.key_lengths,
-            inputs.visibility, inputs.region_lengths, inputs.positions, inputs.region_positions, sinks,
+            out, partial, lse, query, key_pool, value_pool, *(scales or (None, None)), inputs.block_tables, inputs.query_starts,
+            inputs.key_lengths, inputs.visibility, inputs.region_lengths, inputs.positions, inputs.region_positions, sinks,
             out.stride(0), out.stride(1), query.stride(0), query.stride(1), key_pool.stride(0), key_pool.stride(1),
             value_pool.stride(0), value_pool.stride(1), inputs.block_tables.stride(0),
             shape.num_rows, tiles_per_row, splits, launch.keys_per_split, size, kept,
@@ -246,20 +250,14 @@ def paged_attention(
     return out
 
 
-def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
+def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, **options) -> torch.Tensor:
     """See `reference.attend`."""
-    inputs = batch.attention_inputs(query.device)
-    return paged_attention(query, key_pool, value_pool, inputs, scaling, window=window, softcap=softcap, sinks=sinks)
+    return paged_attention(query, key_pool, value_pool, batch.attention_inputs(query.device), scaling, **options)
 
 
-def attend_invariant(
-    query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks
-) -> torch.Tensor:
+def attend_invariant(query, key_pool, value_pool, batch: AttentionBatch, scaling, **options) -> torch.Tensor:
     """See `reference.attend_invariant`."""
-    options = {"window": window, "softcap": softcap, "sinks": sinks}
-    return paged_attention(
-        query, key_pool, value_pool, batch.attention_inputs(query.device), scaling, invariant=True, **options
-    )
+    return attend(query, key_pool, value_pool, batch, scaling, invariant=True, **options)
 
 
 def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, words: int, windowed: bool) -> AttentionShape:
@@ -270,18 +268,19 @@ def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, words: int, 
         inputs.block_tables.shape[0], num_tokens, inputs.max_query_length, inputs.max_key_length, num_kv_heads,
         num_heads // num_kv_heads, width, value_width, query.element_size(),
         masks_load=words > 1 or (windowed and inputs.region_positions is not None),
-        shared=of_keys and value_width == head_widths(width)[0],
+        shared=of_keys and value_width == head_widths(width)[0] and key_pool.dtype == query.dtype,
     )  # fmt: skip
 
 
-def _check(query, key_pool, value_pool, scaling, out):
+def _check(query, key_pool, value_pool, scaling, out, is_quantized):
     _, num_heads, width = query.shape
     kv_heads = value_pool.shape[1]
     if key_pool.shape[1:] != (kv_heads, width) or num_heads % kv_heads or key_pool.shape[0] != value_pool.shape[0]:
         raise ValueError(
             f"query {tuple(query.shape)}, keys {tuple(key_pool.shape)} and values {tuple(value_pool.shape)} do not fit together."
         )
-    if not query.dtype == key_pool.dtype == value_pool.dtype == out.dtype:
+    of_pools = torch.int8 if is_quantized else query.dtype
+    if query.dtype != out.dtype or not of_pools == key_pool.dtype == value_pool.dtype:
         raise ValueError(f"dtypes differ: {query.dtype}, {key_pool.dtype}, {value_pool.dtype}, {out.dtype}.")
     if any(tensor.stride(2) != 1 for tensor in (query, key_pool, value_pool, out)):
         raise ValueError("the last dimension of query, pools and out must be contiguous.")

@@ -10,6 +10,7 @@ import torch
 from ..dispatch import operation, uses_triton
 from ..transfer import upload
 from . import reference
+from .reference import dequantized as dequantized
 
 write_keys_values = operation(reference.write_keys_values)
 rotate_and_write = operation(reference.rotate_and_write)

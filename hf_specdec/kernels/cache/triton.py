@@ -11,6 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from . import reference
+
+LEAST = tl.constexpr(reference.LEAST)
+TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to a whole number
+
 
 @triton.jit
 def _rotated(source, cos, sin, columns, token, heads, ROTARY: tl.constexpr, WIDTH: tl.constexpr):
@@ -27,8 +32,19 @@ def _rotated(source, cos, sin, columns, token, heads, ROTARY: tl.constexpr, WIDT
 
 
 @triton.jit
+def _store(pool, there, x, scales, slot, heads, inside, HEADS: tl.constexpr):
+    """Store rows `x` [heads, columns] at `there`, in 8 bits if there are scales (see `reference.quantized`)."""
+    if scales is not None:
+        x = x.to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST) / 127.0
+        tl.store(scales + slot * HEADS + heads, scale, mask=heads < HEADS)
+        x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)) + TO_WHOLE - TO_WHOLE
+    tl.store(there, x.to(pool.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def write_kernel(
-    query_out, query, keys, values, key_pool, value_pool, slots, cos, sin,
+    query_out, query, keys, values, key_pool, value_pool, key_scales, value_scales, slots, cos, sin,
     out_token, out_head, query_token, query_head, key_token, key_head, value_token, value_head,
     key_slot, key_pool_head, value_slot, value_pool_head,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
@@ -61,18 +77,19 @@ def write_kernel(
         inside = exist & (columns < WIDTH)[None, :]
         there = key_pool + slot * key_slot + (heads * key_pool_head)[:, None] + columns[None, :]
         if ROTARY > 0:
-            x = _rotated(rows, cos, sin, columns, token, exist, ROTARY, WIDTH)
-            tl.store(there, x.to(key_pool.dtype.element_ty), mask=inside)
+            x = _rotated(rows, cos, sin, columns, token, exist, ROTARY, WIDTH).to(keys.dtype.element_ty)
         else:
-            unchanged = tl.load(rows + columns[None, :], mask=inside)
-            tl.store(there, unchanged, mask=inside)
+            x = tl.load(rows + columns[None, :], mask=inside, other=0.0)
+        _store(key_pool, there, x, key_scales, slot, heads, inside, KEY_HEADS)
     else:
         lines = (part - query_parts - key_parts) * BLOCK_H + tl.arange(0, BLOCK_H)
         places = tl.arange(0, BLOCK_DV)
         within = (lines < VALUE_HEADS)[:, None] & (places < VALUE_WIDTH)[None, :]
-        v = tl.load(values + token * value_token + (lines * value_head)[:, None] + places[None, :], mask=within)
+        v = tl.load(
+            values + token * value_token + (lines * value_head)[:, None] + places[None, :], mask=within, other=0.0
+        )
         target = value_pool + slot * value_slot + (lines * value_pool_head)[:, None] + places[None, :]
-        tl.store(target, v, mask=within)
+        _store(value_pool, target, v, value_scales, slot, lines, within, VALUE_HEADS)
 
 
 def write_keys_values(
@@ -85,6 +102,7 @@ def write_keys_values(
     query: torch.Tensor | None = None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    scales: reference.Scales | None = None,
 ) -> torch.Tensor | None:
     """Write the keys and values of T new tokens to their slots in one launch. With `query`, `cos` and `sin`, first rotate keys and queries.
 
@@ -100,6 +118,7 @@ def write_keys_values(
         slots: int64 [T], all different. Tokens with a negative slot are not written.
         query: [T, H, D], rotated like the keys.
         cos, sin: [T, R] contiguous, any float dtype, R even and at most D.
+        scales: of pools in int8, contiguous.
 
     Returns: the rotated queries [T, H, D], or None without `query`.
 
@@ -111,7 +130,7 @@ def write_keys_values(
     for states, pool in ((keys, key_pool), (values, value_pool)):
         if (
             states.shape[1:] != pool.shape[1:]
-            or states.dtype != pool.dtype
+            or (states.dtype if scales is None else torch.int8) != pool.dtype
             or not states.stride(2) == pool.stride(2) == 1
         ):
             raise ValueError(
@@ -128,17 +147,17 @@ def write_keys_values(
     strides = [stride for tensor in tensors for stride in ((0, 0) if tensor is None else tensor.stride()[:2])]
     with torch.cuda.device_of(keys):
         write_kernel[num_tokens, parts](
-            *tensors, slots, cos, sin, *strides, QUERY_HEADS=query_heads, KEY_HEADS=key_heads, VALUE_HEADS=value_heads,
-            WIDTH=width, VALUE_WIDTH=value_width, ROTARY=0 if cos is None else cos.shape[1], BLOCK_D=block_d, BLOCK_DV=block_dv,
-            BLOCK_H=block_h, num_warps=4,
+            *tensors, *(scales or (None, None)), slots, cos, sin, *strides, QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
+            VALUE_HEADS=value_heads, WIDTH=width, VALUE_WIDTH=value_width, ROTARY=0 if cos is None else cos.shape[1], BLOCK_D=block_d,
+            BLOCK_DV=block_dv, BLOCK_H=block_h, num_warps=4,
         )  # fmt: skip
     return query_out
 
 
-def rotate_and_write(query, keys, values, key_pool, value_pool, slots, cos, sin) -> torch.Tensor | None:
+def rotate_and_write(query, keys, values, key_pool, value_pool, slots, cos, sin, scales=None) -> torch.Tensor | None:
     """See `reference.rotate_and_write`."""
-    angles = {"cos": cos.contiguous(), "sin": sin.contiguous()}
-    return write_keys_values(keys, values, key_pool, value_pool, slots, query=query, **angles)
+    more = {"query": query, "cos": cos.contiguous(), "sin": sin.contiguous(), "scales": scales}
+    return write_keys_values(keys, values, key_pool, value_pool, slots, **more)
 
 
 # ---- moves ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 11  # version of the structures; the library reports the version it was compiled with
+VERSION = 12  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -39,7 +39,8 @@ class Attention(ctypes.Structure):
         *_fields(_Integer, "type sinks_type heads kv_heads width value_width"),
         *_fields(_Integer, "query_token query_head key_slot key_head value_slot value_head window kept"),
         *_fields(_Number, "scaling softcap"),
-        ("biases", _Pointer),
+        *_fields(_Pointer, "biases key_scales value_scales"),
+        *_fields(_Integer, "scale_slot scale_head"),
     ]
 
 
@@ -85,7 +86,7 @@ class StepInputs(ctypes.Structure):
         *_fields(_Integer, "num_tokens num_selected"),
         *_fields(_Pointer, "ids positions selected write_slots rows"),
         ("num_rows", _Integer),
-        *_fields(_Pointer, "pools sources adapters"),
+        *_fields(_Pointer, "pools scales sources adapters"),
         ("num_adapters", _Integer),
         *_fields(_Pointer, "groups selected_groups"),
     ]
@@ -105,7 +106,7 @@ class Round(ctypes.Structure):
         *_fields(_Integer, "type size vocab"),
         ("target_ids", _Pointer),
         ("num_texts", _Integer),
-        *_fields(_Pointer, "rows limits texts pools nodes"),
+        *_fields(_Pointer, "rows limits texts pools scales nodes"),
         *_fields(_Integer, "num_nodes keep most"),
         ("least", _Number),
         *_fields(_Pointer, "lengths tokens values parents expanded probs"),

@@ -58,7 +58,7 @@ def _forward_of_model(packed: PackedModel, by_row: bool) -> Traceable:
 
     return Traceable(
         (taps, packed.num_layers, packed.window, by_row), type(model).__name__, modules, packed.device, model.dtype,
-        compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False), config=model.config,
+        compute, lambda: packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False, is_trial=True), config=model.config,
         begin=None if packed.family is None else begin, vocab_size=packed.vocab_size,
         max_positions=packed.max_positions, ours=False, rounds=packed.rounds, adapters=adapters,
     )  # fmt: skip

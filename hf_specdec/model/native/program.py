@@ -112,7 +112,7 @@ class Program:
         """The outputs for a batch of at most `most_tokens` tokens. Writes its keys and values to their slots.
 
         Args:
-            pools: int64, the addresses of keys and values of layer 0, of layer 1, ..
+            pools: their `addresses`.
             features: [T, F], for programs that read them.
             num_outputs: how many of the outputs to return, from the first on; None: all.
             adapters: of the rows; None: those that the program has recorded.
@@ -125,7 +125,7 @@ class Program:
         rows, sources = batch.native_rows(), batch.cross.native_rows() if self.reads_sources else None
         inputs = StepInputs(
             num_tokens, selected.shape[0], batch.input_ids.data_ptr(), batch.position_ids.data_ptr(), selected.data_ptr(),
-            batch.write_slots.data_ptr(), rows.table.ctypes.data, len(rows.table), pools.ctypes.data,
+            batch.write_slots.data_ptr(), rows.table.ctypes.data, len(rows.table), pools.ctypes.data, scales_in(pools),
             0 if sources is None else sources.table.ctypes.data,
         )  # fmt: skip
         if adapters is not None:
@@ -175,17 +175,23 @@ class Program:
 
 
 def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
-    """int64: where keys and values of layer 0, of layer 1, .. are in a cache, and then those of sources; pools that do not exist yet are
-    allocated."""
+    """int64 [1, N]: where keys and values of layer 0, of layer 1, .. are in a cache, and then those of sources; pools that do not exist yet
+    are allocated. [2, N], if they are in int8: and their scales."""
     layers: list[Any] = [*cache.layers, *(cache.cross.layers if cache.cross is not None else ())]
-    places = np.zeros(2 * len(layers), dtype=np.int64)
+    places = np.zeros((1 + cache.is_quantized, 2 * len(layers)), dtype=np.int64)
     for layer, (heads, width, value_heads, value_width) in program.pools.items():
         pools = layers[layer]
         if not pools.is_initialized:
             shapes = (1, heads, 1, width), (1, value_heads, 1, value_width)
             pools.lazy_initialization(*(torch.empty(shape, dtype=program.dtype) for shape in shapes))
-        places[2 * layer], places[2 * layer + 1] = pools.keys.data_ptr(), pools.values.data_ptr()
+        for row, pair in zip(places, ((pools.keys, pools.values), *pools.quantized.values()), strict=True):
+            row[2 * layer : 2 * layer + 2] = [pool.data_ptr() for pool in pair]
     return places
+
+
+def scales_in(places: np.ndarray) -> int:
+    """Where the addresses of scales begin in those of pools; 0: pools have none."""
+    return places[1].ctypes.data if len(places) > 1 else 0
 
 
 # ---- from a tape ----

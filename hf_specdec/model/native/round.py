@@ -15,7 +15,7 @@ from ...kernels.native import TYPES, Round, Sampling, library
 from ...kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
 from ...kernels.sampling.native import sampling_of
 from ...kernels.sampling.reference import DRAWS_PER_ROUND, RowParameters
-from .program import Program, addresses
+from .program import Program, addresses, scales_in
 
 
 @dataclass
@@ -103,7 +103,7 @@ def draft_round(
             *((0, 0, 0) if states is None else (states[0].data_ptr(), states[1].data_ptr(), states[0][0].nbytes)),
             logits.data_ptr(), TYPES[output.dtype], output.elements, min(output.elements, vocabulary.vocab_size),
             _address(vocabulary.target_ids), count, rows.data_ptr(), made.limits.data_ptr(), made.rows.data_ptr(), pools.ctypes.data,
-            nodes.ctypes.data, len(nodes), made.keep, made.most, made.least,
+            scales_in(pools), nodes.ctypes.data, len(nodes), made.keep, made.most, made.least,
             *map(_address, (made.lengths, made.tokens, made.values, made.parents, made.expanded, made.probs)),
             0 if made.probs is None else made.probs.shape[1], vocabulary.vocab_size,
             DRAFT_STREAM if by_round else TOKEN_STREAM, DRAWS_PER_ROUND,

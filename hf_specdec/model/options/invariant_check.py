@@ -62,7 +62,7 @@ def _problem(packed: PackedModel) -> str:
 
 def _logits_of_line(packed: PackedModel, tokens: np.ndarray) -> torch.Tensor:
     """Logits [S, V] after each token of a text, from one forward per token."""
-    cache = packed.new_cache(num_blocks=1, block_size=16, share_prefixes=False)
+    cache = packed.new_cache(num_blocks=1, block_size=16, share_prefixes=False, is_trial=True)
     cache.add(0)
     cache.reserve(0, len(tokens))
     with packed.active():

@@ -28,6 +28,10 @@ struct Attention {
   i64 kept;    // and those at positions below this
   double scaling, softcap;  // softcap 0: none
   const void* biases;  // [distances, H], of the same type as queries: added to scaled scores, by position of query less key; null: none
+  // Of keys and values that are int8, float32 [slots, Hkv]: each number stands for itself times its token's and head's scale. Null: they are of
+  // the type of queries.
+  const float *key_scales, *value_scales;
+  i64 scale_slot, scale_head;
 };
 
 // y [rows, n] = x [rows, k] w^T + bias, with w [n, k]. Strides count elements. `streams`: w comes from memory, not from a cache.

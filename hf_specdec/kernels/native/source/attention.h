@@ -10,7 +10,7 @@ namespace {
 constexpr i64 MOST_QUERIES = 16, SCORE_BYTES = 1 << 20;  // of a block; its scores stay in the second cache
 constexpr i64 VALUE_KEYS = 64;  // whose values stay in the first cache while they are read for all queries
 // Keys and values lie apart, which processors do not foresee: memory is asked for so many of them ahead. Measured for 8 to 64.
-constexpr i64 KEYS_AHEAD = 32;
+template <class E> constexpr i64 KEYS_AHEAD = sizeof(E) > 1 ? 32 : 64;
 
 // The keys that a block of queries sees: all of begin .. common, and each query its own of common .. end.
 struct Seen { i64 begin, common, end; };
@@ -72,6 +72,9 @@ template <class X> inline __m512 words_of(const bf16* p, i64 n) {
   if constexpr (sizeof(X) == 2) return (__m512)_mm512_maskz_loadu_epi16(first_of(n), p);
   return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)first_of(n), p)), 16);
 }
+template <class X> inline __m512 words_of(const int8_t* p, i64 n) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((__mmask16)first_of(n), p)));
+}
 
 inline Floats with_word(Floats total, Floats keys, const float* word) { return total + keys * *word; }
 #if defined(__AVX512BF16__)
@@ -117,7 +120,7 @@ void scores_of(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, con
   const i64 ldx = pitch_of<X>(width), words = ldx / PER_WORD<X>;
   float* packed = (float*)scratch(0, words * LANES * 4);
   for (i64 j = 0; j < n; j += LANES) {
-    ask_for(keys, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + LANES, n), width);
+    ask_for(keys, pitch, slots, j + KEYS_AHEAD<E>, smaller(j + KEYS_AHEAD<E> + LANES, n), width);
     pack_keys<X>(keys, pitch, slots + j, n - j, width, packed);
     for (i64 r = 0; r < rows; r += MOST_SCORED) {
 #define CASE(COUNT) case COUNT: scores_of<COUNT>(packed, words, x + r * ldx, ldx, out + r * ldo + j, ldo); break;
@@ -126,6 +129,87 @@ void scores_of(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, con
     }
   }
 }
+
+#if defined(__AVX512VNNI__)
+// Keys in 8 bits meet queries in whole numbers, of which sums are exact: each number of a query is PLANES of 8 bits, in a unit by which the
+// largest has 23 bits. Words of four numbers are packed as above; the instruction wants keys without a sign, so 128 is added, and comes off
+// the sums.
+constexpr int MOST_WHOLE = 4, PLANES = 3;  // queries at a time
+
+template <int ROWS>
+inline void whole_scores(const float* keys, i64 words, const int* x, const float* units, float* out, i64 ldo) {
+  __m512i total[ROWS][PLANES];
+  const int* added = x + ROWS * words * PLANES;
+  UNROLLED for (int r = 0; r < ROWS; r++)
+    UNROLLED for (int p = 0; p < PLANES; p++) total[r][p] = _mm512_set1_epi32(-added[r * PLANES + p]);
+  for (i64 word = 0; word < words; word++, x += ROWS * PLANES) {
+    const __m512i own = (__m512i)load(keys + word * LANES);
+    UNROLLED for (int r = 0; r < ROWS; r++)
+      UNROLLED for (int p = 0; p < PLANES; p++) total[r][p] = _mm512_dpbusd_epi32(total[r][p], own, _mm512_set1_epi32(x[r * PLANES + p]));
+  }
+  UNROLLED for (int r = 0; r < ROWS; r++) {
+    Floats score = {};
+    UNROLLED for (int p = 0; p < PLANES; p++) score = score * 256 + (Floats)_mm512_cvtepi32_ps(total[r][p]);
+    store(out + r * ldo, score * units[r]);
+  }
+}
+
+// Queries [rows, width] as whole numbers: [words][rows][planes, the highest first][4], then 128 times the sum of each of a query's planes.
+template <class X> [[gnu::noinline]] void to_whole(const X* x, i64 ldx, i64 rows, i64 width, i64 words, int* out, float* units) {
+  memset(out, 0, (words + 1) * rows * PLANES * 4);
+  for (i64 r = 0; r < rows; r++) {
+    float most = 1e-30f, wrong = 0;
+    for (i64 d = 0; d < width; d++) {
+      const float v = to_float(x[r * ldx + d]);
+      most = std::fmax(most, std::fabs(v)), wrong += v * 0;  // not a number, if a query has one
+    }
+    units[r] = most / 8355000 + wrong;
+    for (i64 d = 0; d < width; d++) {
+      int rest = wrong == 0 ? (int)std::lrint(to_float(x[r * ldx + d]) / units[r]) : 0;
+      for (int p = PLANES - 1; p >= 0; p--) {
+        const int8_t low = (int8_t)rest;
+        ((int8_t*)(out + (d / 4 * rows + r) * PLANES + p))[d % 4] = low;
+        out[(words * rows + r) * PLANES + p] += 128 * low;
+        rest = (rest - low) >> 8;
+      }
+    }
+  }
+}
+
+[[gnu::noinline]] void whole_scores(
+    const int8_t* keys, i64 pitch, const i64* slots, i64 n, i64 width, i64 rows, const int* x, const float* units, float* packed, float* out,
+    i64 ldo) {
+  const i64 words = (width + 63) / 64 * LANES, each = (words + 1) * MOST_WHOLE * PLANES;
+  for (i64 j = 0; j < n; j += LANES) {
+    ask_for(keys, pitch, slots, j + KEYS_AHEAD<int8_t>, smaller(j + KEYS_AHEAD<int8_t> + LANES, n), width);
+    for (i64 d = 0; d < width; d += 64) {
+      const __mmask64 inside = width - d >= 64 ? ~0ull : (1ull << (width - d)) - 1;
+      __m512 v[4][4];
+      UNROLLED for (int i = 0; i < LANES; i++)
+        v[i / 4][i % 4] = (__m512)(_mm512_maskz_loadu_epi8(inside, keys + slots[smaller(j + i, n - 1)] * pitch + d) ^ _mm512_set1_epi8(-128));
+      turn(v);
+      UNROLLED for (int i = 0; i < LANES; i++) _mm512_storeu_ps(packed + (d / 4 + i) * LANES, v[i / 4][i % 4]);
+    }
+    for (i64 r = 0; r < rows; r += MOST_WHOLE) {
+      const int* own = x + r / MOST_WHOLE * each;
+#define CASE(COUNT) case COUNT: whole_scores<COUNT>(packed, words, own, units + r, out + r * ldo + j, ldo); break;
+      switch (smaller(MOST_WHOLE, rows - r)) { CASE(1) CASE(2) CASE(3) CASE(4) }
+#undef CASE
+    }
+  }
+}
+
+template <class X>
+void scores_of(const int8_t* keys, i64 pitch, const i64* slots, i64 n, i64 width, const X* x, i64 rows, float* out, i64 ldo) {
+  if (!n) return;
+  const i64 ldx = pitch_of<X>(width), words = (width + 63) / 64 * LANES, each = (words + 1) * MOST_WHOLE * PLANES;
+  float *packed = (float*)scratch(0, (words * LANES + rows + (rows / MOST_WHOLE + 1) * each) * 4), *units = packed + words * LANES;
+  int* whole = (int*)(units + rows);
+  for (i64 r = 0; r < rows; r += MOST_WHOLE)
+    to_whole(x + r * ldx, ldx, smaller(MOST_WHOLE, rows - r), width, words, whole + r / MOST_WHOLE * each, units + r);
+  whole_scores(keys, pitch, slots, n, width, rows, whole, units, packed, out, ldo);
+}
+#endif
 #else
 template <class X> inline i64 pitch_of(i64 width) { return width; }
 
@@ -133,7 +217,7 @@ template <class X> inline i64 pitch_of(i64 width) { return width; }
 template <class E, class X>
 void scores_of(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, const X* x, i64 rows, float* out, i64 ldo) {
   for (i64 j = 0; j < n; j += 4) {
-    ask_for(keys, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + 4, n), width);
+    ask_for(keys, pitch, slots, j + KEYS_AHEAD<E>, smaller(j + KEYS_AHEAD<E> + 4, n), width);
     const E* four[4];
     for (int i = 0; i < 4; i++) four[i] = keys + slots[smaller(j + i, n - 1)] * pitch;
     for (i64 r = 0; r < rows; r += MOST_TOKENS) {
@@ -195,7 +279,7 @@ inline void add_columns(const float* weights, i64 stride, const E* values, i64 p
     UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = load(totals + h * width + v * LANES);
   for (i64 j = 0; j < n; j++) {
     const E* value = values + slots[j] * pitch;
-    ask_for(values, pitch, slots, j + KEYS_AHEAD, smaller(j + KEYS_AHEAD + 1, end), VECTORS * LANES);
+    ask_for(values, pitch, slots, j + KEYS_AHEAD<E>, smaller(j + KEYS_AHEAD<E> + 1, end), VECTORS * LANES);
     Floats own[VECTORS];
     UNROLLED for (int v = 0; v < VECTORS; v++) own[v] = load(value + v * LANES);
     UNROLLED for (int h = 0; h < HEADS; h++)
@@ -209,7 +293,8 @@ template <int HEADS, class E>
 inline void add_values(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
   i64 d = 0;
   for (; d + 4 * LANES <= width; d += 4 * LANES) add_columns<HEADS, 4>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
-  for (; d + 2 * LANES <= width; d += 2 * LANES) add_columns<HEADS, 2>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
+  if constexpr (sizeof(E) > 1)  // the library stays small
+    for (; d + 2 * LANES <= width; d += 2 * LANES) add_columns<HEADS, 2>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
   for (; d + LANES <= width; d += LANES) add_columns<HEADS, 1>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
   for (; d < width; d++)
     for (int h = 0; h < HEADS; h++)
@@ -218,13 +303,23 @@ inline void add_values(const float* weights, i64 stride, const E* values, i64 pi
 
 // The same for any number of heads.
 template <class E>
-void add_values(i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
+[[gnu::noinline]] void add_values(
+    i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
   for (i64 h = 0; h < heads;) {
     const float* own = weights + h * stride;
     float* there = totals + h * width;
     if (heads - h >= 4) add_values<4>(own, stride, values, pitch, slots, n, end, width, there), h += 4;
     else if (heads - h >= 2) add_values<2>(own, stride, values, pitch, slots, n, end, width, there), h += 2;
     else add_values<1>(own, stride, values, pitch, slots, n, end, width, there), h += 1;
+  }
+}
+
+// x[r][j] *= the scale of slots[j], for n slots and `rows` rows.
+[[gnu::noinline]] void multiply_by_scales(const float* scales, i64 pitch, const i64* slots, i64 n, i64 rows, float* x, i64 ldx) {
+  for (i64 j = 0; j < n; j += LANES) {
+    Floats own = splat(1);
+    for (i64 i = 0; i < smaller(LANES, n - j); i++) own[i] = scales[slots[j + i] * pitch];
+    for (i64 r = 0; r < rows; r++) store(x + r * ldx + j, load(x + r * ldx + j) * own);
   }
 }
 
@@ -267,10 +362,17 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
     }
   }
 
-  const E* keys = (const E*)call.keys + kv_head * call.key_head;
   const float unscaled = 1.0f / (float)call.scaling;  // softmax scales biases, too
-  scores_of(keys, call.key_slot, slots, shared, call.width, queries, rows, scores, padded);
-  scores_of(keys, call.key_slot, row.slots + seen.common, rest, call.width, queries, rows, own_scores, padded_rest);
+  auto score = [&](const auto* keys, const i64* of, i64 n, float* out, i64 ldo) {
+    scores_of(keys + kv_head * call.key_head, call.key_slot, of, n, call.width, queries, rows, out, ldo);
+    if (call.key_scales) multiply_by_scales(call.key_scales + kv_head * call.scale_head, call.scale_slot, of, n, rows, out, ldo);
+  };
+  auto score_all = [&](const auto* keys) {
+    score(keys, slots, shared, scores, padded);
+    score(keys, row.slots + seen.common, rest, own_scores, padded_rest);
+  };
+  if (call.key_scales) score_all((const int8_t*)call.keys);
+  else score_all((const E*)call.keys);
   for (i64 q = 0; q < count; q++) {
     i64 n = 0;
     for (i64 key = seen.common; key < seen.end; key++) {
@@ -295,14 +397,19 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
                             call.sinks ? &sink : nullptr);
   }
 
-  const E* values = (const E*)call.values + kv_head * call.value_head;
   memset(totals, 0, rows * width * 4);
+  auto add = [&](i64 heads, float* weights, const i64* of, i64 n, i64 end, float* to) {
+    auto by = [&](const auto* values) {
+      add_values(heads, weights, padded, values + kv_head * call.value_head, call.value_slot, of, n, end, width, to);
+    };
+    if (!call.value_scales) return by((const E*)call.values);
+    multiply_by_scales(call.value_scales + kv_head * call.scale_head, call.scale_slot, of, n, heads, weights, padded);
+    by((const int8_t*)call.values);
+  };
   const i64 step = rows <= 4 ? larger(shared, 1) : VALUE_KEYS;
-  for (i64 j = 0; j < shared; j += step)
-    add_values(rows, scores + j, padded, values, call.value_slot, slots + j, smaller(step, shared - j), shared - j, width, totals);
+  for (i64 j = 0; j < shared; j += step) add(rows, scores + j, slots + j, smaller(step, shared - j), shared - j, totals);
   for (i64 q = 0; q < count; q++) {
-    const float* weights = scores + q * group * padded + shared;
-    add_values(group, weights, padded, values, call.value_slot, own_slots + q * rest, num_own[q], num_own[q], width, totals + q * group * width);
+    add(group, scores + q * group * padded + shared, own_slots + q * rest, num_own[q], num_own[q], totals + q * group * width);
     E* out = (E*)call.out + ((row.start + first + q) * call.heads + kv_head * group) * width;
     for (i64 h = 0; h < group; h++) {
       const i64 r = q * group + h;

@@ -1,5 +1,6 @@
 #include "program.h"
 #include "threads.h"
+#include "vectors.h"
 
 namespace {
 
@@ -33,10 +34,37 @@ void move_rows(const Op& op, char* const* slots, const Step& step, i64 first, i6
   }
 }
 
-// Copy heads [size[1], size[2]] of every token to its slot of a pool.
-void write_pool(const Place& from, i64 heads, i64 width, char* pool, char* const* slots, const Step& step, i64 first, i64 last) {
+// What numbers [width] are in 8 bits, and their scale, as in `kernels.cache.reference.quantized`.
+template <class E> void quantize(const E* x, i64 width, int8_t* out, float* scale) {
+  typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  Floats most = splat(1e-30f);
+  i64 d = 0;
+  for (; d + LANES <= width; d += LANES) {
+    const Floats v = load(x + d), size = v < 0 ? -v : v;
+    most = size > most ? size : most;
+  }
+  for (; d < width; d++) most[0] = std::fmax(most[0], std::fabs(to_float(x[d])));
+  for (int i = 1; i < LANES; i++) most[0] = std::fmax(most[0], most[i]);
+  *scale = most[0] / 127;
+  for (d = 0; d + LANES <= width; d += LANES)
+    *(Bytes*)(out + d) = __builtin_convertvector(__builtin_convertvector(load(x + d) / *scale + magic - magic, Ints), Bytes);
+  for (; d < width; d++) out[d] = (int8_t)((splat(to_float(x[d]) / *scale) + magic - magic)[0]);
+}
+
+// Copy heads [size[1], size[2]] of every token to its slot of a pool, whose index among all is `index`.
+void write_pool(const Place& from, i64 heads, i64 width, i64 index, char* const* slots, const Step& step, i64 first, i64 last) {
   i64 bytes = BYTES[from.type];
-  char* data = address(from, slots);
+  char *data = address(from, slots), *pool = step.pools[index];
+  if (step.scales)
+    return by_type(from.type, [&](auto e) {
+      for (i64 t = first; t < last; t++)
+        for (i64 h = 0; h < heads; h++) {
+          const i64 place = step.write_slots[t] * heads + h;
+          quantize((const decltype(e)*)data + t * from.token + h * from.stride[1], width, (int8_t*)pool + place * width,
+                   (float*)step.scales[index] + place);
+        }
+    });
   for (i64 t = first; t < last; t++)
     for (i64 h = 0; h < heads; h++)
       memcpy(pool + ((step.write_slots[t] * heads + h) * width) * bytes, data + (t * from.token + h * from.stride[1]) * bytes,
@@ -55,6 +83,10 @@ void attend(const Kernels& kernels, const Op& op, char* const* slots, const Step
   call.type = op.a.type, call.heads = op.heads, call.kv_heads = op.kv_heads;
   call.width = op.width, call.value_width = op.value_width, call.window = op.window, call.kept = op.kept;
   call.scaling = op.scalar, call.softcap = op.scalar2, call.biases = address(op.b, slots);
+  if (step.scales) {
+    call.key_scales = (const float*)step.scales[2 * op.layer], call.value_scales = (const float*)step.scales[2 * op.layer + 1];
+    call.scale_slot = op.kv_heads, call.scale_head = 1;
+  }
   kernels.attention(call, part, parts);
 }
 
@@ -76,8 +108,8 @@ void multiply(const Kernels& kernels, const Op& op, char* const* slots, const St
 void run_rows(const Kernels& kernels, const Op& op, char* const* slots, const Step& step, i64 first, i64 last) {
   if (op.operation == EMBED || op.operation == SELECT) return move_rows(op, slots, step, first, last);
   if (op.operation == WRITE) {
-    write_pool(op.a, op.kv_heads, op.width, step.pools[2 * op.layer], slots, step, first, last);
-    return write_pool(op.b, op.kv_heads, op.value_width, step.pools[2 * op.layer + 1], slots, step, first, last);
+    write_pool(op.a, op.kv_heads, op.width, 2 * op.layer, slots, step, first, last);
+    return write_pool(op.b, op.kv_heads, op.value_width, 2 * op.layer + 1, slots, step, first, last);
   }
   Elementwise call = {op.kind, op.function, last - first, {op.size[0], op.size[1], op.size[2]}, op.scalar, op.scalar2,
                       view(op.out, slots, first), view(op.a, slots, first), view(op.b, slots, first), view(op.c, slots, first)};

@@ -28,6 +28,7 @@ struct Step {
   const Row* rows;
   i64 num_rows;
   char* const* pools;  // keys and values of layer 0, of layer 1, ..; then those of the sources
+  char* const* scales;  // of the same, which are int8 then; null: pools are of the type of what is written
   const Row* sources;  // what an encoder has read for each row; null: no operation reads it
   const LowRank* const* adapters;        // by adapter, and then by LoRA layer
   i64 num_adapters;
@@ -60,7 +61,7 @@ struct Round {
   const Row* rows;          // as in a forward of one token
   i64* limits;              // [R], depth of each text's draft, lowered where it ends before
   const i64* texts;         // [R], each text's row among the B of the results and of the sampling parameters
-  char* const* pools;
+  char *const *pools, *const *scales;  // as in a forward
   const Node* nodes;        // in the order of their depths
   i64 num_nodes;
   i64 keep;                 // the frontier is the `keep` likeliest nodes of a depth, and at last the `most` likeliest of all are kept, in

@@ -236,7 +236,7 @@ i64 run_round(const Kernels& kernels, const Round& round, i64 threads) {
     if (!growth.advance(first, last)) break;
     const i64 lines = growth.count * growth.frontier;
     const Step step = {lines, lines, growth.ids.data(), growth.positions.data(), growth.all.data(), growth.writes.data(),
-                       growth.rows.data(), growth.count, round.pools, nullptr};
+                       growth.rows.data(), growth.count, round.pools, round.scales, nullptr};
     const i64 problem = check_ids(round.ops, round.num_ops, step);
     if (problem >= 0) return problem;
     run_together(threads, [&](i64 part, i64 parts) {

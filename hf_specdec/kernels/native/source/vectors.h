@@ -45,6 +45,7 @@ inline float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; 
 inline uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 inline float to_float(bf16 x) { return as_float((uint32_t)x.bits << 16); }
 inline float to_float(f16 x) {
   uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
@@ -81,6 +82,18 @@ inline Floats load(const f16* p) {
   Floats x;
   for (int i = 0; i < LANES; i++) x[i] = to_float(p[i]);
   return x;
+#endif
+}
+
+inline Floats load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  Ints x;
+  for (int i = 0; i < LANES; i++) x[i] = p[i];
+  return __builtin_convertvector(x, Floats);
 #endif
 }
 
