@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command with its options. Returns the exit code."""
     from ..candidate_generators.base import DrafterContext
-    from ..candidate_generators.checkpoints.draft_vocabulary import most_frequent
+    from ..candidate_generators.checkpoints.target_parts import most_frequent
     from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies, written_ids
     from ..integration import get_decoder
 

@@ -29,8 +29,7 @@ from . import profile
 from .fed_rows import FedRows
 from .outputs import Counts
 from .running import RunningSequences
-from .scoring import node_scores
-from .step import PendingStep, StepResult, StepTensors
+from .step import PendingStep, StepResult, StepTensors, node_scores
 from .trace import Tracer
 
 

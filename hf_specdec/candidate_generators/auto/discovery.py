@@ -18,8 +18,17 @@ from ..checkpoints.files import Checkpoint, CheckpointError, NoWeightsError, inf
 from ..mtp.layouts import find_layout, is_mtp_tensor
 from ..parsing import parse_config
 from .config import AutoConfig
-from .hub import heads_on_hub, published_heads, rank
-from .local import base_models, cached_models, hub_id_of, is_language_model, same_vocabulary, weight_bytes
+from .hub import (
+    base_models,
+    cached_models,
+    heads_on_hub,
+    hub_id_of,
+    is_language_model,
+    published_heads,
+    rank,
+    same_vocabulary,
+    weight_bytes,
+)
 
 LOOKUPS = ("suffix", "ngram", "token_recycling")
 SMALL_ENOUGH = 0.25  # a draft model has at most this share of the target's bytes
