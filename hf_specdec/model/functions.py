@@ -1,4 +1,5 @@
-"""Methods that keep their results; methods of transformers' classes that are replaced for good; functions of its modules, during a call."""
+"""Methods that keep their results; methods of transformers' classes that are replaced for good; functions of its modules, during a call;
+tables of positions that count from the length of the cache: packed rows give them their tokens' positions."""
 
 from __future__ import annotations
 

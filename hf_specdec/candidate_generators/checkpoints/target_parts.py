@@ -1,4 +1,4 @@
-"""Parts that draft heads share with their target: embeddings, language-model head, vocabulary, device and dtype."""
+"""Parts that draft heads share with their target: embeddings, language-model head, vocabulary, device and dtype; `draft_vocabulary`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network of DFlash, DFlash2, DSpark and Domino drafters, and how its block runs over pages."""
+"""The network of DFlash, DFlash2 (whose layers convolve a block's slots), DSpark and Domino drafters; how its block runs over pages."""
 
 from __future__ import annotations
 
