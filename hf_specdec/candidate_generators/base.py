@@ -221,11 +221,7 @@ class MayRest(ABC):
 
 
 class HasDrafters:
-    """Has several drafters, among which a sequence chooses by name.
-
-    Attributes:
-        drafters: the names that `Sequence.drafter` may have.
-    """
+    """Has several drafters, among which a sequence chooses by name. `drafters`: the names that `Sequence.drafter` may have."""
 
     drafters: list[str]
 
