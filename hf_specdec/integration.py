@@ -25,7 +25,7 @@ from .core.errors import UnsupportedModel
 from .core.names import CACHE
 from .core.ranks import ranks_of
 from .decoding import SpeculativeDecoder, decode
-from .decoding.attention_weights import attention_weights, check_attention_weights
+from .decoding.outputs import attention_weights, check_attention_weights
 from .decoding.ranked import agreed_call, decoder_of
 from .model.architectures import has_bidirectional_prompts
 from .model.encoder_decoder import family_of, is_encoder_decoder

@@ -164,11 +164,7 @@ class Transferable(ABC):
 
 
 class KeepsTables:
-    """Learns tables from texts.
-
-    Attributes:
-        kept: the file that they go to; None: they end with the process.
-    """
+    """Learns tables from texts. `kept`: the file that they go to; None: they end with the process."""
 
     kept: LookupCache | None = None
 
@@ -179,11 +175,7 @@ class KeepsTables:
 
 
 class ReadsCorpora:
-    """Drafts from corpora, too.
-
-    Attributes:
-        corpora: those that it has been given.
-    """
+    """Drafts from corpora, too. `corpora`: those that it has been given."""
 
     corpora: Corpora
 
@@ -229,11 +221,7 @@ class MayRest(ABC):
 
 
 class HasDrafters:
-    """Has several drafters, among which a sequence chooses by name.
-
-    Attributes:
-        drafters: the names that `Sequence.drafter` may have.
-    """
+    """Has several drafters, among which a sequence chooses by name. `drafters`: the names that `Sequence.drafter` may have."""
 
     drafters: list[str]
 

@@ -151,8 +151,7 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
         raise checkpoint.error(f"has hydra_head_arch = {given.arch!r} and tensors of {kind!r}.")
     names = checkpoint.names()
     matches = [match for name in names if (match := re.match(r"hydra_mlp\.(\d+)\.(\d+)\.", name))]
-    # the blocks' indices in a head, where dropout modules count too
-    places = sorted({int(match[2]) for match in matches})
+    places = sorted({int(match[2]) for match in matches})  # the blocks' indices in a head; dropout modules count, too
     blocks = [(rf"hydra_mlp\.(\d+)\.{place}\.", rf"heads.\1.blocks.{i}.") for i, place in enumerate(places)]
     plan = Plan(checkpoint, renaming(*blocks, *_RULES))
     first, lm_head = "heads.0.blocks.0.linear.weight", "heads.0.lm_head.weight"

@@ -15,18 +15,10 @@ from torch import nn
 from ..core.output import Taps
 from ..model.packed_model import PackedModel
 from .base import DrafterContext
+from .checkpoints import target_parts
 from .checkpoints.config import proposed_length
 from .checkpoints.files import Checkpoint, Plan, counted, one_copy, register_format, renaming, share_equal
 from .checkpoints.keys import FLAG, KIND, NUMBER, Key, Table, integer, one_of
-from .checkpoints.target_parts import (
-    DraftVocabulary,
-    built,
-    check_target,
-    checked_ids,
-    load_once,
-    mapped_ids,
-    shared_head,
-)
 from .growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from .growing.tree_growth import DraftLevel
 from .registry import register
@@ -156,19 +148,19 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     sizes = [plan.matrix(name)[0] for name in plan.sources if name.startswith("lm_heads.")]
     if given.original_lm_head is False and not sizes:
         raise checkpoint.error("config.json says original_lm_head = false, but the file has no language-model heads.")
-    target_ids = mapped_ids(checkpoint, plan, target, sizes[0] if sizes else None)
-    lm_head = shared_head(checkpoint, target, None if sizes else target_ids)
+    target_ids = target_parts.mapped_ids(checkpoint, plan, target, sizes[0] if sizes else None)
+    lm_head = target_parts.shared_head(checkpoint, target, None if sizes else target_ids)
     vocab_size = sizes[0] if sizes else target.vocab_size
     is_whole = target_ids is None and "token_map" not in plan
-    check_target(checkpoint, target, hidden_size, vocab_size if is_whole else None)
+    target_parts.check_target(checkpoint, target, hidden_size, vocab_size if is_whole else None)
     if "token_map" in plan:
         ids = checkpoint.tensor(plan.sources.pop("token_map")).long()
-        target_ids = checked_ids(checkpoint, target, "token_map", ids, vocab_size)
+        target_ids = target_parts.checked_ids(checkpoint, target, "token_map", ids, vocab_size)
     has_bias = "blocks.0.layers.0.bias" in plan
     make = partial(
         MedusaHeads, hidden_size, *numbers, [vocab_size] * num_lm_heads, has_bias, lm_head, given.logit_scale
     )
-    heads = built(checkpoint, plan, target, make)
+    heads = target_parts.built(checkpoint, plan, target, make)
     share_equal(heads)
     heads.target_ids = target_ids
     if given.kind is not None:  # trained on the last layer's output before the last norm
@@ -199,7 +191,7 @@ class MedusaGenerator(LastHiddenGenerator):
 
     def __init__(self, config: MedusaConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head()
-        self.heads = load_once(config, target, lambda: load_medusa(checkpoint, target))
+        self.heads = target_parts.load_once(config, target, lambda: load_medusa(checkpoint, target))
         config = config.with_default_length(proposed_length(checkpoint))
         super().__init__(config, target, self.heads, len(self.heads.blocks))
         head = self.heads.scoring()[0]
@@ -210,7 +202,7 @@ class MedusaGenerator(LastHiddenGenerator):
             layer._parameters = head._parameters
             self.heads = self.use_heads("lm_heads", [layer])
         self.taps = self.heads.taps
-        self.vocabulary = DraftVocabulary(target.vocab_size, self.heads.target_ids)
+        self.vocabulary = target_parts.DraftVocabulary(target.vocab_size, self.heads.target_ids)
 
     def score_only(self, rows: Callable[[nn.Module], nn.Module]) -> None:
         self.heads = self.use_heads("lm_heads", map(rows, self.heads.scoring()))

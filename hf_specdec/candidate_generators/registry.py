@@ -22,8 +22,7 @@ from ..model.options.quantized import quantize_for_good, quantizes_natively
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
 from .checkpoints.config import HeadConfig
-from .checkpoints.draft_vocabulary import draft_ids
-from .checkpoints.target_parts import DraftVocabulary, device_and_dtype, rows_of
+from .checkpoints.target_parts import DraftVocabulary, device_and_dtype, draft_ids, rows_of
 from .growing.grower import GrowsDrafts
 from .growing.own_cache import ReadsPages
 from .growing.tree_shapes import TreeDraftingConfig

@@ -25,7 +25,6 @@ counts the CPU time of the decoding thread. tokens/s is the median over the repe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     options.add_model_options(parser)
     options.add_ranks_option(parser)
     options.add_config_option(parser, f"{CONFIG_HELP}; repeat it to compare several", action="append", required=True)
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with its options. Returns the exit code."""
     arguments = options.decoding_arguments(args)
     options.check_output_file(args.json, "--json")
     for text in args.speculative_config:

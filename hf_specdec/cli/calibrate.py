@@ -37,7 +37,6 @@ _SHAPE_KEYS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     options.add_model_options(parser)
     options.add_config_option(parser)
     group = parser.add_argument_group("measurement")
@@ -61,9 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with its options. Returns the exit code."""
     from ..candidate_generators.base import DrafterContext
-    from ..candidate_generators.checkpoints.draft_vocabulary import most_frequent
+    from ..candidate_generators.checkpoints.target_parts import most_frequent
     from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies, written_ids
     from ..integration import get_decoder
 

@@ -44,7 +44,6 @@ SECONDS = {1: 34.0, BATCH: 26.0}  # time limit by batch size; a slow machine mea
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     parser.add_argument("--all", action="store_true", help="run every method on the small model and compare the texts")
     parser.add_argument("--limit", type=positive_int, metavar="N", help="use only N prompts (default: 8; with --all 6)")
     parser.add_argument("--prompts", dest="limit", type=positive_int, help=argparse.SUPPRESS)  # its earlier name
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with its options. Returns the exit code."""
     args.max_new_tokens = args.max_new_tokens or (96 if args.all else 48)
     args.limit = args.limit or (6 if args.all else 8)
     if args.all:

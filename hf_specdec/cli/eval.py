@@ -28,7 +28,6 @@ over the prompts on this machine; `hf-specdec bench` repeats the measurement.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     parser.add_argument("head", metavar="HEAD", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it drafts for")
     options.add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
@@ -46,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with its options. Returns the exit code."""
     arguments = options.decoding_arguments(args)
     options.check_output_file(args.json, "--json")
     options.check_output_file(args.plot, "--plot")

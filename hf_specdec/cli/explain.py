@@ -29,7 +29,6 @@ without drafts (none), and transformers' own generate().
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     options.add_model_options(parser)
     options.add_config_option(parser, 'a configuration of method "auto" (default: %(default)s)', default="auto")
     group = parser.add_argument_group("measurement")

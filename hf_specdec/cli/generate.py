@@ -34,7 +34,6 @@ so does sampling with the same --seed. Several prompts (repeat --prompt) are dec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     options.add_model_options(parser)
     options.add_ranks_option(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
@@ -67,7 +66,6 @@ class TokenBar:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with its options. Returns the exit code."""
     import torch
     from transformers import TextStreamer
 

@@ -33,7 +33,6 @@ MORE = "`hf-specdec models WORD` shows a method, or published heads; `hf-specdec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "word", nargs="?", metavar="WORD", help="show this method, or published heads whose names hold it"
@@ -43,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with its options. Returns the exit code."""
     methods = hf_specdec.available_methods()
     if args.markdown:
         print(markdown_page(methods), end="")

@@ -39,7 +39,6 @@ _STORE_BYTES = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     parser.add_argument("model", metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--speculative-config", metavar="JSON", help=f"{CONFIG_HELP} (default: plain decoding)")
     _add_model_options(parser.add_argument_group("model"))
@@ -141,7 +140,6 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with its options. Returns the exit code."""
     try:
         from ..serve.hidden_states import KVTransferConfig
         from ..serve.http.run import serve

@@ -96,7 +96,6 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with its options. Returns the exit code."""
     import torch
 
     from ..training import export

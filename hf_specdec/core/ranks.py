@@ -97,11 +97,7 @@ class Ranks:
         return result
 
     def settle(self) -> None:
-        """Wait until every rank has come this far without an error.
-
-        Raises:
-            RankError: one has failed.
-        """
+        """Wait until every rank has come this far without an error. Raises RankError: one has failed."""
         self._exchange((), 0)
 
     def least(self, number: int) -> int:

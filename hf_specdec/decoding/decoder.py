@@ -26,11 +26,9 @@ from ..sampling.grammar import MOST_FORCED, along_grammars
 from ..sampling.logits import calls_in_order, needs_prefix
 from ..verification.verify import begin_verification
 from . import profile
-from .fed_rows import FedRows
 from .outputs import Counts
 from .running import RunningSequences
-from .scoring import node_scores
-from .step import PendingStep, StepResult, StepTensors
+from .step import FedRows, PendingStep, StepResult, StepTensors, node_scores
 from .trace import Tracer
 
 

@@ -20,19 +20,9 @@ from ..model.encoder_decoder.source import Source
 from ..model.prompt import read_prompt, row_of
 from ..model.recurrent.families import attends, stateful_layers, states_of
 from ..model.recurrent.families import num_cached as count_cached
+from . import outputs
 from .batch_run import BatchRun, Returns
 from .decoder import SpeculativeDecoder
-from .outputs import (
-    RowTensors,
-    Speculation,
-    SpeculativeDecoderOnlyOutput,
-    SpeculativeEncoderDecoderOutput,
-    at_step,
-    fill_dynamic_cache,
-    fill_states,
-    hidden_per_step,
-    summarize,
-)
 from .prompts import prompt_columns, sequences_of, text_length
 from .ranked import observer_for
 
@@ -96,10 +86,10 @@ def decode(
     )
     _place(decoder, sequences, columns, offsets, predictions)
     num_cached = _num_reused(decoder, cache, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
-    tensors = [RowTensors() for _ in sequences]
+    tensors = [outputs.RowTensors() for _ in sequences]
     observer = observer_for(
         decoder, input_ids, sequences, stopping_criteria, streamer, pad_token,
-        (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
+        (lambda step: outputs.at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
     export = _cache_to_fill(decoder, cache, returns)
     for seq in sequences:  # the recurrent states of the caller's cache cannot be computed again from the ids
@@ -225,9 +215,9 @@ def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_ca
         )
 
 
-def _speculation(run: BatchRun) -> Speculation:
+def _speculation(run: BatchRun) -> outputs.Speculation:
     """What speculation did in the call, and what the head has learnt so far, if it learns."""
-    speculation = summarize([run.statistics[seq.row] for seq in run.sequences], run.kv_cache_bytes)
+    speculation = outputs.summarize([run.statistics[seq.row] for seq in run.sequences], run.kv_cache_bytes)
     if run.decoder.learner is not None:
         speculation["learning"] = run.decoder.learner.report()
     if run.decoder.tracer is not None:
@@ -263,9 +253,9 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
     if export is not None and not _has_all_layers(export, run):
         export = None
     if export is not None:
-        fill_dynamic_cache(export, tensors, columns, unseen + ids.shape[1] - 1)
+        outputs.fill_dynamic_cache(export, tensors, columns, unseen + ids.shape[1] - 1)
         if run.decoder.target.recurrent is not None:
-            fill_states(export, [tensors[seq.row].states[run.num_fed(seq)] for seq in run.sequences])
+            outputs.fill_states(export, [tensors[seq.row].states[run.num_fed(seq)] for seq in run.sequences])
     if not returns.as_dict:
         return ids
     for seq in run.sequences:
@@ -274,10 +264,10 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
     for name, wanted in (("scores", returns.scores), ("logits", returns.logits)):
         if wanted:
             rows = [getattr(row, name) for row in tensors]
-            output[name] = tuple(at_step(rows, step) for step in range(steps))
+            output[name] = tuple(outputs.at_step(rows, step) for step in range(steps))
     if returns.hidden:
         stacked = hasattr(run.decoder.target.config, "altup_num_inputs")
-        output["hidden_states"] = hidden_per_step(tensors, columns, num_fed, steps, returns.layers, stacked)
+        output["hidden_states"] = outputs.hidden_per_step(tensors, columns, num_fed, steps, returns.layers, stacked)
     if run.decoder.target.family is None:
-        return SpeculativeDecoderOnlyOutput(**output)
-    return SpeculativeEncoderDecoderOutput.of(**output)
+        return outputs.SpeculativeDecoderOnlyOutput(**output)
+    return outputs.SpeculativeEncoderDecoderOutput.of(**output)

@@ -53,11 +53,7 @@ class operation(Generic[Args, Result]):  # a decorator
         return self.on(tensor.device)(*args, **kwargs)
 
     def on(self, device: torch.device, native: bool = True) -> Callable[Args, Result]:
-        """The implementation for a device, for callers that choose once for many calls.
-
-        Args:
-            native: the native library may be used.
-        """
+        """The implementation for a device, for callers that choose once for many calls. `native`: the native library may be used."""
         if uses_triton(device):
             return self._imported("triton")
         return self._imported("native" if self._native and native and uses_native(device) else "reference")

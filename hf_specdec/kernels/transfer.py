@@ -48,11 +48,7 @@ def upload_into(buffer: torch.Tensor, values: Any) -> None:
 
 
 class HostStaging:
-    """Fills the same buffer on the device repeatedly, with one copy each time.
-
-    Args:
-        buffer: uint8, contiguous.
-    """
+    """Fills the same buffer on the device repeatedly, with one copy each time. `buffer`: uint8, contiguous."""
 
     def __init__(self, buffer: torch.Tensor):
         self._buffer = buffer

@@ -129,11 +129,7 @@ class LoopBuffers:
             self._levels.append(level)
 
     def fill(self, tables: list[BlockTable], limits: list[int]) -> None:
-        """Write a round's rows into the buffers.
-
-        Args:
-            tables: the rows' block tables; slots for the nodes are reserved after the text.
-        """
+        """Write a round's rows into the buffers. `tables`: the rows' block tables; slots for the nodes are reserved after the text."""
         row_limits = np.asarray(limits)
         self._host_limits[:] = 0
         self._host_limits[: len(row_limits)] = row_limits

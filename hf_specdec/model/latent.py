@@ -3,6 +3,7 @@
 A head h has the keys [K_h c; r] and the values V_h c of a cached token's latent c and rotated key r (DeepSeek-V2, section 2.1; DeepSeek-AI,
 2024). *Absorbed*: because q . (K_h c) = (K_h^T q) . c, queries attend to the pages [c; r] as to one key head, whose values are its first
 columns, c; V_h is applied to the result. *Expanded*: keys and values of a row are computed from its latents, as the model does.
+Indexers (DeepSeek-V3.2; DeepSeek-AI, 2025) select, among a row's keys, those that each of its tokens attends to.
 """
 
 from __future__ import annotations
@@ -14,13 +15,64 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.paged_layer import PagedLayer, tokens_first
+from ..cache.paged_layer import INDEX, PagedLayer, tokens_first
 from ..core.errors import UnsupportedModel
+from ..core.names import CACHE
 from ..kernels.attention import reference
 from ..kernels.attention.inputs import AttentionRow
+from ..kernels.attention.reference import read_row
 from .functions import change_method
-from .indexed import by_row
 from .packed_batch import PackedBatch
+
+
+def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an indexer, which over pages returns, for each row, int64 [t, k]: the keys of each token by their index in the row.
+
+    With other caches it is the same function.
+    """
+
+    @functools.wraps(forward)
+    def select(indexer: Any, *inputs: Any, **given: Any) -> Any:
+        cache: Any = given.get(CACHE)
+        batch = getattr(cache, "batch", None)
+        if batch is None or batch.gather:
+            return forward(indexer, *inputs, **given)
+        if batch.captured or batch.invariant is not None:
+            raise UnsupportedModel(
+                "Layers that select their keys (indexers) run neither in CUDA graphs nor with 'deterministic'. Leave the key out."
+            )
+        hidden, queries, angles, mask, *positions = inputs  # Dots3-Note names the last, and gives none
+        # Every key is written before any row is scored, because rows may share blocks.
+        forward(indexer, hidden, queries, angles, mask[..., :0], *positions, **given)
+        rows, masks = batch.plan(cache.window, hidden[0, :, None], hidden[0, :, None])
+        selected = []
+        for row, mask_of_row in zip(rows, masks, strict=True):
+            tokens = slice(row.start, row.end)
+            seen = hidden.new_zeros(1, row.length) if mask_of_row is None else mask_of_row
+            keys = _KeysOf(cache.layers[indexer.layer_idx], row)
+            turned = tuple(angle[:, tokens] for angle in angles)
+            part = (
+                hidden[:, tokens],
+                queries[:, tokens],
+                turned,
+                seen[None],
+                *(position[:, tokens] for position in positions),
+            )
+            selected.append(forward(indexer, *part, **given | {CACHE: keys})[0].long())
+        return selected
+
+    return select
+
+
+class _KeysOf:
+    """A cache for the indexer of one layer and one row, whose keys are in the pages already."""
+
+    def __init__(self, layer: PagedLayer, row: AttentionRow):
+        self._layer, self._row = layer, row
+
+    def update_indexer(self, states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """The keys [1, S, width] of the row."""
+        return read_row(self._layer.further[INDEX], self._row)[0]
 
 
 def is_latent(module: nn.Module) -> bool:

@@ -33,9 +33,10 @@ _NO_SETTINGS = {
 }
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
 _LIBRARIES = ("torch.nn.", "transformers.", "transformers_modules.", "peft.", "hf_specdec.")
-# Their forwards in place of a module's serve each token alone.
+# Forwards of these in place of a module's serve each token alone.
 _WRAPPERS = (*_LIBRARIES, "torch.", "accelerate.", "compressed_tensors.")
-_OURS = ("hf_specdec.model.indexed", "hf_specdec.model.segments")
+# These replace a class's forward at the first use of a model.
+_OURS = ("hf_specdec.model.latent", "hf_specdec.model.segments")
 _SCALARS = {int, float, bool, str, type(None)}
 _FUNCTIONS = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial}
 _PLAIN = (nn.Parameter, type(None))
@@ -100,7 +101,7 @@ def _shared(kind: type[nn.Module], attention: str | None) -> tuple:
     registered = ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
     forward: Any = kind.forward
     if getattr(forward, "__globals__", {}).get("__name__") in _OURS:
-        forward = forward.__wrapped__  # ours replaces a class's at the first use of a model
+        forward = forward.__wrapped__
     return tuple(map(number_of, (forward, kind.__call__, *registered)))
 
 

@@ -154,11 +154,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return torch.where(masked.amax(1, keepdim=True) > -math.inf, masked, scores)
 
     def possible(self, tokens: list[int], drafted: list[int], parents: list[int]) -> list[int]:
-        """The nodes of a draft that the grammar allows.
-
-        Args:
-            drafted, parents: ids and parents of the nodes (-1: the last of `tokens`).
-        """
+        """The nodes of a draft that the grammar allows. `drafted`, `parents`: ids and parents of the nodes (-1: the last of `tokens`)."""
         self._read(tokens)
         paths: dict[int, tuple[int, ...]] = {-1: ()}  # of the nodes that are allowed
         for i, (token, parent) in enumerate(zip(drafted, parents, strict=True)):

@@ -34,11 +34,7 @@ _CODE = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class KeptState:
-    """A snapshot of an object's state.
-
-    Attributes:
-        opaque: part of the state cannot be seen, so changes cannot be detected.
-    """
+    """A snapshot of an object's state. `opaque`: part of the state cannot be seen, so changes cannot be detected."""
 
     def __init__(self, owner: Any):
         self.owner, self.opaque = owner, False

@@ -10,21 +10,10 @@ from ..core.sequence import Sequence
 
 
 def process_logits(
-    sequences: list[Sequence],
-    paths: list[torch.Tensor] | None,
-    logits: torch.Tensor,
-    whole: bool = True,
-    drafted: bool = True,
-    failed: set[int] | None = None,
-) -> torch.Tensor:
-    """Apply each node's processors (`processors.NodeProcessors`) to its logits.
-
-    Args:
-        sequences: R sequences, one per node (a sequence appears once per node of its tree).
-        paths: drafted ids between the sequence's tokens and each node, int64 [depth] each; None if all are empty.
-        logits: float32 [R, V]; not modified.
-        whole, drafted, failed: see `NodeProcessors.apply`.
-    """
+    sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor, failed: set[int] | None = None, **how: bool
+) -> torch.Tensor:  # fmt: skip
+    """Apply each node's processors to its logits, float32 [R, V], which are not modified. A sequence appears once for each node of its
+    tree. The other arguments, also `how`: see `NodeProcessors.apply`."""
     groups: dict[Hashable, list[int]] = {}
     for i, seq in enumerate(sequences):
         if seq.processors is not None:
@@ -34,14 +23,13 @@ def process_logits(
     if not groups:
         return logits
     if len(groups) == 1 and len(next(iter(groups.values()))) == len(sequences):
-        return sequences[0].processors.apply(sequences, paths, logits, whole, drafted, failed)
+        return sequences[0].processors.apply(sequences, paths, logits, failed=failed, **how)
     scores = logits.clone()
     for members in groups.values():
         index = torch.tensor(members, device=logits.device)
         chosen, without = [sequences[i] for i in members], set[int]()
-        scores[index] = chosen[0].processors.apply(
-            chosen, None if paths is None else [paths[i] for i in members], logits[index], whole, drafted, without
-        )
+        of_chosen = None if paths is None else [paths[i] for i in members]
+        scores[index] = chosen[0].processors.apply(chosen, of_chosen, logits[index], failed=without, **how)
         if failed is not None:
             failed.update(members[i] for i in without)
     return scores

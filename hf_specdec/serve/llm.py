@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoFeatureExtractor,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ..bundled import resolve_model
@@ -417,7 +408,9 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
             experts = size if given["enable_expert_parallel"] else 1
             sharding = {"distributed_config": DistributedConfig(tp_size=size, ep_size=experts)}
         config = AutoConfig.from_pretrained(name, **origin)
-        kind: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+        kind: Any = (
+            modeling_auto.AutoModelForImageTextToText if reads_images(config) else modeling_auto.AutoModelForCausalLM
+        )
         if is_encoder_decoder(config):
             reads_speech = type(config) in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
             if not reads_speech and type(config) not in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
@@ -425,7 +418,7 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
                     f"{name} is a {config.model_type} model, whose encoder reads neither text nor audio: load it with transformers and "
                     "call generate(), which takes speculative_config."
                 )
-            kind = AutoModelForSpeechSeq2Seq if reads_speech else AutoModelForSeq2SeqLM
+            kind = modeling_auto.AutoModelForSpeechSeq2Seq if reads_speech else modeling_auto.AutoModelForSeq2SeqLM
         loaded: Any = kind.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
         device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         model = loaded.to(device) if size == 1 else loaded

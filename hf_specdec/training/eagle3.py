@@ -12,19 +12,9 @@ from torch import nn
 
 from ..candidate_generators.eagle3 import Eagle3Head, Eagle3Options
 from ..core.output import Taps
+from . import draft_layer
 from .base import Exported, register
 from .batch import Batch, Places
-from .draft_layer import (
-    Shapes,
-    embedding_table,
-    last_norm_scale,
-    layer_config_for,
-    layer_json,
-    layer_numbers,
-    mask_token,
-    prepare,
-    state_sizes,
-)
 from .losses import LogitsOf, StepTrainer
 from .options import Eagle3TrainingOptions, TrainingError
 from .unrolled import unroll
@@ -79,7 +69,7 @@ class Eagle3Trainer(StepTrainer):
         if options.down_sample_ratio < 1 and not options.parallel:
             raise TrainingError("--down-sample-ratio is for --parallel.")
         usual = default_layers(target.num_layers)
-        layers = layer_numbers("--feature-layers", options.feature_layers, target.num_layers, usual)
+        layers = draft_layer.layer_numbers("--feature-layers", options.feature_layers, target.num_layers, usual)
         self.taps = Taps(last_hidden=True, layers=tuple(sorted(layers)))
         self.mask_token: int | None = None  # of P-EAGLE; set by `build`
 
@@ -88,7 +78,7 @@ class Eagle3Trainer(StepTrainer):
         read, and attention to each row's own token."""
         options, target = self.options, self.target
         self._choose_vocabulary(token_counts)
-        self.config = layer_config_for(
+        self.config = draft_layer.layer_config_for(
             target, options.intermediate_size, options.num_layers, options.num_key_value_heads
         )
         self.num_guesses = options.draft_length
@@ -100,19 +90,19 @@ class Eagle3Trainer(StepTrainer):
         reads = Taps(layers=self.taps.layers)
         if options.parallel:
             shapes["mask_hidden"] = (1, 1, len(reads.layers) * target.hidden_size)
-            self.mask_token = mask_token(options.mask_token_id, target, token_counts)
+            self.mask_token = draft_layer.mask_token(options.mask_token_id, target, token_counts)
         what = Eagle3Options(
             reads, norm_before_residual=False, norm_output=options.norm_output, logit_scale=1.0, mask_token=self.mask_token,
             window_stays=False,
         )  # fmt: skip
-        head: Any = Eagle3Head(self.config, Shapes(shapes), what, len(self.taps.layers), target.hidden_size)
-        prepare(head, self.config, target)
+        head: Any = Eagle3Head(self.config, draft_layer.Shapes(shapes), what, len(self.taps.layers), target.hidden_size)
+        draft_layer.prepare(head, self.config, target)
         rows = target.lm_head.weight if self.draft_ids is None else target.lm_head.weight[self.draft_ids]
         with torch.no_grad():
             head.lm_head.weight.copy_(rows)
-            head.norm.weight.copy_(last_norm_scale(target))
+            head.norm.weight.copy_(draft_layer.last_norm_scale(target))
             if options.parallel:  # as large as the states in whose place it stands
-                sizes = state_sizes(target, reads.layers, token_counts)
+                sizes = draft_layer.state_sizes(target, reads.layers, token_counts)
                 head.mask_hidden.copy_(torch.randn_like(sizes) * sizes)
             # Pass on the last of the states, with a little of the others: one deep in the target suits the language-model head.
             head.fc.weight[:, -target.hidden_size :] += torch.eye(target.hidden_size, device=target.device)
@@ -176,7 +166,7 @@ class Eagle3Trainer(StepTrainer):
             config = {
                 **self.speculators_config(
                     "PEagleSpeculator" if is_parallel else "Eagle3Speculator",
-                    layer_json(self.config),
+                    draft_layer.layer_json(self.config),
                     "peagle" if is_parallel else "eagle3",
                 ),
                 "speculators_version": "0.9.0",
@@ -184,12 +174,12 @@ class Eagle3Trainer(StepTrainer):
                 "target_hidden_size": None,
                 "embed_requires_grad": False,
             }
-            return Exported({**state, "embed_tokens.weight": embedding_table(self.target)}, config)
+            return Exported({**state, "embed_tokens.weight": draft_layer.embedding_table(self.target)}, config)
         # For SGLang, SpecForge and ModelOpt, which name layers by their outputs.
         outputs = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.taps.layers], "use_aux_hidden_state": True}
         config = {
             "architectures": ["PEagleDraftModel" if is_parallel else "LlamaForCausalLMEagle3"],
-            **layer_json(self.config),
+            **draft_layer.layer_json(self.config),
             **flags,
             "recycle_normed": self.options.norm_output,  # SpecForge's norm_output would mean something else
             "num_aux_hidden_states": len(self.taps.layers),

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
-from hf_specdec.candidate_generators.auto import discovery, hub, local
+from hf_specdec.candidate_generators.auto import discovery, hub
 from hf_specdec.candidate_generators.auto.generator import AgreedChoice
 from hf_specdec.candidate_generators.base import DrafterContext, MayRest
 from hf_specdec.core.sequence import Sequence
@@ -302,7 +302,7 @@ def cache(tmp_path, monkeypatch):
     """An empty local cache; `add(repo, source, ...)` puts a folder into it as the Hub's client would."""
     root = tmp_path / "hub"
     root.mkdir()
-    monkeypatch.setattr(local, "scan_cache_dir", lambda scan=local.scan_cache_dir: scan(root))
+    monkeypatch.setattr(hub, "scan_cache_dir", lambda scan=hub.scan_cache_dir: scan(root))
 
     def add(repo, source, card=None, config=None):
         folder = root / f"models--{repo.replace('/', '--')}"

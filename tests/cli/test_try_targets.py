@@ -10,7 +10,7 @@ import transformers
 from paths import ROOT
 from transformers import LlamaForCausalLM, Mamba2ForCausalLM, ReformerModelWithLMHead
 
-from hf_specdec.decoding import fed_rows
+from hf_specdec.decoding import step
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +30,13 @@ def test_what_becomes_of_classes(script):
 
 def test_wrong_texts_and_errors_are_found(script, monkeypatch):
     """A model that reads other positions than it should, and an exception that is no refusal."""
-    real = fed_rows.RowInput
+    real = step.RowInput
     monkeypatch.setattr(
-        fed_rows, "RowInput", lambda *args, **kwargs: real(*args, **(kwargs | {"offset": 3 * (args[2] > 13)}))
+        step, "RowInput", lambda *args, **kwargs: real(*args, **(kwargs | {"offset": 3 * (args[2] > 13)}))
     )
     trial = script.attempt("llama", LlamaForCausalLM)
     assert trial.way == "WRONG" and "ngram" in trial.why
-    monkeypatch.setattr(fed_rows, "RowInput", lambda *args, **kwargs: torch.zeros(2).view(3))
+    monkeypatch.setattr(step, "RowInput", lambda *args, **kwargs: torch.zeros(2).view(3))
     trial = script.attempt("llama", LlamaForCausalLM)
     assert trial.way == "ERROR" and trial.why.startswith("RuntimeError")
 

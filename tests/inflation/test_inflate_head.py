@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 import hf_specdec
 from hf_specdec.inflation import inflate, inflate_eagle3
-from hf_specdec.inflation.head import LAYER_IDS, tapped
+from hf_specdec.inflation.tensors import LAYER_IDS, tapped
 
 HEAD = hf_specdec.bundled("tiny-eagle3")
 SIZES = {"hidden_size": 320, "num_hidden_layers": 9, "intermediate_size": 800, "num_attention_heads": 16}

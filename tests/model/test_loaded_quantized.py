@@ -14,7 +14,7 @@ from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.kernels.native import library
 from hf_specdec.model import self_test
 from hf_specdec.model.options.quantized import num_bytes
-from hf_specdec.model.rounded_inputs import rounding_layers
+from hf_specdec.model.self_test import rounding_layers
 
 CONFIGS = [
     {"method": "none"},

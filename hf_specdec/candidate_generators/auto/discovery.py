@@ -17,9 +17,8 @@ from ..base import DrafterContext
 from ..checkpoints.files import Checkpoint, CheckpointError, NoWeightsError, infer_format
 from ..mtp.layouts import find_layout, is_mtp_tensor
 from ..parsing import parse_config
+from . import hub
 from .config import AutoConfig
-from .hub import heads_on_hub, published_heads, rank
-from .local import base_models, cached_models, hub_id_of, is_language_model, same_vocabulary, weight_bytes
 
 LOOKUPS = ("suffix", "ngram", "token_recycling")
 SMALL_ENOUGH = 0.25  # a draft model has at most this share of the target's bytes
@@ -117,27 +116,27 @@ def _bundled_heads(target: PackedModel) -> Iterator[Candidate]:
     names = [
         name for name in bundled_names() if folder is not None and Path(bundled(name)).resolve() == folder.resolve()
     ]
-    heads = [head for head in bundled_names() if set(base_models(Path(bundled(head)))) & set(names)]
-    for head in sorted(heads, key=lambda head: rank(_method_of(Path(bundled(head))))):
+    heads = [head for head in bundled_names() if set(hub.base_models(Path(bundled(head)))) & set(names)]
+    for head in sorted(heads, key=lambda head: hub.rank(_method_of(Path(bundled(head))))):
         yield Candidate(_drafting(model=head), f"the bundled {head}")
 
 
 def _heads(config: AutoConfig, target: PackedModel, search: Search) -> Iterator[Candidate]:
     """Heads made for the target: in the local cache, then on the Hub."""
-    target_id = hub_id_of(target.model)
+    target_id = hub.hub_id_of(target.model)
     if target_id is None:
         return
-    published = {head.repo: head for head in published_heads(target_id)}
+    published = {head.repo: head for head in hub.published_heads(target_id)}
     cached = []
-    for repo, folder in cached_models():
-        if repo in published or target_id in base_models(folder):
+    for repo, folder in hub.cached_models():
+        if repo in published or target_id in hub.base_models(folder):
             try:
-                cached.append((rank(_method_of(folder)), repo, folder))
+                cached.append((hub.rank(_method_of(folder)), repo, folder))
             except CheckpointError:  # another kind of model that was made from the target
                 continue
     for _, repo, folder in sorted(cached):
         yield from _made(str(folder), f"{repo}, in the local cache", search)
-    for head in heads_on_hub(target_id, list(published.values()), search.notes):
+    for head in hub.heads_on_hub(target_id, list(published.values()), search.notes):
         what = f"{head.repo} ({head.method}{head.about})"
         if head.gigabytes > config.max_download_gb:
             search.downloads.append(f"{what}: set max_download_gb")
@@ -152,13 +151,13 @@ def _small_models(target: PackedModel, search: Search) -> Iterator[Candidate]:
         return
     target_bytes = sum(p.numel() * p.element_size() for p in target.model.parameters())
     bundles = [(f"the bundled {name}", Path(bundled(name))) for name in bundled_names()]
-    cached = [(f"{repo}, in the local cache", other) for repo, other in cached_models()]
+    cached = [(f"{repo}, in the local cache", other) for repo, other in hub.cached_models()]
     sized = []
     for where, other in [*bundles, *cached]:
-        share = weight_bytes(other) / target_bytes
-        if not (0 < share <= SMALL_ENOUGH and is_language_model(other)):
+        share = hub.weight_bytes(other) / target_bytes
+        if not (0 < share <= SMALL_ENOUGH and hub.is_language_model(other)):
             continue
-        if not same_vocabulary(folder, other):
+        if not hub.same_vocabulary(folder, other):
             # without a tokenizer it is most likely a head
             if where.endswith("cache") and (other / "tokenizer.json").is_file():
                 search.notes.append(f"{where}: small enough, but it has another vocabulary")

@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class AgreedChoice:
-    """Answers as rank 0's chooser does.
-
-    Args:
-        chooser: rank 0's; on the other ranks it is not asked.
-    """
+    """Answers as rank 0's chooser does. `chooser`: rank 0's; on the other ranks it is not asked."""
 
     def __init__(self, ranks: Ranks, chooser: Fastest):
         self.ranks, self.chooser = ranks, chooser

@@ -83,11 +83,7 @@ class HeadConfig(TreeDraftingConfig):
         )
 
     def open(self, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
-        """Open the configured checkpoint.
-
-        Raises:
-            SpeculativeConfigError: no `model` is given, or it cannot be opened.
-        """
+        """Open the configured checkpoint. Raises SpeculativeConfigError: no `model` is given, or it cannot be opened."""
         if self.model is None:
             raise self.fail("model", f"is missing: name the {self.method} head that was trained for this target.")
         return open_checkpoint(self.model, self.revision, self.token, wanted)

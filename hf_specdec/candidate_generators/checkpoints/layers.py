@@ -17,17 +17,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
+from . import target_parts
 from .files import BAD_VALUES, Checkpoint, Plan
 from .keys import FLAG, LAYER_KEYS, LAYERS, NAME, NUMBER, Key, Table, integer
-from .target_parts import (
-    DraftVocabulary,
-    built,
-    device_and_dtype,
-    layer_config,
-    plain_rope,
-    target_embeddings,
-    vocabulary_of,
-)
 
 # What is taken of a configuration that describes the layers, or a whole language model.
 _KEYS = [key for key in LAYER_KEYS if key not in ("model_type", "use_sliding_window", "max_window_layers")]
@@ -84,7 +76,7 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = Non
     nested = checkpoint.section(LAYERS)
     more = keys_of_layers(plan)
     known = LAYER_KEYS | more.keys
-    given = {key: value for key, value in plain_rope(nested or checkpoint.config).items() if key in known}
+    given = {key: value for key, value in target_parts.plain_rope(nested or checkpoint.config).items() if key in known}
     count, uses_window = given.get("num_hidden_layers"), given.get("use_sliding_window")
     held = len({name.split(".")[1] for name in plan.sources if name.startswith("layers.")})
     if count is not None and count > held:
@@ -99,7 +91,7 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = Non
     if given.get("layer_types"):  # often copied from the target, with a value for each of the target's layers
         given["layer_types"] = given["layer_types"][:count]
     if nested or kind:
-        whole = layer_config(checkpoint, given, class_name)
+        whole = target_parts.layer_config(checkpoint, given, class_name)
         given |= {key: getattr(whole, key, None) for key in _KEYS}
     values = {key: given[key] for key in _KEYS if given.get(key) is not None}
     kinds, window = values.pop("layer_types", None), values.pop("sliding_window", None)
@@ -108,7 +100,7 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan, kind: str | None = Non
     out_proj, heads = "layers.0.self_attn.o_proj.weight", values.get("num_attention_heads")
     if "head_dim" not in values and out_proj in plan and heads:
         values["head_dim"] = plan.matrix(out_proj)[1] // heads
-    config = layer_config(checkpoint, values, class_name)
+    config = target_parts.layer_config(checkpoint, values, class_name)
     if kinds is not None and set(kinds) != {"full_attention"}:
         fits = set(kinds) <= {"full_attention", "sliding_attention"} and len(kinds) == config.num_hidden_layers
         if not fits or not window or uses_window is False:
@@ -175,7 +167,7 @@ def _gemma4_config(checkpoint: Checkpoint, given: dict[str, Any], num_layers: in
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 0,
     }
-    config: Any = layer_config(checkpoint, values | same)
+    config: Any = target_parts.layer_config(checkpoint, values | same)
     rope = config.rope_parameters.get("full_attention")
     if rope is None:
         raise checkpoint.error(f"its rope_parameters {config.rope_parameters} have none for full_attention.")
@@ -191,7 +183,7 @@ def _latent_config(checkpoint: Checkpoint, given: dict[str, Any]) -> PretrainedC
     for name in ("head_dim", "sliding_window"):  # these layers have neither
         values.pop(name, None)
     values["num_key_value_heads"] = values.get("num_attention_heads")
-    config: Any = layer_config(checkpoint, values | {"model_type": "deepseek_v3"})
+    config: Any = target_parts.layer_config(checkpoint, values | {"model_type": "deepseek_v3"})
     config.first_k_dense_replace = config.num_hidden_layers
     _check_rotation(checkpoint, config)
     return config
@@ -248,7 +240,7 @@ class LoadedHead:
 
     head: PackedHead
     lm_head: nn.Module
-    vocabulary: DraftVocabulary
+    vocabulary: target_parts.DraftVocabulary
 
 
 def loaded(
@@ -263,12 +255,12 @@ def loaded(
         stated: see `vocabulary_of`.
         scale: of the embeddings' rows; None: as the head's kind has it.
     """
-    vocabulary, lm_head = vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
+    vocabulary, lm_head = target_parts.vocabulary_of(checkpoint, plan, target, config.hidden_size, *stated)
     shared: Any = lm_head
     size = len(shared.weight) if shared is not None else plan.matrix("lm_head.weight")[0]
-    module: Any = built(checkpoint, plan, target, lambda: make(size))
+    module: Any = target_parts.built(checkpoint, plan, target, lambda: make(size))
     pair_rotated(module.layers, config)
-    module.rotary = RotaryPositions(checkpoint, config, device_and_dtype(target)[0])
+    module.rotary = RotaryPositions(checkpoint, config, target_parts.device_and_dtype(target)[0])
     table = getattr(module, "embed_tokens", None)
     if scale is None and table is not None:
         scale = table_scale(config)
@@ -370,7 +362,7 @@ def embeddings_of(
     if table is not None:
         last = table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None
         return Embeddings(table, last, scale)
-    shared: Any = target_embeddings(target)
+    shared: Any = target_parts.target_embeddings(target)
     if (held := shared.weight.shape[1]) != width:
         raise checkpoint.error(
             f"has no embed_tokens.weight, and the target's embeddings have width {held}, not {width}."

@@ -20,7 +20,7 @@ from ..checkpoints import target_parts
 from ..checkpoints.files import Checkpoint, Plan, counted, renaming
 from ..checkpoints.keys import IDS, integer
 from ..checkpoints.layers import Embeddings, LoadedHead, embeddings_of
-from ..mtp.weights import TargetTensors
+from ..mtp.checkpoint import TargetTensors
 from .head import BlockHead, ConfidenceHead, DFlashLayout, MarkovHead
 
 _KEYS = {

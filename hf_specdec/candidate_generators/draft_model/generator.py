@@ -26,9 +26,8 @@ from ...model.architectures import has_repository_code
 from ...model.encoder_decoder import FAMILIES, is_encoder_decoder
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, MayMissSteps
-from ..checkpoints.draft_vocabulary import draft_ids
 from ..checkpoints.files import Checkpoint, register_format
-from ..checkpoints.target_parts import load_once, rows_of
+from ..checkpoints.target_parts import draft_ids, load_once, rows_of
 from ..growing.model_drafter import ModelDrafter
 from ..growing.own_cache import OwnsCache
 from ..growing.tree_growth import Draft

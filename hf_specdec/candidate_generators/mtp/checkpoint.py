@@ -1,9 +1,10 @@
-"""MTP modules in targets' checkpoints and in their own: how they are found and loaded."""
+"""MTP modules in targets' checkpoints and in their own: how they are found and loaded; a target's tensors for transformers' layers."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -11,23 +12,90 @@ from transformers import AutoModelForCausalLM
 
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
+from ..checkpoints import target_parts
 from ..checkpoints.config import proposed_length
 from ..checkpoints.files import Checkpoint, CheckpointError, Plan, counted, load_module, refused_kind, register_format
 from ..checkpoints.keys import KIND, LAYERS, Key, Table, integer, one_of
-from ..checkpoints.target_parts import (
-    check_target,
-    check_vocabulary,
-    device_and_dtype,
-    layer_config,
-    mapped_ids,
-    shared_head,
-    target_embeddings,
-    target_head,
-    trained_for,
-)
 from .head import MtpModule, TargetFamily, module_config
 from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout, holds_mtp_alone, vocabulary_table
-from .weights import TargetTensors
+
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<i>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\.weight")
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+class TargetTensors(Checkpoint):
+    """Tensors of a checkpoint under the names and shapes of transformers' layers.
+
+    * Quantized weights are dequantized to `dtype`.
+    * Matrices `experts.{i}.gate_proj`, `.up_proj`, `.down_proj` become the tensors named in `stacked`: `experts.gate_up_proj`
+      [E, 2 I, H] or `experts.up_proj` [E, I, H], and `experts.down_proj` [E, H, I].
+
+    Args:
+        source: the checkpoint; only its `wanted` tensors are used.
+        dtype: of quantized weights.
+        nothing: the error if there are no such tensors.
+    """
+
+    def __init__(self, source: Checkpoint, dtype: torch.dtype, stacked: set[str], nothing: str):
+        super().__init__(source.folder, source.name, source.wanted, nothing)
+        self.dtype, self.stacked = dtype, stacked
+
+    @cached_property
+    def stacks(self) -> dict[str, list[list[str]]]:
+        """By stacked name: for each expert, the stored matrices to concatenate in its slice."""
+        matrices: dict[str, dict[int, dict[str, str]]] = {}
+        if self.stacked:
+            for name in super().names():
+                match = _EXPERT.fullmatch(name)
+                if match:
+                    parts = matrices.setdefault(match["experts"], {}).setdefault(int(match["i"]), {})
+                    parts[_PARTS.get(match["part"], match["part"])] = name
+        stacks: dict[str, list[list[str]]] = {}
+        for experts, parts in matrices.items():
+            for stacked in sorted(self.stacked):
+                wanted, rows = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,), []
+                for i in range(max(parts) + 1):
+                    missing = [part for part in wanted if part not in parts.get(i, {})]
+                    if missing:
+                        raise self.error(f"misses {experts}.{i}.{missing[0]}.weight, one of {max(parts) + 1} experts.")
+                    rows.append([parts[i][part] for part in wanted])
+                stacks[f"{experts}.{stacked}"] = rows
+        return stacks
+
+    def names(self) -> list[str]:
+        inside = {name for rows in self.stacks.values() for row in rows for name in row}
+        return [name for name in super().names() if name not in inside] + list(self.stacks)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it. Raises CheckpointError: the experts' matrices differ in shape."""
+        if name not in self.stacks:
+            return super().shape(name)
+        rows = self.stacks[name]
+        first = super().shape(rows[0][0])
+        for row in rows:
+            for part in row:
+                if super().shape(part) != first:
+                    raise self.error(f"{part} has shape {list(super().shape(part))}, {rows[0][0]} has {list(first)}.")
+        return (len(rows), len(rows[0]) * first[0], *first[1:])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self.stacks:
+            return self._plain(name)
+        rows = self.stacks[name]
+        first = self._plain(rows[0][0])
+        out = first.new_empty(self.shape(name))
+        for slice_, row in zip(out, rows, strict=True):
+            for place, part in zip(slice_.chunk(len(row)), row, strict=True):
+                place.copy_(self._plain(part))
+        return out
+
+    def _plain(self, name: str) -> torch.Tensor:
+        value = super().tensor(name)
+        return value.to(self.dtype) if name in self.quantized else value
+
 
 register_format(
     "MTP layers without their target (speculators' mtp, or tensors as in a target's checkpoint)",
@@ -68,7 +136,7 @@ class LoadedMtp:
 def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedMtp:
     """Load the MTP modules of a checkpoint, on the target's device and in its dtype. Raises CheckpointError: it has no MTP modules, or
     they do not fit."""
-    device, dtype = device_and_dtype(target)
+    device, dtype = target_parts.device_and_dtype(target)
     family = _family(source, target)
     with torch.device("meta"):
         layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
@@ -108,11 +176,11 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     _rename_parts(plan, set(filled.state_dict()))
     load_module(filled, plan, device, dtype, family.float32)
     has_own = all(f"{i}.lm_head.weight" in shapes for i in range(count))
-    lm_head = target_head(target) if has_own else shared_head(source, target, ids)
+    lm_head = target_parts.target_head(target) if has_own else target_parts.shared_head(source, target, ids)
     for module in modules:
         with torch.device(device):
             module.add_rotary(family.rotary)
-        module.share(target_embeddings(target), lm_head)
+        module.share(target_parts.target_embeddings(target), lm_head)
     heads = [PackedHead(module, module.config, count, prepack_weights, device, dtype) for module in modules]
     return LoadedMtp(layout, heads, ids, proposed_length(source))
 
@@ -140,10 +208,12 @@ def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:
     values = source.section(LAYERS)
     stated, num_layers = values.get("num_hidden_layers"), target.config.num_hidden_layers
     if isinstance(stated, int) and stated > num_layers:
-        raise source.error(f"is for a target of {stated} layers; this one has {num_layers}." + trained_for(source))
-    config = layer_config(source, values)
+        raise source.error(
+            f"is for a target of {stated} layers; this one has {num_layers}." + target_parts.trained_for(source)
+        )
+    config = target_parts.layer_config(source, values)
     replace(_TABLE, class_keys=frozenset(type(config)().to_dict())).read(source)
-    check_target(source, target, config.hidden_size, config.vocab_size)
+    target_parts.check_target(source, target, config.hidden_size, config.vocab_size)
     with source.building():
         model = AutoModelForCausalLM.from_config(config)
     return TargetFamily.of(model, error)
@@ -177,7 +247,7 @@ def _own_tables(plan: Plan, target: PackedModel) -> tuple[torch.Tensor | None, d
     target's. Equal ones are removed from the plan."""
     shapes: dict[str, tuple[int, int]] = {}
     for name in [name for name in plan.sources if name.endswith((".embed_tokens.weight", ".lm_head.weight"))]:
-        table = (target_embeddings if "embed_tokens" in name else target_head)(target).weight
+        table = (target_parts.target_embeddings if "embed_tokens" in name else target_parts.target_head)(target).weight
         assert isinstance(table, torch.Tensor)
         shape, is_here = plan.matrix(name), table.device.type != "meta"
         if is_here and shape == table.shape and torch.equal(plan.tensor(name).to(table), table):
@@ -185,7 +255,7 @@ def _own_tables(plan: Plan, target: PackedModel) -> tuple[torch.Tensor | None, d
         else:
             shapes[name] = shape
     sizes = {rows for name, (rows, _) in shapes.items() if name.endswith(".lm_head.weight")}
-    ids = mapped_ids(plan.checkpoint, plan, target, next(iter(sizes), None))
+    ids = target_parts.mapped_ids(plan.checkpoint, plan, target, next(iter(sizes), None))
     for name, (rows, _) in shapes.items():
         if ids is not None and name.endswith(".lm_head.weight"):
             if rows != len(ids):
@@ -193,7 +263,7 @@ def _own_tables(plan: Plan, target: PackedModel) -> tuple[torch.Tensor | None, d
                     f"{plan.sources[name]} has {rows} tokens; the draft vocabulary has {len(ids)} (d2t)."
                 )
             continue
-        check_vocabulary(plan.checkpoint, target, rows)
+        target_parts.check_vocabulary(plan.checkpoint, target, rows)
         if rows < target.vocab_size:
             raise plan.checkpoint.error(
                 f"{plan.sources[name]} has {rows} tokens; the target has {target.vocab_size}, and there is no table d2t. It is for another "

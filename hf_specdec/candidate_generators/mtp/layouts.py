@@ -60,142 +60,110 @@ class MtpLayout:
         return None
 
 
-def _rules(stem: str, renamed: dict[str, str | None], others: str | None = None) -> tuple[tuple[str, str | None], ...]:
+def _rules(stem: str, parts: str, others: str | None = None) -> tuple[tuple[str, str | None], ...]:
     """Rules for the tensors whose names begin with `stem`.
 
     Args:
-        renamed: canonical prefixes by the pattern after the stem.
+        parts: words "theirs=ours", a pattern after the stem and the canonical name; "theirs" where the names are the same; "theirs="
+            where the part is not used.
         others: pattern before the layer's own names, for all other tensors; None: there are no others.
     """
-    rules = [(rf"{stem}{theirs}\.(?P<rest>.+)", canonical) for theirs, canonical in renamed.items()]
+    rules: list[tuple[str, str | None]] = []
+    for theirs, renamed, ours in (part.partition("=") for part in parts.split()):
+        rules.append((rf"{stem}{theirs}\.(?P<rest>.+)", None if renamed and not ours else f"{ours or theirs}."))
     if others is not None:
         rules.append((rf"{stem}{others}(?P<rest>.+)", "layer."))
     return tuple(rules)
-
-
-def _named(*names: str) -> dict[str, str | None]:
-    """Parts that already have canonical names."""
-    return {name: f"{name}." for name in names}
 
 
 _I = r"(?P<i>\d+)"
 _LAYER = rf"(?:model\.)?(?:language_model\.)?layers\.{_I}\.(?:transformer\.)?"
 _MTP = r"(?:model\.)?mtp\."
 _MTP_LAYER = rf"{_MTP}layers\.{_I}\."
-_FUSION = _named("enorm", "hnorm", "eh_proj")
+_BLOCKS = r"(?:(?:language_)?model\.)?mtp\.layers\."
+_FUSION = "enorm hnorm eh_proj"
+_OF_MIMO = "token_layernorm=enorm hidden_layernorm=hnorm input_proj=eh_proj final_layernorm=norm"
 
-_FINAL_LAYERNORM = MtpLayout(
-    name="Hunyuan V3 (model.layers.{L}.eh_proj, .final_layernorm)",
-    marker=_LAYER + r"final_layernorm\.weight",
-    rules=_rules(
-        _LAYER,
+LAYOUTS = (
+    MtpLayout(
+        name="Hunyuan V3 (model.layers.{L}.eh_proj, .final_layernorm)",
+        marker=_LAYER + r"final_layernorm\.weight",
         # The reference uses the target's head, not the stored one.
-        {"shared_head": None, "final_layernorm": "norm.", **_FUSION, **_named("embed_tokens")},
-        others="",
+        rules=_rules(_LAYER, f"shared_head= final_layernorm=norm {_FUSION} embed_tokens", others=""),
+        numbered_after_target=True,
+        zero_first_embedding=True,
     ),
-    numbered_after_target=True,
-    zero_first_embedding=True,
-)
-# transformers and SGLang pass on the normed output and embed the first token; older versions of vLLM do neither.
-_DEEPSEEK = MtpLayout(
-    name="DeepSeek-V3, GLM-4.5, openPangu (model.layers.{L}.eh_proj, .shared_head.norm)",
-    marker=_LAYER + r"shared_head\.norm\.weight",
-    rules=_rules(
-        _LAYER,
-        {
-            r"shared_head\.norm": "norm.",
-            r"shared_head\.(?:head|output)": "lm_head.",
-            **_FUSION,
-            **_named("embed_tokens"),
-        },
-        others="",
+    # transformers and SGLang pass on the normed output and embed the first token; older versions of vLLM do neither.
+    MtpLayout(
+        name="DeepSeek-V3, GLM-4.5, openPangu (model.layers.{L}.eh_proj, .shared_head.norm)",
+        marker=_LAYER + r"shared_head\.norm\.weight",
+        rules=_rules(
+            _LAYER,
+            rf"shared_head\.norm=norm shared_head\.(?:head|output)=lm_head {_FUSION} embed_tokens",
+            others="",
+        ),
+        numbered_after_target=True,
     ),
-    numbered_after_target=True,
-)
-_QWEN = MtpLayout(
-    name="Qwen3-Next, Qwen3.5, EXAONE (mtp.fc, mtp.layers.0)",
-    marker=r"mtp\.fc\.weight",
-    rules=_rules(
-        r"mtp\.",
-        {
-            rf"layers\.{_I}": "layer.",
-            "fc": "eh_proj.",
-            "pre_fc_norm_embedding": "enorm.",
-            "pre_fc_norm_hidden": "hnorm.",
-            **_named("norm", "embed_tokens", "lm_head"),
-        },
+    MtpLayout(
+        name="Qwen3-Next, Qwen3.5, EXAONE (mtp.fc, mtp.layers.0)",
+        marker=r"mtp\.fc\.weight",
+        rules=_rules(
+            r"mtp\.",
+            rf"layers\.{_I}=layer fc=eh_proj pre_fc_norm_embedding=enorm pre_fc_norm_hidden=hnorm norm embed_tokens lm_head",
+        ),
+        shared=("eh_proj.", "enorm.", "hnorm.", "norm.", "embed_tokens.", "lm_head."),
     ),
-    shared=("eh_proj.", "enorm.", "hnorm.", "norm.", "embed_tokens.", "lm_head."),
-)
-_MIMO_NAMES: dict[str, str | None] = {
-    "token_layernorm": "enorm.",
-    "hidden_layernorm": "hnorm.",
-    "input_proj": "eh_proj.",
-    "final_layernorm": "norm.",
-}
-_MIMO = MtpLayout(
-    name="MiMo (model.mtp_layers.0.input_proj)",
-    marker=r"model\.mtp_layers\.\d+\.input_proj\.weight",
-    rules=_rules(rf"model\.mtp_layers\.{_I}\.", _MIMO_NAMES, others=""),
-    hidden_first=True,
-    zero_first_embedding=True,
-)
-_SPECULATORS = MtpLayout(
-    name='speculators (speculators_model_type "mtp": mtp_layers.0.input_proj)',
-    marker=r"mtp_layers\.\d+\.input_proj\.weight",
-    rules=_rules(rf"mtp_layers\.{_I}\.", _MIMO_NAMES, others=""),
-)
-_LONGCAT = MtpLayout(
-    name="LongCat-Flash (model.mtp.layers.0.enorm.m)",
-    marker=_MTP + r"layers\.\d+\.enorm\.m\.weight",
-    rules=(
-        *_rules(_MTP, _named("norm", "embed_tokens")),
-        *_rules(
-            _MTP_LAYER,
-            {r"enorm\.m": "enorm.", r"hnorm\.m": "hnorm.", **_named("eh_proj")},
-            others=r"(?:transformer_layer\.)?",
+    MtpLayout(
+        name="MiMo (model.mtp_layers.0.input_proj)",
+        marker=r"model\.mtp_layers\.\d+\.input_proj\.weight",
+        rules=_rules(rf"model\.mtp_layers\.{_I}\.", _OF_MIMO, others=""),
+        hidden_first=True,
+        zero_first_embedding=True,
+    ),
+    MtpLayout(
+        name='speculators (speculators_model_type "mtp": mtp_layers.0.input_proj)',
+        marker=r"mtp_layers\.\d+\.input_proj\.weight",
+        rules=_rules(rf"mtp_layers\.{_I}\.", _OF_MIMO, others=""),
+    ),
+    MtpLayout(
+        name="LongCat-Flash (model.mtp.layers.0.enorm.m)",
+        marker=_MTP + r"layers\.\d+\.enorm\.m\.weight",
+        rules=(
+            *_rules(_MTP, "norm embed_tokens"),
+            *_rules(_MTP_LAYER, r"enorm\.m=enorm hnorm\.m=hnorm eh_proj", others=r"(?:transformer_layer\.)?"),
+        ),
+        shared=("norm.", "embed_tokens."),
+    ),
+    MtpLayout(
+        name="MiMo-V2 (model.mtp.layers.0.eh_proj, .pre_mlp_layernorm)",
+        marker=_MTP + r"layers\.\d+\.pre_mlp_layernorm\.weight",
+        rules=_rules(
+            _MTP_LAYER, f"final_layernorm=norm pre_mlp_layernorm=layer.post_attention_layernorm {_FUSION}", others=""
+        ),
+        attention="sliding_attention",
+    ),
+    MtpLayout(
+        name="Ernie 4.5 (model.mtp_linear_proj.0, model.mtp_block.0)",
+        marker=r"(?:model\.)?mtp_linear_proj\.\d+\.weight",
+        rules=_rules(
+            r"(?:model\.)?mtp_",
+            rf"emb_norm\.{_I}=enorm hidden_norm\.{_I}=hnorm linear_proj\.{_I}=eh_proj block\.{_I}=layer",
+        ),
+        zero_first_embedding=True,
+        has_norm=False,
+        normed_output=False,
+    ),
+    MtpLayout(
+        name="Nemotron-H (mtp.layers.0.eh_proj, .mixer; mtp.layers.1.final_layernorm)",
+        marker=_BLOCKS + r"\d+\.mixer\..+",
+        # numbers are those of the one module's blocks: the first holds what comes before them, the last the norm
+        rules=(
+            *_rules(_BLOCKS + r"0\.", _FUSION),
+            *_rules(_BLOCKS + r"\d+\.", "final_layernorm=norm"),
+            (_BLOCKS + "(?P<rest>.+)", "layer.blocks."),
         ),
     ),
-    shared=("norm.", "embed_tokens."),
 )
-_MIMO_V2 = MtpLayout(
-    name="MiMo-V2 (model.mtp.layers.0.eh_proj, .pre_mlp_layernorm)",
-    marker=_MTP + r"layers\.\d+\.pre_mlp_layernorm\.weight",
-    rules=_rules(
-        _MTP_LAYER,
-        {"final_layernorm": "norm.", "pre_mlp_layernorm": "layer.post_attention_layernorm.", **_FUSION},
-        others="",
-    ),
-    attention="sliding_attention",
-)
-_ERNIE = MtpLayout(
-    name="Ernie 4.5 (model.mtp_linear_proj.0, model.mtp_block.0)",
-    marker=r"(?:model\.)?mtp_linear_proj\.\d+\.weight",
-    rules=_rules(
-        r"(?:model\.)?mtp_",
-        {
-            rf"emb_norm\.{_I}": "enorm.",
-            rf"hidden_norm\.{_I}": "hnorm.",
-            rf"linear_proj\.{_I}": "eh_proj.",
-            rf"block\.{_I}": "layer.",
-        },
-    ),
-    zero_first_embedding=True,
-    has_norm=False,
-    normed_output=False,
-)
-_BLOCKS = r"(?:(?:language_)?model\.)?mtp\.layers\."
-_NEMOTRON = MtpLayout(
-    name="Nemotron-H (mtp.layers.0.eh_proj, .mixer; mtp.layers.1.final_layernorm)",
-    marker=_BLOCKS + r"\d+\.mixer\..+",
-    # numbers are those of the one module's blocks: the first holds what comes before them, the last the norm
-    rules=(
-        *_rules(_BLOCKS + r"0\.", _FUSION),
-        *_rules(_BLOCKS + r"\d+\.", {"final_layernorm": "norm."}),
-        (_BLOCKS + "(?P<rest>.+)", "layer.blocks."),
-    ),
-)
-LAYOUTS = (_FINAL_LAYERNORM, _DEEPSEEK, _QWEN, _MIMO, _SPECULATORS, _LONGCAT, _MIMO_V2, _ERNIE, _NEMOTRON)
 
 # Names of layer parts in checkpoints and in transformers; applied if the layer has the second name.
 LAYER_NAMES = (

@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from ..native import TYPES, Linear
-from .quantized import library_of, threads_for
+from ..native import TYPES, Linear, library_of
+from .quantized import threads_for
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..native import TYPES, Linear, library
+from ..native import TYPES, Linear, library_of
 
 OUTPUTS = 16  # of a panel
 GROUPS = (0, 32, 64, 128)  # inputs that share a scale; 0: all
@@ -109,13 +109,6 @@ def dequantized(panels: torch.Tensor, layout: WeightLayout, dtype: torch.dtype) 
     )  # fmt: skip
     library_of().specdec_dequantize(ctypes.byref(call), threads_for(panels))
     return out
-
-
-def library_of() -> ctypes.CDLL:
-    """The library, for callers that know that it is there."""
-    loaded = library()
-    assert loaded is not None
-    return loaded
 
 
 def threads_for(weights: torch.Tensor) -> int:

@@ -189,6 +189,13 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+def library_of() -> ctypes.CDLL:
+    """The library, for callers that know that it is there."""
+    loaded = library()
+    assert loaded is not None
+    return loaded
+
+
 def why_not_loaded() -> str | None:
     """Why the library cannot be used; None if it can."""
     if not PATH.exists():

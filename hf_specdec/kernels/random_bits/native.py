@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from ..native import Choice, Sampling, library
+from ..native import Choice, Sampling, library_of
 
 _SCORES_PER_THREAD = 1 << 17  # waking a thread takes as long as reading some
 
@@ -18,12 +18,12 @@ def num_threads(scores: torch.Tensor) -> int:
 
 def choose(scores: torch.Tensor, keys: torch.Tensor, sampling: Sampling, ahead: int, stream: int) -> torch.Tensor:
     """The token int64 [R] that each row of scores float32 [R, V] takes with the parameters `keys` int64 [R] of `sampling`."""
-    loaded = library()
-    assert loaded is not None
     scores, keys = scores.float().contiguous(), keys.contiguous()
     out = torch.empty(len(scores), dtype=torch.long)
     pointers = scores.data_ptr(), keys.data_ptr(), out.data_ptr()
-    loaded.specdec_choices(ctypes.byref(Choice(*pointers, *scores.shape, ahead, stream, sampling)), num_threads(scores))
+    library_of().specdec_choices(
+        ctypes.byref(Choice(*pointers, *scores.shape, ahead, stream, sampling)), num_threads(scores)
+    )
     return out
 
 

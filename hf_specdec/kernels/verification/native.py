@@ -9,7 +9,7 @@ import torch
 
 from ..drafts import Drafts, RowStreams
 from ..native import Drafts as Arguments
-from ..native import Sampling, library
+from ..native import Sampling, library_of
 from ..random_bits.native import num_threads
 
 
@@ -20,8 +20,6 @@ def verdicts(drafts: Drafts, scores: torch.Tensor, streams: RowStreams) -> torch
     Args:
         scores: float32 [R, V], after the root and the nodes of row 0, then of row 1, ..
     """
-    loaded = library()
-    assert loaded is not None
     batch, width = drafts.tokens.shape
     scores, tokens = scores.float().contiguous(), drafts.tokens.contiguous()
     counts = np.asarray(drafts.lengths, dtype=np.int64)
@@ -34,5 +32,5 @@ def verdicts(drafts: Drafts, scores: torch.Tensor, streams: RowStreams) -> torch
         scores.data_ptr(), first, lengths, tokens.data_ptr(), 0 if parents is None else parents.ctypes.data, table.data_ptr(),
         batch, width, scores.shape[1], Sampling(*noise, None, draws.ctypes.data),
     )  # fmt: skip
-    loaded.specdec_follow_choices(ctypes.byref(arguments), num_threads(scores))
+    library_of().specdec_follow_choices(ctypes.byref(arguments), num_threads(scores))
     return table

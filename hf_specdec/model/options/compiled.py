@@ -198,9 +198,8 @@ class CompiledLayers:
             if batch is None or not self.serves(batch, layer):  # None: the caller runs the model directly
                 return original(*args, **kwargs)
             traced = [TRACED if arg is batch.cache else arg for arg in args]
-            named = {key: TRACED if value is batch.cache else value for key, value in kwargs.items()} | {
-                "specdec": TRACED
-            }
+            named = {key: TRACED if value is batch.cache else value for key, value in kwargs.items()}
+            named["specdec"] = TRACED
             _running.attention, _running.module, _running.index, _running.batch = self.attention, module, index, batch
             _running.block = self._blocks.get(layer)
             try:
@@ -212,9 +211,8 @@ class CompiledLayers:
                 self.refuse(layer, error)
                 return original(*args, **kwargs)  # safe after a partial run: it writes the same keys again
             finally:
-                _running.batch = _running.module = _running.block = (
-                    None  # hold no reference to the model after its call
-                )
+                # hold no reference to the model after its call
+                _running.batch = _running.module = _running.block = None
 
         return forward
 
@@ -376,14 +374,8 @@ def is_of_tracing(error: Exception) -> bool:
 
 def _own_copy(function: types.FunctionType) -> types.FunctionType:
     """A copy of a function with its own code object, because Dynamo limits compilations per code object."""
-    parts = (
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy = types.FunctionType(*parts)
+    code, scope = function.__code__.replace(), function.__globals__
+    copy = types.FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -43,7 +43,6 @@ class PackedProduct(Product):
         self.bias = None if bias is None else bias.clone()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The output [..., N] for x [..., K]."""
         return self.linear(x, self.weight, self.bias, "none", [], "")
 
     def serves(self, x: torch.Tensor) -> bool:

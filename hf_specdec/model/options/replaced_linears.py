@@ -165,7 +165,6 @@ class FewRowsProduct(Product):
         self.weight, self.bias = parameters_of(linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The output [..., N] for x [..., K]."""
         return ops.linears(x, [self.weight], None if self.bias is None else [self.bias])[0]
 
     def serves(self, x: torch.Tensor) -> bool:
@@ -200,11 +199,9 @@ class NativeProduct(FewRowsProduct):
     """As its base, in the native library."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The output [..., N] for x [..., K]."""
         return native.linear(x, self.weight, self.bias)
 
     def serves(self, x: torch.Tensor) -> bool:
-        """True for the rows [..., K] of a decoding step, not for a prompt."""
         return x.dtype == self.weight.dtype and x.numel() <= MOST_TOKENS * x.shape[-1]
 
 

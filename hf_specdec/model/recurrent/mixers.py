@@ -19,9 +19,8 @@ from ...core.names import cache_argument
 from ...kernels.dispatch import uses_triton
 from ..functions import ModuleFunctions
 from ..threads import replaced_values
-from .families import CONVOLUTION, RecurrentFamily, mixers_of
+from .families import CONVOLUTION, Inputs, RecurrentFamily, Rule, mixers_of
 from .plan import LinesOnDevice, PromptPart
-from .rules import Inputs, Rule
 
 
 class RecurrentLayers:

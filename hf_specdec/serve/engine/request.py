@@ -38,11 +38,7 @@ from .text import Detokenizer, safe_length, token_text
 
 
 class ImagePrompt:
-    """A prompt with images, of one row, which the model itself reads.
-
-    Args:
-        inputs: see `EncoderInput.images`.
-    """
+    """A prompt with images, of one row, which the model itself reads. `inputs`: see `EncoderInput.images`."""
 
     def __init__(self, model: PreTrainedModel, ids: list[int], inputs: dict[str, Any]):
         self.model, self.ids, self.inputs = model, ids, inputs

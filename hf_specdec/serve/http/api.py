@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 import hf_specdec
 
 from ..engine.images import adds_special_tokens
+from . import protocol
 from .audio import AudioRequest, Transcription
 from .bodies import Body, checked, read_body
 from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, served
@@ -23,15 +24,6 @@ from .errors import MESSAGES, ApiError, bad_request, failed
 from .guard import Guard
 from .lookup import CorpusRequest, delete_corpus, list_corpora, put_corpus, show_corpus
 from .messages import CountTokensRequest, Messages, MessagesRequest
-from .protocol import (
-    ChatRequest,
-    CompletionRequest,
-    Conversation,
-    DetokenizeRequest,
-    LoadAdapterRequest,
-    TokenizeRequest,
-    UnloadAdapterRequest,
-)
 from .responses import Responses, ResponsesRequest
 from .routes import EVENTS, INTEGER, JSON, PLAIN, TEXT, Route, component, document, holding
 from .server import Server
@@ -115,7 +107,7 @@ async def _model(server: Server, request: Request, raw: bytes) -> Response:
 async def _change_adapters(form: type[Body], server: Server, request: Request, raw: bytes) -> Response:
     """Load or unload an adapter. The answer is a line of text, as vLLM's."""
     body: Any = await server.lanes.run(len(raw), _read, form, raw, dict(request.headers))
-    is_load = isinstance(body, LoadAdapterRequest)
+    is_load = isinstance(body, protocol.LoadAdapterRequest)
     path, replaces = (body.lora_path, body.load_inplace) if is_load else (None, False)
     await server.change_adapters(body.lora_name, path, replaces)
     text = f"Success: LoRA adapter '{body.lora_name}' {'added' if is_load else 'removed'} successfully."
@@ -142,7 +134,7 @@ def _answered(server: Server, form: Any, work: Callable, raw: bytes, headers: di
     return to_json(answer), ignored_header([*body.unknown_fields, *unread])
 
 
-def _tokenized(server: Server, body: TokenizeRequest) -> tuple[dict[str, Any], list[str]]:
+def _tokenized(server: Server, body: protocol.TokenizeRequest) -> tuple[dict[str, Any], list[str]]:
     if body.prompt is None:
         ids, unread = _conversation_ids(server, body, "reasoning_effort")
     else:
@@ -151,11 +143,11 @@ def _tokenized(server: Server, body: TokenizeRequest) -> tuple[dict[str, Any], l
 
 
 def _counted(server: Server, body: CountTokensRequest) -> tuple[dict[str, Any], list[str]]:
-    ids, unread = _conversation_ids(server, checked(Conversation, body.conversation()), Messages.effort_field)
+    ids, unread = _conversation_ids(server, checked(protocol.Conversation, body.conversation()), Messages.effort_field)
     return {"input_tokens": len(ids)}, unread
 
 
-def _conversation_ids(server: Server, body: Conversation, effort_field: str) -> tuple[list[int], list[str]]:
+def _conversation_ids(server: Server, body: protocol.Conversation, effort_field: str) -> tuple[list[int], list[str]]:
     """The token ids of a conversation without images, and names of its fields that the chat template does not read."""
     server.check_reads("conversation")
     if server.image_urls(body):
@@ -165,7 +157,7 @@ def _conversation_ids(server: Server, body: Conversation, effort_field: str) -> 
     return ids, [effort_field] if body.reasoning_effort is not None and not server.template_reads_effort else []
 
 
-def _detokenized(server: Server, body: DetokenizeRequest) -> tuple[dict[str, Any], list[str]]:
+def _detokenized(server: Server, body: protocol.DetokenizeRequest) -> tuple[dict[str, Any], list[str]]:
     size = len(server.tokenizer)
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
         raise bad_request(f"tokens must be ids from 0 to {size - 1}.", "tokens")
@@ -190,8 +182,8 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/metrics", _metrics, "Metrics for Prometheus", errors=(503,), kinds=(PLAIN,)),
     Route("GET", "/v1/models", _models, "List the models", _MODELS),
     Route("GET", "/v1/models/{model:path}", _model, "Describe a model", component("Model"), errors=(404,)),
-    Route("POST", "/v1/completions", Completions.respond, "Continue prompts", _CHOICES, CompletionRequest, **_GENERATED),
-    Route("POST", "/v1/chat/completions", Chat.respond, "Answer a conversation", _CHOICES, ChatRequest, **_GENERATED),
+    Route("POST", "/v1/completions", Completions.respond, "Continue prompts", _CHOICES, protocol.CompletionRequest, **_GENERATED),
+    Route("POST", "/v1/chat/completions", Chat.respond, "Answer a conversation", _CHOICES, protocol.ChatRequest, **_GENERATED),
     Route(
         "POST", "/v1/responses", Responses.respond, "Answer a conversation",
         holding(id=TEXT, output={"type": "array"}), ResponsesRequest, **_GENERATED,
@@ -219,20 +211,20 @@ ROUTES: tuple[Route, ...] = (
         holding(text=TEXT), AudioRequest, **_HEARD,
     ),
     Route(
-        "POST", "/v1/load_lora_adapter", partial(_change_adapters, LoadAdapterRequest),
-        "Load a LoRA adapter, which requests then name as their model", form=LoadAdapterRequest, **_ADAPTERS,
+        "POST", "/v1/load_lora_adapter", partial(_change_adapters, protocol.LoadAdapterRequest),
+        "Load a LoRA adapter, which requests then name as their model", form=protocol.LoadAdapterRequest, **_ADAPTERS,
     ),
     Route(
-        "POST", "/v1/unload_lora_adapter", partial(_change_adapters, UnloadAdapterRequest), "Unload a LoRA adapter",
-        form=UnloadAdapterRequest, **_ADAPTERS,
+        "POST", "/v1/unload_lora_adapter", partial(_change_adapters, protocol.UnloadAdapterRequest), "Unload a LoRA adapter",
+        form=protocol.UnloadAdapterRequest, **_ADAPTERS,
     ),
     Route(
-        "POST", "/tokenize", partial(_in_a_lane, TokenizeRequest, _tokenized), "Text or messages to token ids", _TOKENS, TokenizeRequest,
-        errors=(404,),
+        "POST", "/tokenize", partial(_in_a_lane, protocol.TokenizeRequest, _tokenized), "Text or messages to token ids", _TOKENS,
+        protocol.TokenizeRequest, errors=(404,),
     ),
     Route(
-        "POST", "/detokenize", partial(_in_a_lane, DetokenizeRequest, _detokenized), "Token ids to text", holding(prompt=TEXT),
-        DetokenizeRequest, errors=(404,),
+        "POST", "/detokenize", partial(_in_a_lane, protocol.DetokenizeRequest, _detokenized), "Token ids to text", holding(prompt=TEXT),
+        protocol.DetokenizeRequest, errors=(404,),
     ),
     Route("GET", "/v1/lookup", list_corpora, "List the corpora that look-ups draft from", _LIST),
     Route("GET", "/v1/lookup/{name:path}", show_corpus, "Describe a corpus", _CORPUS, errors=(404,)),
