@@ -206,7 +206,7 @@ def random_case(seed):
     return config, pick.choice([1, 3, 5]), more
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", [*range(8), *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 18)]])
 def test_random_rounds_twice(seed, tiny_model, tiny_tokenizer, calls, monkeypatch):
     """From the same logits and states, one call and the definition make the same nodes, distributions and expanded nodes."""
     config, rows, more = random_case(seed)

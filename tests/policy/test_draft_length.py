@@ -298,12 +298,12 @@ EASY_AND_HARD = {
 def test_near_the_best_fixed_lengths():
     """0.95 of the best lengths once settled, measurements as noisy as on a busy machine; in no kind of batch less than 0.85."""
     worlds = list(itertools.product(MACHINES.values(), DRAFTERS.values(), EASY_AND_HARD.values()))
-    ratios = np.zeros((len(worlds), 3))
-    for (i, (machine, drafter, chances)), seed in itertools.product(enumerate(worlds), range(3)):
+    ratios = np.zeros((len(worlds), 2))
+    for (i, (machine, drafter, chances)), seed in itertools.product(enumerate(worlds), range(2)):
         world = World(chances, machine, drafter, noise=0.1, seed=seed)
         policy = learnt(world.longest)
         world.run(policy, 100)
-        ratios[i, seed] = world.run(policy, 400)[0] / world.best()[0]
+        ratios[i, seed] = world.run(policy, 300)[0] / world.best()[0]
     assert ratios.mean() > 0.95 and ratios.mean(1).min() > 0.85, ratios.round(2)
 
 
