@@ -32,6 +32,8 @@ def compile_cases() -> list[CompileCase]:
         ("prompt chunk mla (192/128)", "bf16", 1, 1024, 4096, 16, 1, 192, 128, {}),
         ("verify float32 (128)", "fp32", 1, 8, 4096, 8, 4, 128, 128, trees),
         ("verify float32 (256)", "fp32", 1, 8, 4096, 8, 2, 256, 256, trees),
+        ("decode llama-8b 32k in int8", "bf16", 1, 1, 32768, 8, 4, 128, 128, {"int8": True}),
+        ("verify tree of 8 phi-3 in int8", "fp16", 4, 8, 4096, 32, 1, 96, 96, {**trees, "int8": True}),
         ("invariant llama-8b", "bf16", 8, 8, 8192, 8, 4, 128, 128, {**trees, "invariant": True}),
     ]
     cases = [_attention_case(*shape) for shape in shapes]
@@ -79,9 +81,11 @@ def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, val
         "region_lengths": ("*i32", trees), "positions": ("*i32", windowed),
         "region_positions": ("*i32", trees and windowed),
         "sinks": (f"*{dtype}", options.get("sinks", False) and not split),
+        **dict.fromkeys(("key_scales", "value_scales"), ("*fp32", options.get("int8", False))),
     }  # fmt: skip
     signature = {key: kind for key, (kind, there) in optional.items() if there}
-    signature |= dict.fromkeys(("out", "query", "keys", "values"), f"*{dtype}")
+    signature |= dict.fromkeys(("out", "query"), f"*{dtype}")
+    signature |= dict.fromkeys(("keys", "values"), "*i8" if options.get("int8") else f"*{dtype}")
     signature |= dict.fromkeys(("block_tables", "query_starts", "key_lengths"), "*i32")
     unaligned = ("num_rows", "tiles_per_row", "num_splits", "keys_per_split", "window", "kept", "table_row")
     strides = ("out_token", "out_head", "query_token", "query_head", "key_slot", "key_head", "value_slot", "value_head")
