@@ -14,11 +14,8 @@ import threading
 import time
 import urllib.request
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
-
-if TYPE_CHECKING:
-    from .server import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +51,8 @@ class Spans:
         self._is_lost = False  # the latest spans were not sent, which was reported
         self._thread: threading.Thread | None = None  # none before a first request, since the server's process forks
 
-    def request(self, answer: Answer, model: str, reason: str) -> None:
-        """The answer has ended with this finish_reason, "abort" or "error"."""
+    def request(self, answer: Any, model: str, reason: str) -> None:
+        """A server's `Answer` has ended with this finish_reason, "abort" or "error"."""
         parent = _HEADER.fullmatch(answer.parent)
         if parent is not None and not int(parent[3], 16) & 1:
             return
