@@ -147,7 +147,8 @@ def assert_four_heads_bound_the_length(model, base: dict[str, Any], too_deep: Se
     """A checkpoint with four heads: all by default, fewer if asked for, more is an error that names both numbers."""
     for more, depth in (({}, 4), ({"num_speculative_tokens": 2}, 2), ({"draft_length": "auto"}, 4), ({"top_k": 2}, 4)):
         decoder = integration.get_decoder(model, parse_config(base | more))
-        assert decoder.generator.shape.depth == decoder.generator.config.num_speculative_tokens == depth
+        (head,) = getattr(decoder.generator, "parts", [decoder.generator])  # of automatic length it may rest
+        assert head.shape.depth == head.config.num_speculative_tokens == depth
         assert decoder.config.num_speculative_tokens == depth
     for more in ({"num_speculative_tokens": 5}, {"branching_factors": [2, 1, 1, 1, 1]}, *too_deep):
         with pytest.raises(SpeculativeConfigError, match=r"drafts of 5 tokens.* drafts 4: use at most 4"):

@@ -204,13 +204,15 @@ def attention_by_definition(query, key_pool, value_pool, inputs, scaling, *, win
     return torch.cat([found, found.new_full((len(query) - len(found), *found.shape[1:]), float("nan"))])
 
 
+_WRITE = cache_reference.write_keys_values
+
+
 @stands_for_a_kernel
-def write_by_definition(keys, values, key_pool, value_pool, slots):
+def write_by_definition(keys, values, key_pool, value_pool, slots, scales=None):
     """As the kernel: tokens with a negative slot are not written."""
     there = slots >= 0
     assert len(slots[there].unique()) == int(there.sum())
-    key_pool.index_copy_(0, slots[there], keys[there])
-    value_pool.index_copy_(0, slots[there], values[there])
+    _WRITE(keys[there], values[there], key_pool, value_pool, slots[there], scales)
 
 
 _SERVES = compiled.RewrittenLayers.serves
