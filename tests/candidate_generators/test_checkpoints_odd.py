@@ -147,7 +147,7 @@ def test_nothing_is_built_that_the_file_does_not_hold(tmp_path, tiny_model, case
 
 
 def test_many_steps_of_tied_weights_are_no_more_weights(tmp_path, tiny_model):
-    folder = changed(tmp_path / "head", "mlp_speculator", lambda t, c: c.update(n_predict=1_000_000))
+    folder = changed(tmp_path / "head", "mlp_speculator", lambda t, c: c.update(n_predict=100_000))
     config = {"method": "mlp_speculator", "model": folder, "num_speculative_tokens": 2}
     ids = torch.arange(4, 12)[None]
     assert torch.equal(
