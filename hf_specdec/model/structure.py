@@ -142,7 +142,8 @@ def place_of(tensor: torch.Tensor) -> tuple:
     """Where a tensor's memory is, and how it is read; of a tensor made of others, such as a quantized one, where these are."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-        return type(tensor), *(place_of(getattr(tensor, name)) for name in names)
+        parts = [getattr(tensor, name) for name in names]  # of a sharded one, its mesh, too
+        return type(tensor), *(place_of(part) if isinstance(part, torch.Tensor) else number_of(part) for part in parts)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
