@@ -489,5 +489,5 @@ class PagedStaticCache(Cache):
                 pool.index_copy_(0, slots, states.to(pool.device))
             return
         pools.write(slots, keys.to(pools.keys.device), values.to(pools.values.device))
-        for index_keys in more:
+        for index_keys in more:  # of an indexer, if the layer has one
             pools.write_further(INDEX, slots, index_keys.to(pools.keys.device))

@@ -66,9 +66,9 @@ class RowInput:
 
 
 def groups_of(rows: list[RowInput], most: int) -> list[list[RowInput]] | None:
-    """The rows in groups of at most `most` tokens, in order. Long texts are divided; None if a longer row cannot be."""
+    """The rows in groups of at most `most` tokens, in order; none without rows. Long texts are divided; None if a longer row cannot be."""
     if sum([row.num_tokens for row in rows]) <= most:
-        return [rows]
+        return [rows] if rows else []
     groups: list[list[RowInput]] = [[]]
     room = most
     for row in rows:

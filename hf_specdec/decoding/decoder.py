@@ -12,7 +12,7 @@ import torch
 
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
-from ..candidate_generators.auto import AutoGenerator
+from ..candidate_generators.auto import ChoosingGenerator
 from ..candidate_generators.base import MayRest
 from ..candidate_generators.prediction import LONGEST
 from ..core.clock import StepTimer, clock_for
@@ -47,7 +47,7 @@ class SpeculativeDecoder(RunningSequences):
     def __init__(self, generator: CandidateGenerator):
         target, config = generator.target, generator.config
         self._most_nodes = generator.max_draft_nodes
-        measured = generator.policy if isinstance(generator, AutoGenerator) else None
+        measured = generator.policy if isinstance(generator, ChoosingGenerator) else None
         policy = DraftLengthPolicy()
         if self._most_nodes:
             policy = make_policy(

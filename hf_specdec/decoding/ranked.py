@@ -16,8 +16,7 @@ import torch
 
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
-from ..candidate_generators.auto import AutoGenerator
-from ..candidate_generators.auto.generator import AgreedChoice, RestingHead
+from ..candidate_generators.auto.generator import AgreedChoice, ChoosingGenerator, RestingHead
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.ranks import Ranks, digest
@@ -75,7 +74,7 @@ class RankedDecoder(SpeculativeDecoder):
         self._measures = self._most_nodes > 0 and self.policy.needs_observations
         if self._measures and not ranks.leads:
             self.policy = _Followed()
-        chooser = generator.chooser if isinstance(generator, AutoGenerator) else None
+        chooser = generator.chooser if isinstance(generator, ChoosingGenerator) else None
         self._choice = chooser if isinstance(chooser, AgreedChoice) else None
 
     # ---- the loop ---------------------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ _BUILDERS: dict[str, tuple[str, Any]] = {
 }
 
 
-def _falcon_biases(positions: torch.Tensor, original: Callable[..., torch.Tensor], attention_mask, num_heads, dtype):
+def _falcon_biases(
+    positions: torch.Tensor, original: Callable[..., torch.Tensor], attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype
+) -> torch.Tensor:  # fmt: skip
     """Biases [heads, 1, S_total], in bfloat16's precision as Falcon computes them."""
     length = int(positions.max()) + 1
     every = original(torch.ones(1, length, dtype=torch.long, device=attention_mask.device), num_heads, dtype)

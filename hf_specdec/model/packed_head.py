@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class SmallHeadForwards(Protocol):
+class NativeHeadForwards(Protocol):
     """Runs forwards in place of the head while its context is entered: `native.bind.NativeHead`, which says more."""
 
     def active(self) -> contextlib.AbstractContextManager[None]:
@@ -70,7 +70,7 @@ class PackedHead:
 
     graphs: GraphRunner | None = None
     reading_graphs: GraphRunner | None = None
-    native: SmallHeadForwards | None = None
+    native: NativeHeadForwards | None = None
     window: int | Window | None = None
     after: Callable[[torch.Tensor], torch.Tensor] | None = None
     _layers: RewrittenLayers | None = None

@@ -30,12 +30,12 @@ from .adapters import RowAdapters, have_adapters
 from .captures import Captures
 from .encoder_decoder.forward import arguments, replaced
 from .encoder_decoder.source import Source, dummy_sources, read_source
-from .functions import at_positions, counting_tables
 from .graphs import CapturedBatch, GraphRunner
 from .latent import is_latent
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
+from .positions import at_positions, counting_tables
 from .recurrent.families import attends, family_of, layers_without_keys
 from .recurrent.mixers import RecurrentLayers
 from .recurrent.plan import make_plan

@@ -135,16 +135,13 @@ def prepare(
 
 def _quantize_cache(packed: PackedModel) -> None:
     """Keep keys and values in int8. Raises UnsupportedModel: this model caches other things, or more."""
-    problems = {
+    kinds = {
         "an encoder-decoder model": packed.family is not None, "which is sharded over ranks": packed.ranks is not None,
         "which caches compressed keys": packed.is_latent or bool(packed.segments),
         "whose layers have a recurrent state": packed.recurrent is not None,
     }  # fmt: skip
-    for problem, is_there in problems.items():
-        if is_there:
-            raise UnsupportedModel(
-                f"'kv_cache_dtype' 'int8' cannot be used with {type(packed.model).__name__}, {problem}. Leave the key out."
-            )
+    for kind in [kind for kind, is_one in kinds.items() if is_one]:
+        raise _cannot("kv_cache_dtype 'int8'", packed, kind)
     packed.quantizes_cache = True
 
 
@@ -170,8 +167,9 @@ def _check_options(packed: PackedModel, options: ModelOptions, what: str) -> Non
         "early_exit": packed.num_layers is not None, "deterministic": options.deterministic, "compile": bool(options.compile),
         "target_quantization or quantization": options.quantization is not None,
     }  # fmt: skip
-    for name, is_set in wanted.items():
-        if is_set:
-            raise UnsupportedModel(
-                f"{name} cannot be used with {type(packed.model).__name__}, {what}. Leave the key out."
-            )
+    for name in [name for name, is_set in wanted.items() if is_set]:
+        raise _cannot(name, packed, what)
+
+
+def _cannot(name: str, packed: PackedModel, what: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{name} cannot be used with {type(packed.model).__name__}, {what}. Leave the key out.")

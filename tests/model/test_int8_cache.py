@@ -182,7 +182,7 @@ def test_one_line_says_which_path_runs(tiny_model):
     ids=["latent", "recurrent", "encoder-decoder"],
 )
 def test_refused(target, message):
-    with pytest.raises(UnsupportedModel, match=f"'kv_cache_dtype' 'int8' cannot be used with .*{message}. Leave"):
+    with pytest.raises(UnsupportedModel, match=f"kv_cache_dtype 'int8' cannot be used with .*{message}. Leave"):
         prepare(target(), ModelOptions(kv_cache_dtype="int8"))
 
 

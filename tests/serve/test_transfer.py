@@ -23,6 +23,7 @@ METHODS = {
     "draft_model": {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "model": "tiny-eagle3"},
     "mtp": {"method": "mtp", "model": "tiny-mtp"},
+    "int8": {"method": "eagle3", "model": "tiny-eagle3", "kv_cache_dtype": "int8"},
 }
 PROMPT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her friends. One day"
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

@@ -1,4 +1,4 @@
-"""AutoGenerator: has several drafters; measurements choose one of them for each row in each step."""
+"""Drafters among which measurements choose, for each row in each step: those of method "auto", and single heads that may rest."""
 
 from __future__ import annotations
 
@@ -66,35 +66,21 @@ class AgreedChoice:
         return Choice(agreed[: len(limits)], agreed[len(limits) :])
 
 
-@register(AutoConfig)
-class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
+class ChoosingGenerator(CombinedGenerator, HasDrafters, MayRest):
     """Asks the look-ups first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
-    row.
+    row. A subclass makes the drafters, and calls `choose_among` in its `__init__`.
 
     Attributes:
         drafters: the names of the parts; look-ups come first.
         memory: keeps what the policy learns from process to process; None: it is not kept.
-
-    Args:
-        chooser: in place of the policy.
     """
 
-    config: AutoConfig
+    config: Any
 
-    def __init__(
-        self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None, chooser: Any = None
-    ):  # fmt: skip
-        super().__init__(config, target, context)
-        self.search = find_drafters(config, target, context)
-        made = self._make_parts(self.search, context)
-        made = dict(sorted(made.items(), key=lambda item: item[1].config.has_weights))
-        self._choose_among(made, AutoMemory.of(config, target, made), chooser)
-        logger.info("%s", self.search)
-
-    def _choose_among(
+    def choose_among(
         self, made: dict[str, CandidateGenerator], memory: AutoMemory | None = None, chooser: Any = None
     ) -> None:
-        """Take these drafters as parts, by name, look-ups first. `chooser`: see the class."""
+        """Take these drafters as parts, by name, look-ups first. `chooser`: in place of the policy."""
         config, target = self.config, self.target
         self.clock = clock_for(target.device)
         self.by_name, self.drafters, self.memory = made, list(made), memory
@@ -131,24 +117,6 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
         self._followed: set[int] = set()  # ids of the sequences that heads follow
         self._heads_may_rest = True
-
-    def _make_parts(self, search: Search, context: DrafterContext | None) -> dict[str, CandidateGenerator]:
-        """The drafters by name. One that was found but cannot be made is noted; one that was asked for raises."""
-        made: dict[str, CandidateGenerator] = {}
-        for candidate in list(search.taken):
-            config = with_common_keys(candidate.config.to_dict(), self.config)
-            try:
-                part = self.made("methods", config, context)
-            except (ValueError, ImportError, OSError, RuntimeError) as error:
-                if candidate.is_given:
-                    raise
-                search.drop(candidate, str(error))
-                continue
-            name, number = config.method, 2
-            while name in made:
-                name, number = f"{config.method}-{number}", number + 1
-            made[name] = part
-        return made
 
     # ---- who follows which text -------------------------------------------------------------------------------------
 
@@ -294,14 +262,51 @@ class AutoGenerator(CombinedGenerator, HasDrafters, MayRest):
         return self.chosen.get(seq.id)
 
 
-class RestingHead(AutoGenerator):
+@register(AutoConfig)
+class AutoGenerator(ChoosingGenerator):
+    """Has the drafters that it is given, or that it discovers.
+
+    Args:
+        chooser: in place of the policy.
+    """
+
+    config: AutoConfig
+
+    def __init__(
+        self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None, chooser: Any = None
+    ):  # fmt: skip
+        super().__init__(config, target, context)
+        self.search = find_drafters(config, target, context)
+        made = self._make_parts(self.search, context)
+        made = dict(sorted(made.items(), key=lambda item: item[1].config.has_weights))
+        self.choose_among(made, AutoMemory.of(config, target, made), chooser)
+        logger.info("%s", self.search)
+
+    def _make_parts(self, search: Search, context: DrafterContext | None) -> dict[str, CandidateGenerator]:
+        """The drafters by name. One that was found but cannot be made is noted; one that was asked for raises."""
+        made: dict[str, CandidateGenerator] = {}
+        for candidate in list(search.taken):
+            config = with_common_keys(candidate.config.to_dict(), self.config)
+            try:
+                part = self.made("methods", config, context)
+            except (ValueError, ImportError, OSError, RuntimeError) as error:
+                if candidate.is_given:
+                    raise
+                search.drop(candidate, str(error))
+                continue
+            name, number = config.method, 2
+            while name in made:
+                name, number = f"{config.method}-{number}", number + 1
+            made[name] = part
+        return made
+
+
+class RestingHead(ChoosingGenerator):
     """A single head of automatic draft length, which rests where it does not pay."""
 
-    config: Any
-
     def __init__(self, head: CandidateGenerator):
-        CandidateGenerator.__init__(self, head.config, head.target)
-        self._choose_among({head.config.method: head})
+        super().__init__(head.config, head.target)
+        self.choose_among({head.config.method: head})
 
     @staticmethod
     def of(generator: CandidateGenerator) -> CandidateGenerator:

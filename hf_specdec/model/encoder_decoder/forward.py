@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ...cache.paged_layer import PagedLayer
 from ...core.names import CACHE
 from ..attention import attend_next_to
-from ..functions import at_positions
 from ..packed_batch import PackedBatch
+from ..positions import at_positions
 from ..threads import replaced_method
 from .families import Family, decoder_layers, decoder_of, mask_of_cross
 from .source import encoder_output, encoder_width

@@ -180,11 +180,14 @@ class NativeRunner(_Bound):
         """The outputs of a forward over `rows`, with the taps if `tapped`; None if the model must run it itself."""
         by_row = have_adapters(rows)
         program = self._forward(by_row)
-        if program is None or not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
+        groups = None if program is None else groups_of(rows, program.most_tokens)
+        if (
+            program is None or not groups or not all(isinstance(row.offset, int) for row in rows)
+        ):  # positions of several axes
             return None
         taps = self._owner().taps if tapped else Taps()
         outputs = []
-        for group in groups_of(rows, program.most_tokens) or [rows]:
+        for group in groups:
             returned = self._run(program, group, cache, by_row, None if tapped else 1)
             if returned is None:
                 return None
@@ -204,8 +207,6 @@ class NativeRunner(_Bound):
         """The ids and outputs of one call; None if the program cannot run these rows."""
         packed = self._owner()
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
-        if not 0 < batch.starts[-1] <= program.most_tokens:
-            return None
         family = packed.family
         if family is not None and not follows_program(packed.model, family, batch, program.weights):
             return None
@@ -272,7 +273,7 @@ class NativeHead(_Bound):
         key = "reads" if reads else "drafts"
         program = self._program(key, lambda: _forward_of_head(head, key, reads, features.shape[1]), self._made)
         groups = None if program is None else groups_of(rows, program.most_tokens)
-        if program is None or groups is None or not rows:
+        if program is None or not groups:
             return None
         outputs, first = [], 0
         for group in groups:

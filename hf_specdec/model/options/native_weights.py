@@ -92,7 +92,9 @@ _operators.define(
 )
 
 
-def _quantized_linear(x, panels, bias, bits, group, outputs, scales):
+def _quantized_linear(
+    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, bits: int, group: int, outputs: int, scales: torch.dtype
+) -> torch.Tensor:  # fmt: skip
     return linear(x, panels, WeightLayout(bits, group, outputs, x.shape[1], scales), bias)
 
 
