@@ -51,7 +51,7 @@ LOOP_KEYS = (
 LOSES = "▼"
 COLUMNS = (
     "× none: speed over this package's loop without drafts (method \"none\"), which is what drafting brings. × plain: over transformers' "
-    "generate(). τ: tokens per row and forward of the model. Where τ is 1.00, drafts added nothing: what is faster than none there is noise."
+    "generate(). τ: tokens per row and forward of the model. Where τ is 1.00, drafts added nothing: a gain over none is noise there."
 )
 FASTER_LOOP = (
     "The loop alone is faster than generate(), because it runs a step with less work around the model: on a CPU as one call of the "
