@@ -82,7 +82,9 @@ class FixedVerification:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def __call__(self, trees: DraftTrees, scores, sequences: list[Sequence], config, sampling=None) -> PendingVerdict:
+    def __call__(
+        self, trees: DraftTrees, scores, sequences: list[Sequence], config, sampling=None, agree=None
+    ) -> PendingVerdict:
         """The verdict, after no work on the device."""
         begin = time.perf_counter()
         batch, width = trees.tokens.shape

@@ -51,22 +51,23 @@ def tokenizer_of(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_what_decoding_everything_gives(kind):
-    """For all ids and all places where the prompt ends. No piece is taken back."""
+    """For all ids, however many come at a time, and all places where the prompt ends. No piece is taken back."""
     tokenizer, ids_of = tokenizer_of(kind)
     thumb = [ids_of[byte] for byte in "👍".encode()] if ids_of else []
     part = st.one_of(st.integers(0, len(tokenizer) - 1).map(lambda id: [id]), st.just(thumb))
 
     @settings(max_examples=200, deadline=None, derandomize=True)
-    @given(st.lists(part, max_size=30), st.integers(0, 40), st.booleans())
-    def check(parts, cut, skips):
+    @given(st.lists(part, max_size=30), st.integers(0, 40), st.booleans(), st.integers(1, 9))
+    def check(parts, cut, skips, size):
         ids = [id for part in parts for id in part]
         prompt, answer = ids[:cut], ids[cut:]
         found, pieces = Detokenizer(tokenizer, prompt, skips), []
-        for i, token in enumerate(answer):
-            pieces.append(found.add(token))
-            so_far = tokenizer.decode(prompt + answer[: i + 1], skip_special_tokens=skips)
+        for i in range(0, len(answer), size):
+            pieces.append(found.add(answer[i : i + size]))
+            so_far = tokenizer.decode(prompt + answer[: i + size], skip_special_tokens=skips)
             if "\ufffd" not in so_far:
-                assert so_far.endswith(found.text + found.tail)
+                shown = found.text + found.tail
+                assert so_far.endswith(shown) or " " + so_far == shown  # Llama's decoder drops a text's first space
         pieces.append(found.finish())
         whole, before = (tokenizer.decode(each, skip_special_tokens=skips) for each in (ids, prompt))
         assert found.text == "".join(pieces) and whole.endswith(found.text)
@@ -85,7 +86,7 @@ def test_characters_of_several_tokens(kind):
 
     def pieces(prompt, answer):
         found = Detokenizer(tokenizer, prompt)
-        return [*(found.add(token) for token in answer), found.finish()]
+        return [*(found.add([token]) for token in answer), found.finish()]
 
     told = "the " if kind == "byte level" else " the"
     assert "".join(pieces(thumb * 2, [*thumb, word])) == "👍" + told
@@ -121,7 +122,7 @@ def test_long_texts_take_time_in_proportion(kind, what):
         "no token": [len(tokenizer) + 5], "words and bytes": [word, ids_of[ord("x")], ids_of[ord("y")]],
     }[what]  # fmt: skip
     for token in repeated * (2000 // len(repeated)):
-        found.add(token)
+        found.add([token])
     found.finish()
     assert sum(counts) < 2400 * 40
 
@@ -153,8 +154,8 @@ def test_a_tokenizer_whose_tokens_are_bytes():
             return bytes(ids).decode(errors="replace")
 
     found = Detokenizer(Bytes(), list(b"a"))
-    assert [found.add(token) for token in "é\N{THUMBS UP SIGN}b".encode()] == ["", "é", "", "", "", "👍", "b"]
-    assert found.add(0xFF) == "\ufffd"
+    assert [found.add([token]) for token in "é\N{THUMBS UP SIGN}b".encode()] == ["", "é", "", "", "", "👍", "b"]
+    assert found.add([0xFF]) == "\ufffd"
     assert token_text(Bytes(), 97) == "a" and token_bytes(Bytes(), 0xC3) == b"\xc3"
 
 

@@ -28,7 +28,7 @@ from .params import SamplingParams
 from .request import Admission, Request, RequestChoice, logprobs_of
 from .scheduler import Scheduler
 from .structured import GrammarCompiler
-from .text import Detokenizer, find_stop, token_text
+from .text import find_stop, token_text
 
 logger = logging.getLogger(__name__)
 
@@ -274,11 +274,9 @@ class Engine:
             if token in seq.eos_token_ids:
                 output.stop_reason = None if token in self.eos_token_ids and not params.ignore_eos else token
                 choice.hides_end = not params.include_stop_str_in_output
-                if choice.text is not None and params.include_stop_str_in_output:
-                    choice.text.add(token)
                 self._end(choice, "stop")
                 return
-            if choice.text is not None and self._stops_at(choice, choice.text, choice.text.add(token)):
+            if params.stop and self._stops(choice):  # else the text is made when it is wanted
                 self._end(choice, "stop", text_is_whole=True)
                 return
             if choice.grammar is not None and choice.grammar.finished:
@@ -287,11 +285,10 @@ class Engine:
         if seq.finished:
             self._end(choice, "length")
 
-    def _stops_at(self, choice: RequestChoice, text: Detokenizer, piece: str) -> bool:
-        """Append new text to the output. True if it completes a stop text, which is then cut off (unless it is to be included)."""
-        output, params = choice.output, choice.request.params
-        output.text = text.text
-        if not params.stop or len(output.token_ids) <= params.min_tokens:
+    def _stops(self, choice: RequestChoice) -> bool:
+        """True if the last token completes a stop text, which is then cut off the output's (unless it is to be included)."""
+        output, params, text, piece = choice.output, choice.request.params, choice.text, choice.make_text()
+        if text is None or len(output.token_ids) <= params.min_tokens:
             return False
         whole = text.text + text.tail
         match = find_stop(whole, len(piece) + len(text.tail), params.stop)
@@ -303,6 +300,13 @@ class Engine:
 
     def _end(self, choice: RequestChoice, reason: str, text_is_whole: bool = False) -> None:
         """End a choice; its KV blocks are free, or cached, at once."""
+        if choice.text is not None and not text_is_whole:
+            with self.boundary(choice.request):
+                choice.make_text()
+                choice.text.finish()
+                choice.output.text = choice.text.text
+            if choice.output.finished():  # its text has raised, which ended it
+                return
         choice.output.finish_reason = reason
         del self._choices[choice.sequence.id]
         if self.transfers is None or not self.transfers.consumer.cancel(choice):
@@ -312,10 +316,6 @@ class Engine:
                 statistics.keep(len(choice.output.token_ids))
                 choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
                 choice.request.statistics.append(statistics)
-        if choice.text is not None and not text_is_whole:
-            with self.boundary(choice.request):
-                choice.text.finish()
-                choice.output.text = choice.text.text
 
     def _remove_row(self, choice: RequestChoice, reason: str) -> RowStatistics:
         """Remove a row from the decoder, or keep its KV for another engine. Returns its statistics."""

@@ -72,6 +72,7 @@ class RequestChoice:
     grammar: GrammarLogitsProcessor | None = None
     is_added: bool = False  # the sequence has been added to the decoder
     hides_end: bool = False  # its last token ended it and is not part of its text
+    num_told: int = 0  # tokens that `text` has been told
     taken: tuple[int, int] | None = None  # characters and tokens that `take` has returned; None before its first call
 
     @property
@@ -79,11 +80,22 @@ class RequestChoice:
         """Sort key of the scheduler, smallest first: priority, then arrival."""
         return self.request.params.priority, self.request.number, self.output.index
 
+    def make_text(self) -> str:
+        """Bring the output's text up to its tokens. Returns what this adds."""
+        if self.text is None:
+            return ""
+        told = len(self.output.token_ids) - self.hides_end
+        piece = self.text.add(self.output.token_ids[self.num_told : told])
+        self.num_told, self.output.text = told, self.text.text
+        return piece
+
     def take(self) -> tuple[str, list[int], list[dict[int, Logprob]] | None] | None:
         """The text, ids and log-probabilities since the last call; None if there are none. Text that may begin a stop text is held back."""
         output, (characters, tokens) = self.output, self.taken or (0, 0)
         if characters < 0 or (tokens == len(output.token_ids) and not output.finished()):
             return None
+        if not output.finished():
+            self.make_text()
         end = len(output.text) if output.finished() else safe_length(output.text, self.request.params.stop)
         end = max(end, characters)
         self.taken = -1 if output.finished() else end, len(output.token_ids)  # -1: its end has been returned

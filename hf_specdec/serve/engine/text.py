@@ -1,9 +1,10 @@
-"""Turns new token ids into new text, one token at a time, and finds stop texts."""
+"""Turns new token ids into new text, and finds stop texts."""
 
 from __future__ import annotations
 
 import codecs
 import re
+import weakref
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -17,12 +18,44 @@ _CLEANED = 5
 # Bytes. UTF-8 has no longer character, so that many tokens later a decoder that began inside one is in step again.
 _LONGEST = 4
 _utf8 = codecs.getincrementaldecoder("utf-8")
+# By tokenizer, what its single tokens are, as asked so far.
+_kinds = weakref.WeakKeyDictionary[Any, "_Kinds"]()
+
+
+class _Kinds(dict[int, "tuple[bool, bool, int | None]"]):
+    """By id: whether the tokenizer lacks it, whether it is a special token that can be left out, and its `_fallback_byte`."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__()
+        self._tokenizer = weakref.ref(tokenizer)
+        self.size = _size(tokenizer)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> _Kinds:
+        """Those of a tokenizer; none, if tokens were added to it since they were asked."""
+        kinds = _kinds.get(tokenizer)
+        if kinds is None or kinds.size != _size(tokenizer):
+            kinds = _kinds[tokenizer] = cls(tokenizer)
+        return kinds
+
+    def __missing__(self, token: int) -> tuple[bool, bool, int | None]:
+        tokenizer: Any = self._tokenizer()
+        kind = True, False, None
+        if tokenizer.convert_ids_to_tokens(token) is not None:
+            shown, whole = (tokenizer.decode([token], skip_special_tokens=skips) for skips in (True, False))
+            kind = False, bool(whole) and not shown, _fallback_byte(tokenizer, token)
+        self[token] = kind
+        return kind
+
+
+def _size(tokenizer: Any) -> int:
+    return len(tokenizer) if hasattr(tokenizer, "__len__") else 0
 
 
 class Detokenizer:
     """The text of one choice: always what `tokenizer.decode` makes of prompt and answer together, less the prompt's text.
 
-    Only the end of the tokens is decoded for a new one, from a place where characters and runs of bytes begin.
+    Only the end of the tokens is decoded for new ones, from a place where characters and runs of bytes begin.
 
     Attributes:
         CONTEXT: number of ids before a token that are decoded with it, at least. Without any a leading space could be lost.
@@ -34,30 +67,35 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: list[int], skip_special_tokens: bool = True):
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self._kinds = _Kinds.of(tokenizer)
         self.text = self.tail = ""
         self._margin = _CLEANED if _cleans_up(tokenizer) else 0
         # of a run of bytes; None after one that fits no character
         self._run: codecs.IncrementalDecoder | None = _utf8("strict")
         self._ids, decoded = self._context(prompt)
         end = self._end_of_fixed(decoded)
-        if decoded.endswith(_UNKNOWN) and _fallback_byte(tokenizer, self._ids[-1]) is not None:
+        if decoded.endswith(_UNKNOWN) and self._kinds[self._ids[-1]][2] is not None:
             end = len(decoded.rstrip(_UNKNOWN))  # the answer may complete the character that the prompt begins
         self._num_shown = end
 
-    def add(self, token: int) -> str:
-        """Add a token. Returns the text it completes; empty if it ends inside a character of several tokens."""
-        if self._is_skipped(token):
-            return ""
-        byte = _fallback_byte(self.tokenizer, token)
-        self._ids.append(token)
-        if byte is not None:  # a later byte that fits no character turns all bytes of the run into U+FFFD
-            try:
+    def add(self, tokens: list[int]) -> str:
+        """Add tokens. Returns the text that they complete; empty if it ends inside a character of several tokens."""
+        piece, is_shown = "", True
+        for token in tokens:
+            if self._is_left_out(token):
+                continue
+            byte = self._kinds[token][2]
+            if byte is None:
+                self._run, is_shown = _utf8("strict"), False
+                self._ids.append(token)
+                continue
+            piece, is_shown = piece if is_shown else piece + self._show(), True
+            self._ids.append(token)
+            try:  # a later byte that fits no character turns all bytes of the run into U+FFFD
                 self.tail += "" if self._run is None else self._run.decode(bytes([byte]))
             except UnicodeDecodeError:
                 self._run = None
-            return ""
-        self._run = _utf8("strict")
-        return self._show(self._decode(self._ids))
+        return piece if is_shown else piece + self._show()
 
     def finish(self) -> str:
         """Returns the text after `text`: U+FFFD for the bytes of an incomplete last character. Call once, after the last token."""
@@ -66,8 +104,9 @@ class Detokenizer:
         self.text, self.tail = self.text + piece, ""
         return piece
 
-    def _show(self, decoded: str) -> str:
-        """Append the part of `decoded` that is fixed and new to the text."""
+    def _show(self) -> str:
+        """Append the part of the tokens' text that is fixed and new to the text, and return it."""
+        decoded = self._decode(self._ids)
         end = max(self._num_shown, self._end_of_fixed(decoded) - self._margin)
         piece, self._num_shown = decoded[self._num_shown : end], end
         self.text += piece
@@ -98,9 +137,14 @@ class Detokenizer:
     def _start_of_text(self, ids: list[int], count: int) -> int:
         """Where the last `count` ids begin, or before them, so that no run of bytes is cut."""
         start = max(0, len(ids) - count)
-        while start and _fallback_byte(self.tokenizer, ids[start]) is not None:
+        while start and (self._is_left_out(ids[start]) or self._kinds[ids[start]][2] is not None):
             start -= 1
         return start
+
+    def _is_left_out(self, token: int) -> bool:
+        """True for special tokens that are left out, and for ids of the model that the tokenizer does not have."""
+        is_unknown, is_special, _ = self._kinds[token]
+        return is_unknown or (is_special and self.skip_special_tokens)
 
     def _end_of_fixed(self, decoded: str) -> int:
         """Where the text ends whose bytes are complete."""
@@ -114,14 +158,6 @@ class Detokenizer:
         decoder = _utf8("replace")
         decoder.decode(b"".join(pieces))  # type: ignore[arg-type]
         return bool(decoder.getstate()[0])
-
-    def _is_skipped(self, token: int) -> bool:
-        """True for special tokens that are left out, and for ids of the model that the tokenizer does not have."""
-        if self.tokenizer.convert_ids_to_tokens(token) is None:
-            return True
-        if not self.skip_special_tokens or self._decode([token]):
-            return False
-        return bool(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import pickle
@@ -261,6 +262,8 @@ def _serve(arguments: bytes, channel: Channel, reader: _Reader) -> BaseException
     except BaseException as error:
         return error
     reader.worker = worker
+    gc.collect()
+    gc.freeze()  # later collections, for which every stream waits, need not look at the model's modules
     channel.put(worker.load)
     channel.put(facts)
     worker.start()
