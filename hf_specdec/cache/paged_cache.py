@@ -120,8 +120,7 @@ class PagedStaticCache(Cache):
         self.batch: RunningBatch | None = None  # see `running`
         self.windows: dict[int, int | None] = {}  # sliding windows by layer, as attention finds them
         self._next_place = 0
-        self._movers: dict[torch.device, SlotMover] = {}  # until pools are added or grow
-        self._identity: tuple[int, ...] | None = None  # until pools are added or grow
+        self.of_pools: dict[Any, Any] = {}  # what follows from the pools' addresses, until pools are added or grow
         self.bytes_per_token = 0  # of keys and values in all layers that have pools
 
     @property
@@ -161,15 +160,14 @@ class PagedStaticCache(Cache):
     @property
     def identity(self) -> tuple[int, ...]:
         """Addresses and size of the pools. Captured graphs read exactly these pools."""
-        if self._identity is None:
+        if "identity" not in self.of_pools:
             places = (layer.keys.data_ptr() if layer.is_initialized else 0 for layer in self.layers)
-            self._identity = (self.num_slots, *places)
-        return self._identity
+            self.of_pools["identity"] = (self.num_slots, *places)
+        return self.of_pools["identity"]
 
     def note_allocated(self, pools: list[torch.Tensor]) -> None:
         """Count the memory of a layer's new pools, and log the total once every layer has its own."""
-        self._movers.clear()
-        self._identity = None
+        self.of_pools.clear()
         self.bytes_per_token += sum(pool.nbytes for pool in pools) // self.num_slots
         if self.is_allocated:
             logger.info(
@@ -212,8 +210,7 @@ class PagedStaticCache(Cache):
     def _grow(self, num_blocks: int) -> None:
         runs = [(first * self.block_size, end * self.block_size) for first, end in self.pool.taken_runs()]
         before, layers = self.num_slots, [layer for layer in self.layers if layer.is_initialized]
-        self._movers.clear()
-        self._identity = None
+        self.of_pools.clear()
         try:
             for layer in layers:
                 layer.grow(num_blocks * self.block_size, runs)
@@ -438,10 +435,10 @@ class PagedStaticCache(Cache):
                 self.states.commit(seq_id, start, offsets)
         written = [layer for layer in self.layers if layer.is_initialized] if moves else []
         for device in {layer.keys.device for layer in written}:
-            if device not in self._movers:
+            if device not in self.of_pools:
                 layers = [layer for layer in written if layer.keys.device == device]
-                self._movers[device] = SlotMover([pool for layer in layers for pool in layer.pools])
-            self._movers[device].move(moves)
+                self.of_pools[device] = SlotMover([pool for layer in layers for pool in layer.pools])
+            self.of_pools[device].move(moves)
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Roll back to the first `length` tokens, or to the text's beginning if no recurrent state was kept after that many tokens.

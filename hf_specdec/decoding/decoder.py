@@ -250,13 +250,15 @@ class SpeculativeDecoder(RunningSequences):
                 if matched and not seq.num_generated:
                     self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
-            end = self.cache.end_of_part(seq.id, end)
+            if table.branch:
+                end = self.cache.end_of_part(seq.id, end)
             if end < seq.prompt_length and self.target.recurrent is not None:
                 end = self.target.recurrent.cut(table.length, end)
             if end <= table.length:
                 raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")
             try:
-                self._reserve(seq, end)
+                if end > len(table.slots) or seq.id in self.outside:
+                    self._reserve(seq, end)
             except OutOfBlocks:
                 if matched:  # do not hold a shared prefix while waiting
                     self.preempt(seq)
@@ -264,7 +266,7 @@ class SpeculativeDecoder(RunningSequences):
                     raise
                 break
             # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
-            if seq.is_text:
+            if seq.is_text and end // self.cache.block_size > len(table.hashes):
                 known = end - (seq.tokens[end - 1] == UNKNOWN)
                 if self.target.recurrent is not None:  # prompts are read in chunk form, later tokens one by one
                     known = seq.num_chunked(0, known)
@@ -401,17 +403,15 @@ class SpeculativeDecoder(RunningSequences):
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
             deepest = trees.row_depths
             for i, seq in zip(present, sequences, strict=True):
-                path, first, drafted, following = accepted[i], root_rows[i], [], next_tokens[i]
+                path, first, new = accepted[i], root_rows[i], [next_tokens[i]]
                 if path:
-                    drafted = verdict.tokens[i, path].tolist()
-                    failed = next(
-                        (k for k, node in enumerate(path) if first + 1 + node in pending.tensors.failed), None
-                    )
-                    # What follows that token has no scores: the next step asks again, as plain decoding does.
-                    if failed is not None:
-                        path, drafted, following = path[:failed], drafted[:failed], drafted[failed]
+                    new = [*verdict.tokens[i, path].tolist(), *new]
+                    failed = (k for k, node in enumerate(path) if first + 1 + node in pending.tensors.failed)
+                    # What follows such a token has no scores: the next step asks again, as plain decoding does.
+                    path = path[: next(failed, None)]
+                    new = new[: len(path) + 1]
                 kept.append((seq.id, len(seq.tokens), path))
-                new = seq.accept([*drafted, following])
+                new = seq.accept(new)
                 path = path[: len(new)]
                 seq.num_steps += 1
                 counts = trees.lengths[i], deepest[i], len(new), len(path)

@@ -82,6 +82,8 @@ class RowStatistics:
 
     def keep(self, num_new: int) -> None:
         """Count only the first `num_new` tokens as emitted, because a stopping criterion dropped the rest."""
+        if sum([new for _, _, new, _ in self.steps]) <= num_new:
+            return
         of_drafts = iter(self.shares)
         for i, step in enumerate(self.steps):
             left, shares = num_new, next(of_drafts) if step[0] else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -173,7 +174,7 @@ class FedRows:
         inputs: per row, its own tokens, followed by its tree if it is decoding.
         starts: sequence id → index of its first packed token.
         logit_rows: int64 numpy [R], the packed token that each row of the logits [R, V] follows.
-        chosen: int64 numpy, those of the R rows that belong to roots and nodes. The others are only for `prompts`.
+        chosen: int64 numpy, those of the R rows that belong to roots and nodes, if there are `prompts`, for which the others are.
         prompts: sequence id → (index of the first prompt token that this step feeds, the prompt's rows among the R), for sequences that
             want the logits of their prompts.
     """
@@ -200,18 +201,20 @@ class FedRows:
             trees: the drafts of the rows that are fed whole, in order.
             next_tokens: sequence id → its last token [1], on the device, where the host does not know it yet.
         """
-        inputs, starts, prompts = [], {}, {}
-        logit_rows, chosen = list[int](), list[int]()
+        inputs, starts, prompts, logit_rows, num_wanted = [], {}, {}, list[int](), list[int]()
         packed = drafted = 0
         for (seq, end), start in zip(rows, fed, strict=True):
-            tokens = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
-            row = RowInput(seq.id, tokens, start, logits=0, offset=seq.position_offset, adapter=seq.adapter)
-            row.prompt = seq.num_chunked(start, end)
+            tokens = next_tokens[seq.id] if seq.id in next_tokens else np.array(seq.tokens[start:end], dtype=np.int64)
+            row = RowInput(
+                seq.id, tokens, start, logits=0, offset=seq.position_offset, prompt=seq.num_chunked(start, end),
+                adapter=seq.adapter,
+            )  # fmt: skip
             if end == len(seq.tokens):
-                _append_tree(row, trees, drafted)
+                if trees.lengths[drafted]:
+                    _append_tree(row, trees, drafted)
                 row.logits = 1 + trees.lengths[drafted]
                 drafted += 1
-            wanted = row.logits
+            num_wanted.append(row.logits)
             if seq.wants_prompt_logits and start < seq.prompt_length:
                 row.logits = row.num_tokens
                 first = len(logit_rows)
@@ -220,7 +223,10 @@ class FedRows:
             inputs.append(row)
             packed += row.num_tokens
             logit_rows += range(packed - row.logits, packed)
-            chosen += range(len(logit_rows) - wanted, len(logit_rows))
+        chosen = []
+        if prompts:
+            ends = itertools.accumulate([row.logits for row in inputs])
+            chosen = [i for end, count in zip(ends, num_wanted, strict=True) for i in range(end - count, end)]
         return cls(inputs, starts, np.array(logit_rows, dtype=np.int64), np.array(chosen, dtype=np.int64), prompts)
 
     def results(self, output: PackedOutput) -> StepTensors:
@@ -236,8 +242,6 @@ class FedRows:
 def _append_tree(row: RowInput, trees: DraftTrees, index: int) -> None:
     """Let one of the trees follow a row's own tokens (which are causal)."""
     count, num_own, nodes = trees.lengths[index], row.num_tokens, trees.tokens[index]
-    if not count:
-        return
     row.drafts = nodes if count == nodes.shape[0] else nodes[:count]
     row.num_tokens += count
     if trees.is_chain:

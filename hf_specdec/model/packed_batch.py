@@ -77,15 +77,16 @@ class PackedBatch:
         num_axes = max((len(row.offset) for row in inputs if isinstance(row.offset, tuple)), default=1)
         on_host = np.zeros((2 + num_axes, starts[-1]), dtype=np.int64)
         slots, ids, positions = on_host[0], on_host[1], on_host[2:]
-        wanted = []
+        wanted = [i for row, end in zip(inputs, starts[1:], strict=True) for i in range(end - row.logits, end)]
+        spans = [(row.start, row.start + row.num_tokens) for row in inputs]
+        tables = [cache.tables[row.seq_id] for row in inputs]
+        np.concatenate([table.slots[slice(*span)] for table, span in zip(tables, spans, strict=True)], out=slots)
+        positions[:] = [place for span in spans for place in range(*span)]
         for row, start, end in zip(inputs, starts[:-1], starts[1:], strict=True):
-            last = row.start + end - start
-            places = np.arange(row.start, last) if row.positions is None else row.positions
+            if row.positions is not None:
+                positions[:, start:end] = row.positions
             if row.offset:
-                places = places + (row.offset if isinstance(row.offset, int) else np.array(row.offset)[:, None])
-            positions[:, start:end] = places
-            slots[start:end] = cache.tables[row.seq_id].slots[row.start : last]
-            wanted += range(end - row.logits, end)
+                positions[:, start:end] += np.array(row.offset)[..., None]
         pieces = write_ids(inputs, ids)
         there = upload(on_host, device)
         copy_ids(pieces, there[1])

@@ -241,21 +241,23 @@ class NativeRows:
     def of(cls, rows: Iterable[RowDescription]) -> NativeRows:
         """Consecutive rows, whose blocks are slots."""
         lines, kept, most, start = [], [], 0, 0
+
+        def address(array: Any, dtype: Any) -> int:
+            contiguous = np.ascontiguousarray(array, dtype=dtype)
+            kept.append(contiguous)
+            return contiguous.__array_interface__["data"][0]  # `.ctypes` takes several times as long
+
         for row in rows:
-            region = 0 if row.visibility is None else row.visibility.shape[1]
-            line = [start, start + row.query_length, row.key_length, 0, 0, region, 0, 0]
-            for place, array, dtype in (
-                (3, row.blocks, np.int64),
-                (4, row.visibility, np.uint8),
-                (6, row.region_positions, np.int64),
-                (7, row.positions, np.int64),
-            ):
-                if array is not None:
-                    contiguous = np.ascontiguousarray(array, dtype=dtype)
-                    kept.append(contiguous)
-                    line[place] = contiguous.__array_interface__["data"][0]  # `.ctypes` takes several times as long
-            lines.append(line)
-            start, most = start + row.query_length, max(most, row.query_length)
+            end, line = start + row.query_length, [0, 0, 0, 0]
+            if not (row.visibility is None and row.region_positions is None and row.positions is None):
+                line = [
+                    0 if row.visibility is None else address(row.visibility, np.uint8),
+                    0 if row.visibility is None else row.visibility.shape[1],
+                    0 if row.region_positions is None else address(row.region_positions, np.int64),
+                    0 if row.positions is None else address(row.positions, np.int64),
+                ]
+            lines.append((start, end, row.key_length, address(row.blocks, np.int64), *line))
+            start, most = end, max(most, row.query_length)
         return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)
 
 

@@ -177,6 +177,8 @@ class Program:
 def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
     """int64 [1, N]: where keys and values of layer 0, of layer 1, .. are in a cache, and then those of sources; pools that do not exist yet
     are allocated. [2, N], if they are in int8: and their scales."""
+    if id(program) in cache.of_pools:
+        return cache.of_pools[id(program)][0]
     layers: list[Any] = [*cache.layers, *(cache.cross.layers if cache.cross is not None else ())]
     places = np.zeros((1 + cache.is_quantized, 2 * len(layers)), dtype=np.int64)
     for layer, (heads, width, value_heads, value_width) in program.pools.items():
@@ -186,6 +188,8 @@ def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
             pools.lazy_initialization(*(torch.empty(shape, dtype=program.dtype) for shape in shapes))
         for row, pair in zip(places, ((pools.keys, pools.values), *pools.quantized.values()), strict=True):
             row[2 * layer : 2 * layer + 2] = [pool.data_ptr() for pool in pair]
+    if cache.cross is None:  # whose pools come, go and grow by themselves
+        cache.of_pools[id(program)] = places, program  # no other program gets its id meanwhile
     return places
 
 

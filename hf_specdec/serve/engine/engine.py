@@ -169,8 +169,10 @@ class Engine:
             # None if the request has ended in this loop, by another choice or by its prompt's log-probabilities
             choice = self._choices.get(result.sequence.id)
             if choice is not None and result.new_tokens:
-                with self.boundary(choice.request):
+                try:  # as in `boundary`, which would take longer than what is inside it
                     self._accept(choice, result)
+                except BaseException as error:
+                    self._fail(choice.request, error)
                 touched[choice.request.number] = choice.request
         announced = [] if self.transfers is None else self.transfers.producer.has_read(rows)
         touched |= {choice.request.number: choice.request for choice in announced}
@@ -184,12 +186,15 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            if not is_failure(error):
-                raise
-            logger.exception("Request %s ends, because its processing raised.", request.id)
-            for choice in request.choices:
-                choice.text = None  # what raised may raise again
-            self.abort(request, error)
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        if not is_failure(error):
+            raise error
+        logger.error("Request %s ends, because its processing raised.", request.id, exc_info=error)
+        for choice in request.choices:
+            choice.text = None  # what raised may raise again
+        self.abort(request, error)
 
     def run(self, on_step: Callable[[list[Request]], object] = lambda requests: None) -> None:
         """Run steps until every request has ended. `Request.error` tells which of them failed. `on_step` is called after each step with the

@@ -82,6 +82,8 @@ class Scheduler:
         num_decoding = len(decoding)
         budget = self._budget(num_decoding)
         self._limit_drafts(budget, decoding, sum(pending) - num_decoding, waiting)
+        if num_decoding == len(running) and not waiting:
+            return running, pending
         with_pending = list(zip(running, pending, strict=True))
         left = budget - sum(1 + self._num_drafts(choice) for choice, count in with_pending if count == 1)
         rows, counts = [], []
