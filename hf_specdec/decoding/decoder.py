@@ -174,8 +174,8 @@ class SpeculativeDecoder(RunningSequences):
         tracer.end("verify")
         unseen, is_held = rests and not any(limits), self.policy.holds
         return PendingStep(
-            rows, num_own, decoding, limits, trees, proposed, num_drafted, tensors, verdict, unseen, is_held
-        )
+            rows, num_own, decoding, limits, trees, proposed, num_drafted, tensors, verdict, unseen, is_held, self._num_passed > 0,
+        )  # fmt: skip
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
         """Begin a step whose forward the model itself has run: choose the token after each prompt, unless the rows have begun before.
@@ -224,7 +224,7 @@ class SpeculativeDecoder(RunningSequences):
             self.generator.observe(seen)
         tracer.end("observe")
         tracer.record(outcome)
-        if self.policy.needs_observations and outcome.sequences:
+        if self.policy.needs_observations and outcome.sequences and not pending.is_still:
             whole = len(outcome.sequences) == len(pending.rows) == sum(pending.num_own)
             self._inform_policy(seen, proposed, pending, timed=whole)
         if self.learner is not None:
@@ -276,6 +276,8 @@ class SpeculativeDecoder(RunningSequences):
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if a step of these rows will not draft, whatever their caps."""
+        if self._num_still > 0 and sequences == self._still:
+            return True
         most = self.config.disable_by_batch_size
         return not self._most_nodes or (most is not None and len(sequences) > most) or self.policy.is_plain(sequences)
 
@@ -290,9 +292,17 @@ class SpeculativeDecoder(RunningSequences):
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """Draft depth of each row: the policy's choice, capped by what the row can use. Starts the clock if the policy uses the time."""
+        if self._num_still > 0 and sequences == self._still:  # most steps of rows that do not draft: the policy is not asked
+            self._num_still -= 1
+            self._num_passed += 1
+            return [0] * len(sequences)
+        self.policy.pass_by(self._num_passed)
+        self._num_still = self._num_passed = 0
         is_plain = self.is_plain(sequences)
         if self.policy.needs_observations and not self.policy.holds:
             self.timer.start(counts=not is_plain or self.policy.wants_plain_time())
+        elif is_plain:
+            self._still, self._num_still = sequences, self.policy.num_still()
         if is_plain:
             return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
@@ -304,11 +314,14 @@ class SpeculativeDecoder(RunningSequences):
         A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads hidden states could
         not draft yet.
         """
-        if pending.is_held and any(pending.limits):
-            deepest = 0 if seen.sequences[0].finished else proposed.row_depths[0]
-            self.policy.observe_held(deepest, len(seen.accepted[0]))
+        if pending.is_held:
+            if any(pending.limits):
+                deepest = 0 if seen.sequences[0].finished else proposed.row_depths[0]
+                self.policy.observe_held(deepest, len(seen.accepted[0]))
+            else:
+                self.policy.observe_plain(seen.sequences, None)
             return
-        seconds, drafting_seconds = (not pending.is_held and self.timer.stop()) or (None, 0.0)
+        seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
         if not timed and seconds is not None and not any(pending.limits) and self.target.graphs is None:
             self.policy.observe_prompts(sum(pending.num_own), seconds)
         if not any(pending.limits):
@@ -462,9 +475,10 @@ def brings_drafts(seq: Sequence) -> bool:
 
 def _as_seen_by_drafter(outcome: StepOutcome, pending: PendingStep) -> tuple[StepOutcome, DraftTrees]:
     """The outcome of the drafter's own proposal: its tokens that became text count as accepted, whatever was verified; and its trees."""
-    proposed, rows = pending.proposed, {seq.id: i for i, seq in enumerate(pending.decoding)}
+    proposed = pending.proposed
     if proposed.tokens is pending.trees.tokens and not any(map(brings_drafts, outcome.sequences)):
         return outcome, outcome.trees  # it was verified, as far as there were slots
+    rows = {seq.id: i for i, seq in enumerate(pending.decoding)}
     proposed = proposed.select([rows[seq.id] for seq in outcome.sequences])
     accepted = [proposed.matching_path(i, new[:-1]) for i, new in enumerate(outcome.new_tokens)]
     return outcome.for_proposal(accepted), proposed

@@ -40,6 +40,8 @@ class RunningSequences:
         self.statistics: dict[int, RowStatistics] = {}
         self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
         self.last: StepTensors | None = None
+        # Rows for which the policy is not asked in some steps: in so many more, and in so many until now.
+        self._still, self._num_still, self._num_passed = list[Sequence](), 0, 0
         self.learner: Any = None  # a `learning.Learner`, if the drafter's head learns
         self._num_sequences = 1
         self._all_hidden_states, self._rows_have_places = False, False  # see `allocate`
@@ -135,6 +137,7 @@ class RunningSequences:
         self.outside.pop(seq.id, None)
         self.generator.stop(seq)
         self.policy.forget(seq)
+        self._still, self._num_still = [], 0
         if self.learner is not None:
             self.learner.ended(seq)
         return self.statistics.pop(seq.id)

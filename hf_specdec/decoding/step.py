@@ -92,6 +92,7 @@ class PendingStep:
         verdict: which drafts are accepted; None if no row is decoding.
         unseen: the drafter need not be told what became of the step.
         is_held: the policy did not choose anew for it, and does not need its time.
+        is_still: the policy was not even asked.
     """
 
     rows: list[tuple[Sequence, int]]
@@ -105,6 +106,7 @@ class PendingStep:
     verdict: PendingVerdict | None
     unseen: bool = False
     is_held: bool = False
+    is_still: bool = False
 
     @property
     def is_plain(self) -> bool:

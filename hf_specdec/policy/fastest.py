@@ -245,12 +245,21 @@ class Fastest(DraftLengthPolicy):
     def _are_quiet(self, sequences: list[Sequence]) -> bool:
         """True if the last choice for these sequences was not to draft. A sequence that begins counts as quiet if nothing was chosen for an
         earlier one that began with at least as much to write."""
-        for seq in sequences:
-            if seq.id not in self._quiet_rows:
-                begins = seq not in self.acceptance and seq.drafter is None
-                if not begins or seq.max_length - len(seq.tokens) > self._quiet_left:
-                    return False
-        return len(sequences) <= len(self._quiet_rows)
+        rows = self._quiet_rows
+        for seq in [seq for seq in sequences if seq.id not in rows]:
+            begins = seq not in self.acceptance and seq.drafter is None
+            if not begins or seq.max_length - len(seq.tokens) > self._quiet_left:
+                return False
+        return len(sequences) <= len(rows)
+
+    def num_still(self) -> int:
+        """See DraftLengthPolicy: until a choice is due, or the time of a plain step."""
+        due = min(self._quiet_until, self._plain_at + self.SAMPLED, self._plain_due.get(self.cost.octave, 0))
+        return due - self.num_steps - 1
+
+    def pass_by(self, num_steps: int) -> None:
+        """See DraftLengthPolicy."""
+        self.num_steps += num_steps
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
         """The fastest depths. With look-ups or several drafters the caps, up to K: `choose` then chooses within them."""

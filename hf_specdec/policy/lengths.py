@@ -68,6 +68,13 @@ class DraftLengthPolicy:
     def observe_prompts(self, num_tokens: int, seconds: float) -> None:
         """A step that also read prompts, `num_tokens` tokens in all, took so long."""
 
+    def num_still(self) -> int:
+        """How many of the steps that follow this one, which does not draft, will neither draft nor be timed while its rows stay the same."""
+        return 0
+
+    def pass_by(self, num_steps: int) -> None:
+        """So many of the still steps were made."""
+
     def needs_plain_step(self) -> bool:
         """True if nothing should be drafted in the next step, so that a plain one can be measured."""
         return False

@@ -21,7 +21,7 @@ from .config import AutoConfig
 logger = logging.getLogger(__name__)
 
 FORMAT = 5
-EVERY = 2.0  # seconds between two writes, at least
+SOONEST, LATEST = 2.0, 64.0  # seconds between the first two writes, and between later ones, at least: a write takes about 1 ms
 
 
 class AutoMemory:
@@ -33,7 +33,7 @@ class AutoMemory:
 
     def __init__(self, path: Path):
         self.path = path
-        self._kept_at = -EVERY
+        self._due, self._pause = 0.0, SOONEST
 
     @classmethod
     def of(cls, config: AutoConfig, target: PackedModel, drafters: dict[str, CandidateGenerator]) -> AutoMemory | None:
@@ -61,19 +61,17 @@ class AutoMemory:
             logger.warning("auto: %s %s (%r); measuring anew.", self.path, what, error)
 
     def keep(self, policy: Fastest) -> None:
-        """Write what the policy knows, if it knows anything and the last write was at least `EVERY` seconds ago."""
+        """Write what the policy knows, if it knows anything and a write is due: after pauses that double, because ever less is learnt."""
         now = time.monotonic()
-        if now - self._kept_at < EVERY:
-            return
-        state = policy.state()
+        state = policy.state() if now >= self._due else None
         if not state:
             return
-        self._kept_at = now
+        self._due, self._pause = now + self._pause, min(2 * self._pause, LATEST)
         try:
             write_private(self.path, json.dumps(state).encode())
         except OSError as error:
             logger.warning("auto: %s cannot be written (%s); what was learnt ends with this process.", self.path, error)
-            self._kept_at = float("inf")
+            self._due = float("inf")
 
 
 def _processor() -> str:
