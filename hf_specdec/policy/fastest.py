@@ -167,7 +167,7 @@ class Fastest(DraftLengthPolicy):
     DEARER = 0.95  # decay per timed step of a single row of how much longer than by their parts steps take
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less may always follow
     LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
-    QUIET_SHARE = 0.002  # share of the time that choices may take while nothing is chosen
+    QUIET_SHARE = 0.002  # share of the time that choices and asks may take while nothing is chosen
     SAMPLED = 16  # steps between two measurements of plain steps, where nothing is drafted
     LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
     CHOOSING = 0.03  # share of the time of a single row that choices may take, once drafts are known to pay
@@ -697,7 +697,8 @@ class Fastest(DraftLengthPolicy):
             patience, idle = self._patience(index), self._aged_idle(index)
             if patience:
                 steps = min(steps, math.log(min(patience / max(idle, 1e-9), 1.0)) / math.log(Acceptance.AGEING))
-        length = max(1, int(steps), int(self._overhead / plain / self.QUIET_SHARE))
+        price = self._overhead + float(self.seconds.sum())  # of a choice, and of the asks before it
+        length = max(1, int(steps), int(price / plain / self.QUIET_SHARE))
         self._quiet_until, self._quiet_rows = self.num_steps + length, frozenset(seq.id for seq in sequences)
         if any(begins):
             self._quiet_left = int(tokens_left(sequences)[begins].max()) if fresh else 0
