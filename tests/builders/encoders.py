@@ -142,6 +142,7 @@ def whisper(seed: int = 1):
         **ids, "is_multilingual": True, "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": 63}, "prev_sot_token_id": PREVIOUS,
         "task_to_id": {"transcribe": 64, "translate": 65}, "no_timestamps_token_id": NO_TIMES, "max_length": 64,
         "max_initial_timestamp_index": 5, "begin_suppress_tokens": [5, END], "suppress_tokens": [*range(61, 73)],
+        "alignment_heads": [[0, 0], [1, 1]],
     }.items():  # fmt: skip
         setattr(model.generation_config, name, value)
     return model

@@ -34,6 +34,7 @@ class EncoderInput:
     features: np.ndarray | None = None  # of audio, float32 [bins, frames]
     beginning: list[list[int]] = field(default_factory=list)  # per place of the answer, the ids that may stand there
     has_timestamps: bool = False  # the answer's timestamps follow Whisper's rules
+    num_frames: int = 0  # of the features, those of the recording; 0: nobody wants the times of the answer's tokens
     images: dict[str, Any] | None = None  # what the processor makes of a prompt with images, by name, less the ids
 
     @property
@@ -124,6 +125,13 @@ class EncoderSide:
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         in_common = given.ids if shares_vocabulary(self.model.config) else []
         return Source(self.model, len(given.ids), self.num_blocks, arguments, in_common)
+
+    def times(self, given: EncoderInput, source: Source, prompt: list[int], answer: list[int]) -> list[float]:
+        """See `token_times`: of the answer's ids, in seconds after the features begin."""
+        from ...model.encoder_decoder.alignment import token_times
+
+        known = len(prompt) + len(given.beginning)
+        return token_times(self.model, source, prompt + answer, known, given.num_frames)[len(prompt) :]
 
     def rules(self, given: EncoderInput, prompt: Items[int]) -> list[LogitsProcessor]:
         """The logits processors that `generate()` makes of the model's generation config, and of how the answer begins. `prompt`: ids."""

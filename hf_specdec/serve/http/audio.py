@@ -21,7 +21,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from ..engine.encoder import EncoderInput
 from ..engine.params import SamplingParams
-from ..engine.speech import Segment
+from ..engine.speech import Segment, Speech
 from ..ipc.messages import Update
 from .bodies import Body, checked
 from .endpoints import EventStream, ignored_header, sse
@@ -50,12 +50,15 @@ class AudioRequest(Body):
     stream: bool = False
     seed: int | None = None
 
-    def check(self) -> None:
-        """Raise ApiError for what no Whisper model here can do."""
-        if "word" in (self.timestamp_granularities or []):
-            message = (
-                "Times of words need attention weights, which paged attention never forms: ask for 'segment' only."
-            )
+    @property
+    def wants_words(self) -> bool:
+        """Whether the answer has times of words."""
+        return "word" in (self.timestamp_granularities or [])
+
+    def check(self, speech: Speech) -> None:
+        """Raise ApiError for what this Whisper model cannot do."""
+        if self.wants_words and not speech.aligns:
+            message = "Times of words need alignment_heads in the generation config of a model that is not sharded: ask for 'segment' only."
             raise bad_request(message, "timestamp_granularities")
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise bad_request("timestamp_granularities needs response_format verbose_json.", "timestamp_granularities")
@@ -126,9 +129,11 @@ def read_audio(raw: bytes, wanted: int) -> np.ndarray:
 
 @dataclass
 class Window:
-    """A part of a transcript that is complete: its segments, text, and the mean log-probability of the tokens written for it."""
+    """A part of a transcript that is complete: its segments, words and when they begin and end, text, and the mean log-probability of the
+    tokens written for it."""
 
     segments: list[Segment]
+    words: list[dict[str, Any]]
     text: str
     mean_logprob: float
 
@@ -142,13 +147,15 @@ class Transcription:
         self.server, self.task = server, task
         self.body = body = checked(AudioRequest, fields, strict=False)
         server.check_model(body.model)
-        body.check()
+        body.check(speech)
         samples = read_audio(file, speech.extractor.sampling_rate)
         self.seconds = len(samples) / speech.extractor.sampling_rate
         try:
             self.features = speech.features(samples, speech.extractor.sampling_rate)
         except ValueError as error:
             raise bad_request(f"file: {error}", "file") from None
+        # The shape of the features counts padding.
+        self.num_frames = math.ceil(self.seconds * speech.frames_per_second) if body.wants_words else 0
         is_long = self.features.shape[1] > speech.num_frames  # [bins, frames]
         # by the times that the model then writes, a long recording is cut into windows
         self.has_timestamps = is_long or body.response_format in ("verbose_json", "srt", "vtt")
@@ -196,7 +203,8 @@ class Transcription:
             if left is not None and left <= 0:
                 return
             ids, beginning = speech.prompt(self.previous, self.beginning)
-            given = EncoderInput([], speech.window(self.features, seek), beginning, self.has_timestamps)
+            num_frames = self.num_frames and max(1, min(speech.num_frames, self.num_frames - seek))
+            given = EncoderInput([], speech.window(self.features, seek), beginning, self.has_timestamps, num_frames)
             self.answers = [
                 self.server.submit(ids, self.params, space=space, max_time=left, encoder=given, waits=not seek)
             ]
@@ -212,11 +220,12 @@ class Transcription:
                 self.beginning = [tokens[:1], *self.beginning[1:]]  # the language that the model has said
             entries = [entry for update in updates for entry in update.logprobs or []]
             scored = [entry[token].logprob for entry, token in zip(entries, tokens, strict=False)]
-            written = tokens[len(beginning) :]
+            written, times = tokens[len(beginning) :], (updates[-1].token_times or [])[len(beginning) :]
             written = written[:-1] if written and written[-1] in speech.end else written
-            segments, offset = speech.segments(written, seek, min(speech.num_frames, total - seek))
+            segments, offset = speech.segments(written, seek, min(speech.num_frames, total - seek), times)
             text = self.decoded([token for segment in segments for token in segment.tokens])
-            yield Window(segments, text, float(np.mean(scored[len(beginning) :] or [0.0])))
+            said = speech.words(self.server.tokenizer, segments, self._language()) if self.num_frames else []
+            yield Window(segments, said, text, float(np.mean(scored[len(beginning) :] or [0.0])))
             seek += offset
 
     def decoded(self, tokens: list[int]) -> str:
@@ -258,11 +267,14 @@ class Transcription:
             return PlainTextResponse("\n".join(cues), headers=headers)
         if form == "json":
             return JSONResponse({"text": text, "usage": self.usage()}, headers=headers)
+        of = self.body.timestamp_granularities or ["segment"]
+        parts: dict[str, list] = {"word": [word for window in windows for word in window.words]}
+        parts["segment"] = [self._segment(i, *segment) for i, segment in enumerate(segments)]
         return JSONResponse(
             {
                 "task": self.task, "language": self._language(),
                 "duration": self.seconds, "text": text, "usage": self.usage(),
-                "segments": [self._segment(i, *segment) for i, segment in enumerate(segments)],
+                **{f"{part}s": parts[part] for part in parts if part in of},
             },
             headers=headers,
         )  # fmt: skip
