@@ -195,7 +195,8 @@ class LLM:
                 decoder's text follows the token with which the model begins. Whisper's is
                 {"prompt": text, "multi_modal_data": {"audio": (samples, sampling rate)}}, of at most one window; without "prompt" it
                 transcribes in the language that it hears. A model with a vision tower takes {"prompt": text with placeholders,
-                "multi_modal_data": {"image": one or a list}}, images as its processor takes them.
+                "multi_modal_data": {"image": one or a list}}, images as its processor takes them. So does a pair whose encoder reads
+                one image, where "prompt" is how the decoder begins.
             sampling_params: for all prompts, or a list with one for each; None: `get_default_sampling_params`.
             use_tqdm: show a progress bar.
 
@@ -412,13 +413,14 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
             modeling_auto.AutoModelForImageTextToText if reads_images(config) else modeling_auto.AutoModelForCausalLM
         )
         if is_encoder_decoder(config):
-            reads_speech = type(config) in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-            if not reads_speech and type(config) not in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            if type(config) in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
+                kind = modeling_auto.AutoModelForSpeechSeq2Seq
+            elif type(config) in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+                kind = modeling_auto.AutoModelForSeq2SeqLM
+            elif config.model_type != "vision-encoder-decoder":
                 raise UnsupportedModel(
-                    f"{name} is a {config.model_type} model, whose encoder reads neither text nor audio: load it with transformers and "
-                    "call generate(), which takes speculative_config."
+                    f"{name} is a {config.model_type} model, whose encoder LLM does not know: call generate()."
                 )
-            kind = modeling_auto.AutoModelForSpeechSeq2Seq if reads_speech else modeling_auto.AutoModelForSeq2SeqLM
         loaded: Any = kind.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
         device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         model = loaded.to(device) if size == 1 else loaded

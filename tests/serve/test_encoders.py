@@ -18,7 +18,13 @@ from encoders import DRAFT, END, MARKS, NEW, NGRAM, NO_TIMES, START, TREE, VOCAB
 from families import perturbed
 from helpers_server import Process, in_thread
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor, WhisperTokenizer, pipeline
+from transformers import (
+    AutoConfig,
+    PreTrainedTokenizerFast,
+    WhisperFeatureExtractor,
+    WhisperTokenizer,
+    pipeline,
+)
 
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.serve import LLM, SamplingParams
@@ -140,11 +146,11 @@ def test_a_request_that_leaves_takes_nothing_with_it(tmp_path):
     hook.remove()
     with pytest.raises(UnsupportedModel, match="read audio for Whisper only"):
         LLM(build("moonshine"), None)
-    build("vision mbart").save_pretrained(tmp_path / "reader")
-    with pytest.raises(
-        UnsupportedModel, match="vision-encoder-decoder model, whose encoder reads neither text nor audio"
-    ):
+    AutoConfig.for_model("pix2struct").save_pretrained(tmp_path / "reader")
+    with pytest.raises(UnsupportedModel, match="pix2struct model, whose encoder LLM does not know"):
         LLM(tmp_path / "reader", None)
+    with pytest.raises(UnsupportedModel, match="has no image processor"):
+        LLM(build("vision mbart"), None)
     with pytest.raises(ValueError, match="of one input of 64 states"):
         LLM(model, None, kv_cache_memory_bytes=1000)
 

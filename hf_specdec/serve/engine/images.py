@@ -47,11 +47,16 @@ def load_processor(name: str, config: PreTrainedConfig, tokenizer: Any, **origin
         tokenizer: the processor gets a copy of it, and it gets the processor's chat template if it has none; None: no tokenizer is wanted.
         origin: as for transformers' `from_pretrained`.
     """
-    if tokenizer is None or not reads_images(config):
+    is_pair = bool(getattr(config, "is_encoder_decoder", False))
+    if not reads_images(config):
         return None
-    from transformers import AutoProcessor
+    from transformers import AutoImageProcessor, AutoProcessor
 
     try:
+        if is_pair:  # whose prompts have no text with images in it
+            return AutoImageProcessor.from_pretrained(name, **origin)
+        if tokenizer is None:
+            return None
         processor = AutoProcessor.from_pretrained(name, **origin)
         if not hasattr(processor, "image_processor"):
             raise ValueError(f"transformers finds a {type(processor).__name__} only")

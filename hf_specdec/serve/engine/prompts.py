@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ...sampling.grammar import Reasoning
-from .encoder import EncoderFacts, EncoderInput
+from .encoder import EncoderFacts, EncoderInput, pixels_of
 from .images import NO_IMAGES, adds_special_tokens, bytes_of, processed, read_images
 from .params import SamplingParams
 from .structured import reasoning_before, reasoning_marks, response_template_of
@@ -45,8 +45,14 @@ class PromptReader:
             raise ValueError("thinking_token_budget is for decoder-only models.")
         source, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
         data = source.get("multi_modal_data") if isinstance(source, dict) else None
-        if facts.speech is not None:
-            return self._speech(facts, source, data, begins)
+        if facts.speech is not None or facts.pixels is not None:
+            if (
+                begins is None
+                and isinstance(source, dict)
+                and not source.keys().isdisjoint(("prompt", "prompt_token_ids"))
+            ):
+                begins = source
+            return self._speech(facts, data, begins) if facts.speech is not None else self._image(facts, data, begins)
         if data is not None:
             raise ValueError(f"{self.name} reads text: multi_modal_data is not for it.")
         text, ids = self._text(source)
@@ -65,7 +71,7 @@ class PromptReader:
             prompts.append({"prompt": text, "multi_modal_data": {"image": images}} if images else ids)
         return prompts
 
-    def _speech(self, facts: EncoderFacts, source: Any, data: Any, begins: Any) -> Read:
+    def _speech(self, facts: EncoderFacts, data: Any, begins: Any) -> Read:
         """A recording of one window. `begins`: how the transcript begins, if that is said."""
         speech: Any = facts.speech
         audio = data.get("audio") if isinstance(data, dict) else None
@@ -76,12 +82,21 @@ class PromptReader:
             raise ValueError(
                 "The audio is longer than a window of the model: use the server's /v1/audio/transcriptions, or model.generate()."
             )
-        if begins is None and not source.keys().isdisjoint(("prompt", "prompt_token_ids")):
-            begins = source
         if begins is not None:
             return None, self._decoder_prompt(facts, begins), None, EncoderInput(features=features)
         ids, beginning = speech.prompt([], speech.beginning("transcribe", None, has_timestamps=False))
         return None, ids, None, EncoderInput(features=features, beginning=beginning)
+
+    def _image(self, facts: EncoderFacts, data: Any, begins: Any) -> Read:
+        """An image, which an encoder reads. `begins`: how the decoder begins, if that is said."""
+        if not isinstance(data, dict) or data.keys() != {"image"}:
+            raise ValueError('A prompt of this model is {"multi_modal_data": {"image": image}}.')
+        pixels = pixels_of(self.processor, data["image"])
+        if pixels.shape != facts.pixels:
+            raise ValueError(
+                f"The image becomes {list(pixels.shape)}; images of this model become {list(facts.pixels or ())}."
+            )
+        return None, self._decoder_prompt(facts, begins), None, EncoderInput(features=pixels)
 
     def _with_images(self, prompt: dict[str, Any]) -> tuple[str, list[int], EncoderInput]:
         """A prompt's text and token ids, and its images as the model reads them."""
@@ -112,7 +127,7 @@ class PromptReader:
         if given is None:
             return facts.decoder_prompt
         text, ids = self._text(given, adds=False)
-        return ids if text is None else facts.decoder_prompt + ids
+        return facts.decoder_prompt + ids if text is not None and facts.text_follows else ids
 
     def _text(self, prompt: Any, adds: bool = True) -> tuple[str | None, list[int]]:
         """A prompt's text, if it was given as text, and its token ids. `adds`: with the tokenizer's special tokens. Raises ValueError: no

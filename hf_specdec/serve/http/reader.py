@@ -102,6 +102,10 @@ class RequestReader:
         """Raise ApiError 400 unless the model reads this kind of input. Returns what is known about its speech, if it reads audio."""
         encoder, name = self.facts.encoder, self.names[0]
         speech: Any = None if encoder is None else encoder.speech
+        if encoder is not None and encoder.pixels is not None:
+            raise bad_request(
+                f"{name} is an encoder-decoder model of images, which LLM.generate answers, and no server."
+            )
         if what == "audio" and speech is None:
             raise bad_request(f"{name} reads text, not audio.")
         if what != "audio" and speech is not None:
