@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     PreTrainedTokenizerFast,
     WhisperFeatureExtractor,
+    WhisperProcessor,
     WhisperTokenizer,
     pipeline,
 )
@@ -268,6 +269,10 @@ def test_llm_hears(ears):
         with pytest.raises(ValueError, match=message):
             llm.generate(wrong, greedy, use_tqdm=False)
     check_empty(llm)
+    llm.close()
+    processor = WhisperProcessor(WhisperFeatureExtractor.from_pretrained(ears), WhisperTokenizer.from_pretrained(ears))
+    llm = LLM(whisper(15), processor, NGRAM)  # in memory
+    assert llm.generate({"multi_modal_data": audio}, greedy, use_tqdm=False)[0].outputs[0].text == heard.outputs[0].text
     llm.close()
 
 

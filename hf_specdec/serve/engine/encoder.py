@@ -85,7 +85,9 @@ class EncoderFacts:
         given: Any = model.generation_config
         config, name = model.config, type(model).__name__
         if config.model_type == "whisper":
-            return cls([], config.max_source_positions, Speech.of(model, extractor))
+            return cls(
+                [], config.max_source_positions, Speech.of(model, getattr(extractor, "feature_extractor", extractor))
+            )
         images = model.main_input_name == "pixel_values"
         if images and extractor is None:
             raise UnsupportedModel(

@@ -11,6 +11,7 @@ import torch
 from ...core.errors import UnsupportedModel
 from ...core.ranks import ranks_of
 from ...core.sequence import end_ids
+from .sounds import resampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,15 +79,8 @@ class Speech:
         """
         if self.extractor is None:
             raise ValueError("A model that was loaded elsewhere has no feature extractor: pass its folder to LLM.")
-        if samples.ndim != 1:
-            raise ValueError(f"The samples have the shape {list(samples.shape)}: pass those of one channel, [n].")
         wanted = self.extractor.sampling_rate
-        if sampling_rate != wanted:
-            try:
-                import soxr
-            except ImportError as error:
-                raise ImportError("Resampling audio needs soxr: pip install 'hf-specdec[audio]'") from error
-            samples = soxr.resample(samples, sampling_rate, wanted)
+        samples = resampled(samples, sampling_rate, wanted)
         whole = {} if len(samples) <= self.extractor.n_samples else {"truncation": False, "padding": "longest"}
         features = self.extractor(samples, sampling_rate=wanted, return_tensors="np", **whole)["input_features"][0]
         if not np.isfinite(features).all():

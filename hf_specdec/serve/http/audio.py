@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import math
 import time
 import zlib
@@ -21,6 +20,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from ..engine.encoder import EncoderInput
 from ..engine.params import SamplingParams
+from ..engine.sounds import read_recording
 from ..engine.speech import Segment, Speech
 from ..ipc.messages import Update
 from .bodies import Body, checked
@@ -31,8 +31,6 @@ from .lanes import LONG_BYTES
 from .server import Answer, Server
 
 MOST_SECONDS = 3600  # of a recording: its features take 115 MB then, and making them 1.8 GB for a moment
-_RATES = 1_000, 400_000  # Hz
-_FRAMES_AT_ONCE = 1 << 16
 _MOST_FIELDS, _MOST_BYTES_OF_FIELD = 64, 1 << 16
 _LISTS = {"timestamp_granularities[]": "timestamp_granularities", "include[]": "include"}
 
@@ -98,35 +96,6 @@ async def read_form(raw: bytes, headers: dict[str, str]) -> tuple[dict[str, Any]
     return fields, await file.read()
 
 
-def read_audio(raw: bytes, wanted: int) -> np.ndarray:
-    """The samples float32 [n] of a recording, at `wanted` Hz, its channels mixed. Raises ApiError: 400, it is none, empty or too long."""
-    import soundfile
-    import soxr
-
-    pieces, num_frames = [], 0
-    try:
-        with soundfile.SoundFile(io.BytesIO(raw)) as file:
-            rate = file.samplerate
-            if not _RATES[0] <= rate <= _RATES[1]:
-                raise bad_request(f"file: {rate} samples a second are not from {_RATES[0]} to {_RATES[1]}.", "file")
-            resampled = None if rate == wanted else soxr.ResampleStream(rate, wanted, 1, "float32")
-            for block in file.blocks(_FRAMES_AT_ONCE, dtype="float32", always_2d=True):
-                num_frames += len(block)
-                if num_frames > MOST_SECONDS * rate:
-                    raise bad_request(f"file: the recording is longer than {MOST_SECONDS} s: send it in parts.", "file")
-                mixed = block.mean(1)
-                pieces.append(mixed if resampled is None else resampled.resample_chunk(mixed))
-            if resampled is not None:
-                pieces.append(resampled.resample_chunk(np.empty(0, np.float32), last=True))
-    except (RuntimeError, TypeError, ValueError) as error:  # libsndfile's
-        reason = str(error).rpartition(">: ")[2]  # without the buffer's address
-        raise bad_request(f"file cannot be read as audio ({reason}): send wav, flac, ogg or mp3.", "file") from None
-    samples = np.concatenate(pieces or [np.empty(0, np.float32)])
-    if not len(samples):
-        raise bad_request("file: the recording is empty.", "file")
-    return samples
-
-
 @dataclass
 class Window:
     """A part of a transcript that is complete: its segments, words and when they begin and end, text, and the mean log-probability of the
@@ -148,9 +117,9 @@ class Transcription:
         self.body = body = checked(AudioRequest, fields, strict=False)
         server.check_model(body.model)
         body.check(speech)
-        samples = read_audio(file, speech.extractor.sampling_rate)
-        self.seconds = len(samples) / speech.extractor.sampling_rate
         try:
+            samples = read_recording(file, speech.extractor.sampling_rate, MOST_SECONDS)
+            self.seconds = len(samples) / speech.extractor.sampling_rate
             self.features = speech.features(samples, speech.extractor.sampling_rate)
         except ValueError as error:
             raise bad_request(f"file: {error}", "file") from None
