@@ -40,10 +40,10 @@ def test_llm_reads_images(tmp_path, monkeypatch):
             LLM(str(tmp_path / family), speculative_config=NGRAM, device="cpu"),
             LLM(model, TrOCRProcessor(reader, tokenizer), {**TREE, "block_size": 4, "num_blocks": 20}),
         ):
-            prompts = [{"multi_modal_data": {"image": each}} for each in pictures]
+            prompts = [{"multi_modal_data": {"image": picture}} for picture in pictures]
             prompts += [{**prompts[0], "prompt": "<7> <9>"}, {**prompts[0], "prompt_token_ids": [*start, 7, 9]}]
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-            assert [each.outputs[0].token_ids for each in outputs] == [*plain, begun, begun]
+            assert [output.outputs[0].token_ids for output in outputs] == [*plain, begun, begun]
             for wrong, message in (
                 ("<7>", "A prompt of this model is"), ({"multi_modal_data": {"image": pictures}}, "one image"),
                 ({"multi_modal_data": {"image": "no image"}}, "refuses the image"), ({"multi_modal_data": {"audio": 1}}, "A prompt of"),

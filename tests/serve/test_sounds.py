@@ -112,7 +112,7 @@ def test_every_request_gets_the_text_of_generate(hearing):
         LLM(model, processor, {**NGRAM, "num_blocks": 40, "block_size": 4}, max_model_len=120),
     ):
         outputs = llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)
-        assert [each.outputs[0].token_ids for each in outputs] == expected
+        assert [output.outputs[0].token_ids for output in outputs] == expected
         (files,) = llm.chat(asked(CONVERSATIONS[2]), GREEDY, use_tqdm=False)
         assert files.outputs[0].token_ids == expected[2]
         prompt = {"prompt": outputs[0].prompt, "multi_modal_data": {"audio": (recording(0.5), RATE)}}
@@ -160,9 +160,9 @@ def test_openais_client(hearing):
         ]
         bodies = [{"messages": [{"role": "user", "content": [part, good]}]} for part, _ in cases]
         refused = [pool.submit(server.post, "/v1/chat/completions", body) for body in bodies]
-        assert [each.result().choices[0].message.content for each in answers] == expected
-        for each, (_, message) in zip(refused, cases, strict=True):
-            status, _, got = each.result()
+        assert [answer.result().choices[0].message.content for answer in answers] == expected
+        for answer, (_, message) in zip(refused, cases, strict=True):
+            status, _, got = answer.result()
             assert status == 400 and message in got["error"]["message"], (message, got)
         many = {"messages": [{"role": "user", "content": [good] * 33}]}
         status, _, got = server.post("/v1/chat/completions", many)
