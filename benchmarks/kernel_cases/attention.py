@@ -34,6 +34,7 @@ def compile_cases() -> list[CompileCase]:
         ("verify float32 (256)", "fp32", 1, 8, 4096, 8, 2, 256, 256, trees),
         ("decode llama-8b 32k in int8", "bf16", 1, 1, 32768, 8, 4, 128, 128, {"int8": True}),
         ("verify tree of 8 phi-3 in int8", "fp16", 4, 8, 4096, 32, 1, 96, 96, {**trees, "int8": True}),
+        ("verify t5 (64, biases)", "bf16", 8, 8, 2048, 16, 1, 64, 64, {**trees, "biases": True}),
         ("invariant llama-8b", "bf16", 8, 8, 8192, 8, 4, 128, 128, {**trees, "invariant": True}),
     ]
     cases = [_attention_case(*shape) for shape in shapes]
@@ -59,8 +60,8 @@ def compile_cases() -> list[CompileCase]:
 
 def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, value_width, options) -> CompileCase:
     itemsize = 4 if dtype == "fp32" else 2
-    trees, windowed = (options.get(key, False) for key in ("trees", "window"))
-    masks_load = trees and (tokens > 32 or windowed)
+    trees, windowed, biased = (options.get(key, False) for key in ("trees", "window", "biases"))
+    masks_load = trees and (tokens > 32 or windowed or biased)
     shape = AttentionShape(
         rows,
         rows * tokens,
@@ -78,16 +79,18 @@ def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, val
     split = launch.num_splits > 1 or launch.fixed_splits
     optional = {
         "partial": ("*fp32", split), "partial_lse": ("*fp32", split), "visibility": ("*i32", trees),
-        "region_lengths": ("*i32", trees), "positions": ("*i32", windowed),
-        "region_positions": ("*i32", trees and windowed),
+        "region_lengths": ("*i32", trees), "positions": ("*i32", windowed or biased),
+        "region_positions": ("*i32", trees and (windowed or biased)),
         "sinks": (f"*{dtype}", options.get("sinks", False) and not split),
+        "biases": ("*fp32", biased),
         **dict.fromkeys(("key_scales", "value_scales"), ("*fp32", options.get("int8", False))),
     }  # fmt: skip
     signature = {key: kind for key, (kind, there) in optional.items() if there}
     signature |= dict.fromkeys(("out", "query"), f"*{dtype}")
     signature |= dict.fromkeys(("keys", "values"), "*i8" if options.get("int8") else f"*{dtype}")
     signature |= dict.fromkeys(("block_tables", "query_starts", "key_lengths"), "*i32")
-    unaligned = ("num_rows", "tiles_per_row", "num_splits", "keys_per_split", "window", "kept", "table_row")
+    unaligned = ("num_rows", "tiles_per_row", "num_splits", "keys_per_split", "window", "kept")
+    unaligned += ("table_row", "bias_head")
     strides = ("out_token", "out_head", "query_token", "query_head", "key_slot", "key_head", "value_slot", "value_head")
     signature |= dict.fromkeys((*unaligned, *strides), "i32")
     signature |= {"score_factor": "fp32", "softcap_factor": "fp32"}

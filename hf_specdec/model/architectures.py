@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.errors import UnsupportedModel
 from ..core.names import takes_cache
 from ..core.rows import Chunks
-from ..kernels.dispatch import uses_triton
 from . import encoder_decoder
 from .recurrent.families import attends, family_of, mixers_of
 from .threads import FalseInThisThread, FirstLayers, for_this_thread, replaced_values
@@ -124,8 +123,6 @@ def reads_pages(model: PreTrainedModel) -> bool:
     # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
     drops = text.model_type in _DROPS_ARGUMENTS | _SHARES_ATTENTION | _BIASES_KEYS
-    family = encoder_decoder.family_of(model)
-    drops |= family is not None and family.positions == "bias" and uses_triton(model.device)  # whose kernel adds none
     fits = attends(text) and model._can_set_attn_implementation()
     return fits and not (drops or shared or uncapped or _has_chunks(text))
 

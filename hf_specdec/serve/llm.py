@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, PreTrainedModel
-from transformers.models.auto import modeling_auto
+from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, PreTrainedModel, ProcessorMixin
+from transformers.models.auto import modeling_auto as auto
 
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
@@ -195,7 +195,8 @@ class LLM:
                 decoder's text follows the token with which the model begins. Whisper's is
                 {"prompt": text, "multi_modal_data": {"audio": (samples, sampling rate)}}, of at most one window; without "prompt" it
                 transcribes in the language that it hears. A model with a vision tower takes {"prompt": text with placeholders,
-                "multi_modal_data": {"image": one or a list}}, images as its processor takes them.
+                "multi_modal_data": {"image": one or a list}}, images as its processor takes them; one that hears, {"audio": (samples,
+                rate) or list}. A pair whose encoder reads an image takes that; "prompt" is how its decoder begins.
             sampling_params: for all prompts, or a list with one for each; None: `get_default_sampling_params`.
             use_tqdm: show a progress bar.
 
@@ -259,7 +260,8 @@ class LLM:
 
         Args:
             messages: one conversation (a list of messages) or a list of them. An image is a part {"type": "image", "image": image} or
-                {"type": "image_url", "image_url": {"url": a data URL}} of a message's content.
+                {"type": "image_url", "image_url": {"url": a data URL}} of a message's content; {"type": "audio", "audio": (samples,
+                sampling rate)} is a recording.
             sampling_params: see `generate`.
             use_tqdm: see `generate`.
             chat_template: a Jinja template; None: the tokenizer's own.
@@ -408,23 +410,21 @@ def _loaded(given: dict[str, Any]) -> tuple[PreTrainedModel, Any, Any]:
             experts = size if given["enable_expert_parallel"] else 1
             sharding = {"distributed_config": DistributedConfig(tp_size=size, ep_size=experts)}
         config = AutoConfig.from_pretrained(name, **origin)
-        kind: Any = (
-            modeling_auto.AutoModelForImageTextToText if reads_images(config) else modeling_auto.AutoModelForCausalLM
-        )
-        if is_encoder_decoder(config):
-            reads_speech = type(config) in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-            if not reads_speech and type(config) not in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-                raise UnsupportedModel(
-                    f"{name} is a {config.model_type} model, whose encoder reads neither text nor audio: load it with transformers and "
-                    "call generate(), which takes speculative_config."
-                )
-            kind = modeling_auto.AutoModelForSpeechSeq2Seq if reads_speech else modeling_auto.AutoModelForSeq2SeqLM
+        kind: Any = auto.AutoModelForImageTextToText if reads_images(config) else auto.AutoModelForCausalLM
+        if is_encoder_decoder(config) and type(config) in auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
+            kind = auto.AutoModelForSpeechSeq2Seq
+        elif type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:  # also of decoders that hear
+            kind = auto.AutoModelForSeq2SeqLM
+        elif is_encoder_decoder(config) and config.model_type != "vision-encoder-decoder":
+            raise UnsupportedModel(
+                f"{name} is a {config.model_type} model, whose encoder LLM does not know: call generate()."
+            )
         loaded: Any = kind.from_pretrained(name, dtype=dtype, **origin, **sharding).eval()
         device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         model = loaded.to(device) if size == 1 else loaded
     if isinstance(tokenizer, (str, Path)):
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(os.fspath(tokenizer)), **origin)
-    if hasattr(tokenizer, "image_processor"):
+    if isinstance(tokenizer, ProcessorMixin):
         return model, tokenizer.tokenizer, tokenizer
     folder, processor = str(model.config._name_or_path), None
     if model.config.model_type == "whisper" and folder:

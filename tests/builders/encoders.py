@@ -62,6 +62,18 @@ _SOUND = {
 }  # fmt: skip
 _ENCODERS = {
     "vision": (VisionEncoderDecoderModel, "vit", {**_WIDE, "image_size": 32, "patch_size": 8}),
+    "donut": (
+        VisionEncoderDecoderModel,
+        "donut-swin",
+        {
+            "image_size": [32, 32],
+            "patch_size": 4,
+            "embed_dim": 12,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "window_size": 4,
+        },
+    ),
     "speech": (SpeechEncoderDecoderModel, "wav2vec2", {**_WIDE, **_SOUND}),
     "text": (EncoderDecoderModel, "bert", {**_WIDE, "vocab_size": VOCAB, "max_position_embeddings": 64}),
 }
@@ -71,6 +83,7 @@ _MBART = {**BART_SIZES, **_READS, "encoder_layers": 2}  # transformers counts th
 # pairs of models: the kind of encoder, the type of the decoder, and its sizes
 PAIRS = {
     "vision mbart": ("vision", "mbart", _MBART),
+    "vision donut": ("donut", "mbart", _MBART),
     "vision trocr": ("vision", "trocr", _TROCR),
     "vision trocr small": ("vision", "trocr", {**_TROCR, "use_learned_position_embeddings": False}),
     "text gpt2": ("text", "gpt2", {**_READS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
@@ -142,6 +155,7 @@ def whisper(seed: int = 1):
         **ids, "is_multilingual": True, "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": 63}, "prev_sot_token_id": PREVIOUS,
         "task_to_id": {"transcribe": 64, "translate": 65}, "no_timestamps_token_id": NO_TIMES, "max_length": 64,
         "max_initial_timestamp_index": 5, "begin_suppress_tokens": [5, END], "suppress_tokens": [*range(61, 73)],
+        "alignment_heads": [[0, 0], [1, 1]],
     }.items():  # fmt: skip
         setattr(model.generation_config, name, value)
     return model

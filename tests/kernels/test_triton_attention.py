@@ -110,24 +110,28 @@ class Batch:
         out = torch.full((*self.query.shape[:2], self.value_pool.shape[2]), float("nan"), dtype=self.query.dtype)
         out = out.to(DEVICE)
         options = {key: each.to(DEVICE) if torch.is_tensor(each) else each for key, each in options.items()}
+        if (table := options.pop("biases", None)) is not None:
+            options["biases"] = lambda count: table[:count]
         pools = self.key_pool.to(DEVICE), self.value_pool.to(DEVICE)
         done = paged_attention(self.query.to(DEVICE), *pools, self.inputs, scaling, out=out, **options)
         assert done is out
         return out.cpu()
 
-    def plain(self, scaling=0.2, window=None, softcap=None, sinks=None):
+    def plain(self, scaling=0.2, window=None, softcap=None, sinks=None, biases=None):
         """The same in float64, row by row, from the rounded inputs; NaN where no row is."""
         heads, kv_heads = self.query.shape[1], self.key_pool.shape[1]
         out = torch.full((*self.query.shape[:2], self.value_pool.shape[2]), float("nan"), dtype=torch.float64)
         start = 0
         for row in self.rows:
             end = start + row.query_length
-            seen, *_ = self.allowed(row, window)
+            seen, queries, keys = self.allowed(row, window)
             k = self.key_pool[self.slots(row)].double().repeat_interleave(heads // kv_heads, 1)
             v = self.value_pool[self.slots(row)].double().repeat_interleave(heads // kv_heads, 1)
             scores = torch.einsum("thd,shd->hts", self.query[start:end].double(), k) * scaling
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if biases is not None:
+                scores = scores + biases.double()[(queries[:, None] - keys).clamp(min=0)].permute(2, 0, 1)
             scores = scores.masked_fill(~seen, float("-inf"))
             if sinks is not None:
                 column = sinks.double()[:, None, None].expand(-1, row.query_length, 1)
@@ -137,7 +141,7 @@ class Batch:
             start = end
         return out
 
-    def defined(self, scaling=0.2, window=None, softcap=None, sinks=None):
+    def defined(self, scaling=0.2, window=None, softcap=None, sinks=None, biases=None):
         """`reference.paged_attention` on the same pools."""
         group = self.query.shape[1] // self.key_pool.shape[1]
         rows, masks, start = [], [], 0
@@ -146,8 +150,14 @@ class Batch:
                 continue
             end = start + row.query_length
             rows.append(reference.AttentionRow(start, end, row.key_length, -1, self.slots(row)))
+            seen, queries, keys = self.allowed(row, window)
             mask = torch.zeros(row.query_length, row.key_length, dtype=self.query.dtype)
-            masks.append(mask.masked_fill_(~self.allowed(row, window)[0], float("-inf")).repeat(group, 1))
+            mask = mask.masked_fill_(~seen, float("-inf")).repeat(group, 1)
+            if biases is not None:
+                more = biases[(queries[:, None] - keys).clamp(min=0)].permute(2, 0, 1)  # [H, t, S]
+                mask = mask.view(1, group, *seen.shape) + more.unflatten(0, (-1, group))
+                mask = mask.flatten(1, 2)
+            masks.append(mask)
             start = end
         if not rows:
             return self.query.new_full((*self.query.shape[:2], self.value_pool.shape[2]), float("nan"))
@@ -179,12 +189,14 @@ LAUNCHES = [
 ]
 
 
-def check_random_batch(kinds, heads, widths, dtype, block_size, window, softcap, sinks, launch, padding, seed):
+def check_random_batch(kinds, heads, widths, dtype, block_size, window, softcap, sinks, biased, launch, padding, seed):
     rng = np.random.default_rng(seed)
     rows = [random_row(rng, *kind) for kind in kinds]
     num_tokens = sum(row.query_length for row in rows) + padding
     batch = Batch(rows, *heads, *widths, dtype, block_size, seed, num_tokens=num_tokens)
     options = {"window": window, "softcap": softcap, "sinks": torch.randn(heads[0]).to(dtype) if sinks else None}
+    if biased:  # by distance, and so large that another distance's shows
+        options["biases"] = 3 * torch.randn(batch.inputs.max_key_length, heads[0]).to(dtype)
     if num_tokens == 0:
         return
     out = batch.run(launch=launch, **options)
@@ -207,6 +219,7 @@ RANDOM_BATCHES = dict(
     window=st.sampled_from([None, None, 1, 7, 40, Window(7, 3), Window(1, 20)]),
     softcap=st.sampled_from([None, 3.0]),
     sinks=st.booleans(),
+    biased=st.booleans(),
     launch=st.sampled_from(LAUNCHES),
     padding=st.integers(0, 3),
     seed=st.integers(0, 10**6),
@@ -304,6 +317,8 @@ def test_wide_trees(words):
     # Two levels of the tree: positions of keys count, not their indices.
     for window in (2, Window(2, 5)):
         check(batch.run(launch=LAUNCHES[2], window=window), batch.plain(window=window))
+    biases = torch.randn(batch.inputs.max_key_length, 2)
+    check(batch.run(launch=LAUNCHES[2], biases=biases), batch.plain(biases=biases))
 
 
 @needs_triton

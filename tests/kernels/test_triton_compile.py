@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is not None:
     from kernel_cases import all_cases
 
 SPILL_BOUND = 128  # bytes per thread; a tile's worth of spills is thousands
-OURS = ["llama-8b", "gemma-2", "gpt-oss", "phi-3", "bloom", "mla", "float32", "merge", "rotate and write", "move"]
+OURS = ["llama-8b", "gemma-2", "gpt-oss", "phi-3", "bloom", "t5", "mla", "float32", "merge", "rotate and write", "move"]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

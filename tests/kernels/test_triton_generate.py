@@ -2,6 +2,7 @@
 
 import copy
 
+import encoders
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -85,6 +86,19 @@ def test_greedy(pair, use, name):
     out = decode(pair, CONFIGS[name], do_sample=False)
     assert torch.equal(out.sequences, plain.sequences)
     assert name == "none" or out.speculation["num_accepted_tokens"] > 0
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["t5", pytest.param("umt5", marks=pytest.mark.slow)])
+def test_biases_by_distance(family, monkeypatch):
+    """T5 reads pages; trees' keys count by their positions."""
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
+    model, inputs = encoders.build(family).to(DEVICE), encoders.inputs_for(family, rows=2)
+    given = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+    given |= {"max_new_tokens": 10, "do_sample": False}
+    config = {**encoders.TREE, "block_size": 4}
+    assert torch.equal(model.generate(**given, speculative_config=config), model.generate(**given))
+    assert not any(entry.target.gather for entry in hf_specdec.integration.kept_decoders(model))
 
 
 @needs_triton

@@ -1,5 +1,7 @@
 """Encoder-decoder models in LLM and the server: every request gets the text of generate(), and nothing is left behind."""
 
+import copy
+import dataclasses
 import http.client
 import io
 import json
@@ -16,10 +18,21 @@ from encoders import DRAFT, END, MARKS, NEW, NGRAM, NO_TIMES, START, TREE, VOCAB
 from families import perturbed
 from helpers_server import Process, in_thread
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor, WhisperTokenizer
+from transformers import (
+    AutoConfig,
+    PreTrainedTokenizerFast,
+    WhisperFeatureExtractor,
+    WhisperProcessor,
+    WhisperTokenizer,
+    pipeline,
+)
 
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.serve import LLM, SamplingParams
+from hf_specdec.serve.engine.encoder import EncoderSide
+from hf_specdec.serve.engine.speech import Speech
+from hf_specdec.serve.http.audio import AudioRequest
+from hf_specdec.serve.http.errors import ApiError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 RATE = 16000
@@ -134,11 +147,11 @@ def test_a_request_that_leaves_takes_nothing_with_it(tmp_path):
     hook.remove()
     with pytest.raises(UnsupportedModel, match="read audio for Whisper only"):
         LLM(build("moonshine"), None)
-    build("vision mbart").save_pretrained(tmp_path / "reader")
-    with pytest.raises(
-        UnsupportedModel, match="vision-encoder-decoder model, whose encoder reads neither text nor audio"
-    ):
+    AutoConfig.for_model("pix2struct").save_pretrained(tmp_path / "reader")
+    with pytest.raises(UnsupportedModel, match="pix2struct model, whose encoder LLM does not know"):
         LLM(tmp_path / "reader", None)
+    with pytest.raises(UnsupportedModel, match="has no image processor"):
+        LLM(build("vision mbart"), None)
     with pytest.raises(ValueError, match="of one input of 64 states"):
         LLM(model, None, kv_cache_memory_bytes=1000)
 
@@ -257,6 +270,10 @@ def test_llm_hears(ears):
             llm.generate(wrong, greedy, use_tqdm=False)
     check_empty(llm)
     llm.close()
+    processor = WhisperProcessor(WhisperFeatureExtractor.from_pretrained(ears), WhisperTokenizer.from_pretrained(ears))
+    llm = LLM(whisper(15), processor, NGRAM)  # in memory
+    assert llm.generate({"multi_modal_data": audio}, greedy, use_tqdm=False)[0].outputs[0].text == heard.outputs[0].text
+    llm.close()
 
 
 def file_of(samples, rate=RATE, kind="WAV"):
@@ -318,6 +335,7 @@ def test_transcriptions(ears):
         assert [each.tokens for each in whole.segments] == [each["tokens"].tolist() for each in expected]
         assert [each.start for each in whole.segments] == [round(float(each["start"]), 2) for each in expected]
         assert whole.language == "english" and abs(whole.duration - 3.3) < 1e-6 and whole.segments[0].avg_logprob < 0
+        _check_times_of_words(ears, hear, {0.8: short, 3.3: long})
         subtitles = {form: hear(long, language="en", response_format=form) for form in ("srt", "vtt")}
         assert subtitles["srt"].startswith("1\n00:00:0") and subtitles["vtt"].startswith("WEBVTT\n\n00:00:0")
         assert subtitles["srt"].count("-->") == subtitles["vtt"].count("-->") == len(expected)
@@ -340,6 +358,71 @@ def test_transcriptions(ears):
         while any(server.metrics()[f"hf_specdec_{name}"] for name in names):
             assert time.monotonic() < deadline, server.metrics()
             time.sleep(0.02)
+
+
+def _check_times_of_words(folder, hear, recordings):
+    """Those of transformers' pipeline, which splits a text at other places, too; segments stay beside them if both are wanted."""
+    parts = {
+        "tokenizer": WhisperTokenizer.from_pretrained(folder),
+        "feature_extractor": WhisperFeatureExtractor.from_pretrained(folder),
+    }
+    recognize = pipeline("automatic-speech-recognition", whisper(15), **parts)
+    options = {"return_timestamps": "word", "generate_kwargs": {"num_beams": 1, "task": "transcribe", "language": "en"}}
+    given = {"language": "en", "response_format": "verbose_json"}
+
+    def by_place(words):
+        """When the words begin, and when they end, by numbers of characters before that; and the text."""
+        ends = np.cumsum([len(word) for word, _, _ in words]).tolist()
+        starts = dict(zip([0, *ends], [start for _, start, _ in words], strict=False))
+        return starts, dict(zip(ends, [end for _, _, end in words], strict=True)), "".join(word for word, _, _ in words)
+
+    for seconds, samples in recordings.items():
+        theirs = recognize(samples.copy(), **options)["chunks"]
+        words, both = (
+            hear(samples, timestamp_granularities=kinds, **given) for kinds in (["word"], ["segment", "word"])
+        )
+        assert words.words == both.words and words.segments is None and both.segments
+        *expected, text = by_place([(each["text"].strip(), *each["timestamp"]) for each in theirs])
+        *got, written = by_place([(each.word, each.start, each.end) for each in words.words])
+        assert written == text and max(got[1].values()) <= seconds
+        for ours, pipelines in zip(got, expected, strict=True):
+            same = ours.keys() & pipelines.keys()
+            assert len(same) > 0.8 * len(pipelines) and len({ours[place] for place in same}) > 3
+            assert {place: ours[place] for place in same} == {place: pipelines[place] for place in same}
+
+
+def test_times_of_words_need_alignment_heads(monkeypatch):
+    model, body = (
+        copy.deepcopy(whisper(15)),
+        AudioRequest(timestamp_granularities=["word"], response_format="verbose_json"),
+    )
+    body.check(Speech.of(model, None))
+    del model.generation_config.alignment_heads
+    with pytest.raises(ApiError, match="alignment_heads"):
+        body.check(Speech.of(model, None))
+
+
+def test_an_answer_whose_times_fail_ends_alone(ears, monkeypatch):
+    llm, given = (
+        LLM(str(ears), speculative_config=NGRAM, device="cpu"),
+        {"multi_modal_data": {"audio": (recording(0.7), RATE)}},
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=None)
+    plain = llm.generate([given], greedy, use_tqdm=False)[0].outputs[0].token_ids
+    _, ids, _, encoder = llm.prompts.read(given, greedy)
+    timed = [dataclasses.replace(encoder, num_frames=count) for count in (28, 1, -1, 0)]
+    requests = [llm.engine.add(str(i), None, ids, greedy, encoder=each) for i, each in enumerate(timed)]
+    llm.engine.run()
+    assert [request.choices[0].output.token_ids for request in requests] == [plain] * 4
+    times = [request.token_times for request in requests]
+    assert times[3] is None and len(times[0]) == len(plain) and sorted(times[0]) == times[0] and max(times[0]) <= 0.7
+    monkeypatch.setattr(EncoderSide, "times", lambda *_: 1 / 0)
+    requests = [llm.engine.add(str(i), None, ids, greedy, encoder=each) for i, each in enumerate(timed[2:])]
+    llm.engine.run()
+    assert isinstance(requests[0].error, ZeroDivisionError) and requests[1].error is None
+    assert requests[1].choices[0].output.token_ids == plain
+    check_empty(llm)
+    llm.close()
 
 
 def _check_long_recording_of_few_bytes(server):
@@ -366,7 +449,7 @@ def _check_bad_forms(server, wav):
         ([("file", wav), ("temperature", "hot")], "temperature"), ([("file", wav), ("temperature", "2")], "temperature"),
         ([("file", wav), ("response_format", "xml")], "response_format"), ([("file", wav), ("prompt", "a<|en|>")], "special tokens"),
         ([("file", wav), ("response_format", "srt"), ("stream", "true")], "A stream has no srt"),
-        ([("file", wav), ("timestamp_granularities[]", "word"), ("response_format", "verbose_json")], "Times of words"),
+        ([("file", wav), ("timestamp_granularities[]", "word")], "needs response_format verbose_json"),
         ([("file", wav), ("language", "en"), ("language", "de")], "given twice"), ([("file", wav), ("file", wav)], "Too many files"),
     ):  # fmt: skip
         body, headers = form_of(fields)

@@ -380,7 +380,7 @@ def test_openais_client(place, folder, host):
             status, _, answer = server.post("/v1/messages", {**body, "ignore_eos": True})
             assert (status, answer["content"]) == (200, [{"type": "text", "text": expected[0]}])
             status, _, answer = server.post("/v1/messages/count_tokens", body)
-            assert status == 400 and "Images are not tokenized" in answer["error"]["message"]
+            assert status == 400 and "Images and audio are not tokenized" in answer["error"]["message"]
         with pytest.raises(openai.BadRequestError, match="cannot be read"):
             broken = [{"type": "image_url", "image_url": {"url": data_url(b"none")}}]
             client.chat.completions.create(messages=[{"role": "user", "content": broken}], **options)
@@ -444,7 +444,7 @@ def test_what_is_refused(folder, host, monkeypatch):
         many = [{"type": "image_url", "image_url": {"url": small}}]
         for parts, message in (
             ([*many, {"type": "text", "text": "<image>"}], "processor refuses"),
-            ([{"type": "input_audio", "input_audio": {}}], "no files, audio or video"),
+            ([{"type": "input_audio", "input_audio": {}}], "a part with audio has"),
             ([*many, {"type": "text", "text": "a" * 120}], "The prompt has"),
         ):
             status, _, answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})

@@ -314,7 +314,7 @@ def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
         (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         (CHAT, {"messages": USER, "add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt", "leave out"),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 1, "no": 1}}, "logit_bias", "no are no ids"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", "parts of type 'input_audio'"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", "a part with audio has"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field_and_what_it_may_be(server, path, body, param, message):

@@ -12,7 +12,7 @@ import torch
 from ..dispatch import operation
 from . import reference
 
-# (query [T, H, D], key_pool, value_pool, batch, scaling, *, window, softcap, sinks) -> [T, H, Dv]; on a CPU with `biases`, too
+# (query [T, H, D], key_pool, value_pool, batch, scaling, *, window, softcap, sinks, biases) -> [T, H, Dv]
 attend = operation(reference.attend, native=True)
 attend_invariant = operation(reference.attend_invariant)
 

@@ -133,10 +133,10 @@ def _seen_keys(
 
 @triton.jit
 def _visible_scores(
-    scores, index, exists, queries, region, window, kept, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    scores, index, exists, queries, region, added, window, kept, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_KEPT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Scores [queries, keys], -inf where a query does not see a key: if MASKED, after it or in a region; outside a window."""
+    """Scores [queries, keys] with biases, -inf where a query does not see a key: if MASKED, after it or in a region; outside a window."""
     _, _, last_seen, query_positions, packed, valid = queries
     visibility, only_word, region_positions, row, region_start, has_region = region
     key_positions = index
@@ -144,6 +144,11 @@ def _visible_scores(
         of_region = exists & (index >= region_start)
         there = tl.load(region_positions + row * (32 * WORDS) + index - region_start, mask=of_region, other=0)
         key_positions = tl.where(of_region, there, index)
+    biases, lines = added
+    if biases is not None:
+        distances = tl.maximum(query_positions[:, None] - key_positions[None, :], 0)
+        there = valid[:, None] & exists[None, :]
+        scores += tl.load(biases + lines[:, None] + distances, mask=there, other=0.0)
     if MASKED:
         seen = _seen_keys(
             index, exists, last_seen, visibility, only_word, packed, valid, region_start, has_region, WORDS
@@ -172,7 +177,7 @@ def _softmax_step(scores, factor, state):
 
 @triton.jit
 def attend_keys(
-    state, low, high, end, blocks, queries, region, pools, scales, gaps, window, kept, score_factor, softcap_factor,
+    state, low, high, end, blocks, queries, region, added, pools, scales, gaps, window, kept, score_factor, softcap_factor,
     MASKED: tl.constexpr, WIDTH: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -180,7 +185,7 @@ def attend_keys(
 ):  # fmt: skip
     """The state of the online softmax (largest [M], total [M], weighted values [M, VALUE_BLOCK]) after keys low .. high.
 
-    `blocks`: those of the first tile of keys. `gaps`: see `_with_gap`.
+    `blocks`: those of the first tile of keys. `gaps`: see `_with_gap`. `added`: biases, and where those of each query's head begin.
     """
     keys, values, table, key_slot, value_slot = pools
     key_scales, value_scales, kv_head = scales
@@ -208,7 +213,7 @@ def attend_keys(
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * score_factor))  # tanh
             factor = softcap_factor
         scores = _visible_scores(
-            scores, index, exists, queries, region, window, kept, MASKED, HAS_WINDOW, HAS_KEPT, WORDS
+            scores, index, exists, queries, region, added, window, kept, MASKED, HAS_WINDOW, HAS_KEPT, WORDS
         )
 
         weights, state = _softmax_step(scores, factor, state)

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..cache.reference import Scales
 from ..dispatch import next_power_of_two
-from .inputs import AttentionBatch, AttentionInputs, Window, window_parts
+from .inputs import AttentionBatch, AttentionInputs, Biases, Window, window_parts
 from .launch import AttentionLaunch, AttentionShape, choose_launch, device_limits, head_widths, merge_tile, num_tiles
 from .tiles import (
     LOG2E,
@@ -33,11 +33,13 @@ from .tiles import (
 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "tiles_per_row", "window", "kept", "keys_per_split", "num_splits"])
+@triton.jit(
+    do_not_specialize=["num_rows", "tiles_per_row", "window", "kept", "keys_per_split", "num_splits", "bias_head"]
+)
 def attention_kernel(
     out, partial, partial_lse, query, keys, values, key_scales, value_scales, block_tables, query_starts, key_lengths,
-    visibility, region_lengths, positions, region_positions, sinks,
-    out_token, out_head, query_token, query_head, key_slot, key_head, value_slot, value_head, table_row,
+    visibility, region_lengths, positions, region_positions, sinks, biases,
+    out_token, out_head, query_token, query_head, key_slot, key_head, value_slot, value_head, table_row, bias_head,
     num_rows, tiles_per_row, num_splits, keys_per_split, window, kept, score_factor, softcap_factor,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
@@ -69,7 +71,7 @@ def attention_kernel(
     head = kv_head * GROUP + lines % GROUP
     packed = (start + lines // GROUP).to(tl.int64)
     query_positions = 0
-    if HAS_WINDOW:
+    if HAS_WINDOW or biases is not None:
         query_positions = tl.load(positions + packed, mask=valid, other=2147483647)
     begin, end, open_end, gaps = key_range(
         first, num_tokens, length, region_start, query_positions, window, kept, visibility is not None, GROUP,
@@ -92,6 +94,7 @@ def attention_kernel(
     q2 = load_queries(query_rows, valid, WIDTH, WIDTH1, WIDTH2, UPCAST)
     queries = q1, q2, length - num_tokens + lines // GROUP, query_positions, packed, valid
     region = visibility, only_word, region_positions, row, region_start, region_start < length
+    added = biases, head * bias_head
     scales = key_scales, value_scales, kv_head
     pools = keys + kv_head * key_head, values + kv_head * value_head, table, key_slot, value_slot
     state = (
@@ -106,7 +109,7 @@ def attention_kernel(
             blocks = load_blocks(table, low + tl.arange(0, BLOCK_N), high, gaps, BLOCK_SIZE, HAS_KEPT)
         # Peeled masked tiles are few, and deeper pipelining would also buffer the words of their masks.
         state = attend_keys(
-            state, low, high, end, blocks, queries, region, pools, scales, gaps, window, kept, score_factor, softcap_factor,
+            state, low, high, end, blocks, queries, region, added, pools, scales, gaps, window, kept, score_factor, softcap_factor,
             masked, WIDTH, WIDTH1, WIDTH2, VALUE_WIDTH, VALUE_BLOCK, SHARED, BLOCK_SIZE, WORDS, HAS_WINDOW, HAS_KEPT,
             HAS_SOFTCAP, BLOCK_N, 2 if PEEL and masked else STAGES, UPCAST,
         )  # fmt: skip
@@ -177,6 +180,7 @@ def paged_attention(
     window: int | Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    biases: Biases | None = None,
     invariant: bool = False,
     launch: AttentionLaunch | None = None,
     out: torch.Tensor | None = None,
@@ -196,6 +200,7 @@ def paged_attention(
         window: a query at position p sees only keys at positions above p - window, and the first ones (see `Window`).
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head, without a value (gpt-oss).
+        biases: added to scores after scaling and capping, by distance; read for every key, in float32.
         launch: tile sizes, for measurements; None: `choose_launch`.
         out: [T, H, Dv] of query's dtype, last dimension contiguous.
         scales: of pools in int8, contiguous.
@@ -213,7 +218,7 @@ def paged_attention(
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
     words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
-    shape = _shape_of(query, key_pool, value_pool, inputs, words, window is not None)
+    shape = _shape_of(query, key_pool, value_pool, inputs, words, window is not None or biases is not None)
     if launch is None:
         launch = choose_launch(shape, device_limits(query.device), invariant)
     tiles, tiles_per_row = num_tiles(shape, launch.block_m)
@@ -223,13 +228,16 @@ def paged_attention(
     if split:
         partial = query.new_empty(num_tokens, num_heads, splits, value_width, dtype=torch.float32)
         lse = query.new_empty(num_tokens, num_heads, splits, dtype=torch.float32)
+    added = None
+    if biases is not None:  # added to scores before these are multiplied by their factor
+        added = biases(inputs.max_key_length).to(query.device, torch.float32).T.contiguous() / (softcap or scaling)
     log2e, (size, kept), (width1, width2) = LOG2E.value, window_parts(window), head_widths(width)
     with torch.cuda.device_of(query):  # a model may be spread over several devices; on a CPU this does nothing
         attention_kernel[num_kv_heads, tiles, splits](
             out, partial, lse, query, key_pool, value_pool, *(scales or (None, None)), inputs.block_tables, inputs.query_starts,
-            inputs.key_lengths, inputs.visibility, inputs.region_lengths, inputs.positions, inputs.region_positions, sinks,
+            inputs.key_lengths, inputs.visibility, inputs.region_lengths, inputs.positions, inputs.region_positions, sinks, added,
             out.stride(0), out.stride(1), query.stride(0), query.stride(1), key_pool.stride(0), key_pool.stride(1),
-            value_pool.stride(0), value_pool.stride(1), inputs.block_tables.stride(0),
+            value_pool.stride(0), value_pool.stride(1), inputs.block_tables.stride(0), inputs.max_key_length,
             shape.num_rows, tiles_per_row, splits, launch.keys_per_split, size, kept,
             scaling * log2e if softcap is None else 2 * scaling / softcap * log2e, (softcap or 0.0) * log2e,
             GROUP=shape.group, WIDTH=width, WIDTH1=width1, WIDTH2=width2,
@@ -260,14 +268,14 @@ def attend_invariant(query, key_pool, value_pool, batch: AttentionBatch, scaling
     return attend(query, key_pool, value_pool, batch, scaling, invariant=True, **options)
 
 
-def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, words: int, windowed: bool) -> AttentionShape:
+def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, words: int, by_position: bool) -> AttentionShape:
     """The shapes that tile sizes depend on."""
     (num_tokens, num_heads, width), (num_kv_heads, value_width) = query.shape, value_pool.shape[1:]
     of_keys = key_pool.data_ptr() == value_pool.data_ptr() and key_pool.stride() == value_pool.stride()
     return AttentionShape(
         inputs.block_tables.shape[0], num_tokens, inputs.max_query_length, inputs.max_key_length, num_kv_heads,
         num_heads // num_kv_heads, width, value_width, query.element_size(),
-        masks_load=words > 1 or (windowed and inputs.region_positions is not None),
+        masks_load=words > 1 or (by_position and inputs.region_positions is not None),
         shared=of_keys and value_width == head_widths(width)[0] and key_pool.dtype == query.dtype,
     )  # fmt: skip
 

@@ -137,7 +137,8 @@ def _biases_by_distance(batch: PackedBatch, original: Callable, *_: Any, **__: A
         of_last = type(attention).compute_bias(attention, 1, count, past_seen_tokens=count - 1)
         return of_last[0, :, 0].flip(1).T.contiguous()
 
-    return biases
+    # T5's layers share it. Programs, which keep it, run on CPUs.
+    return biases if batch.input_ids.device.type == "cpu" else functools.cache(biases)
 
 
 def _biases(

@@ -321,6 +321,16 @@ class Engine:
                 statistics.keep(len(choice.output.token_ids))
                 choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
                 choice.request.statistics.append(statistics)
+        self._align(choice, reason)
+
+    def _align(self, choice: RequestChoice, reason: str) -> None:
+        """Note when the tokens of a choice that has ended are spoken, if its request wants to know."""
+        request, side, ids = choice.request, self.admission.encoder, choice.output.token_ids
+        if side is None or request.encoder is None or not (request.encoder.num_frames and ids) or reason == "abort":
+            return
+        with self.boundary(request):
+            source: Any = choice.sequence.source
+            request.token_times = side.times(request.encoder, source, request.prompt_token_ids, ids)
 
     def _remove_row(self, choice: RequestChoice, reason: str) -> RowStatistics:
         """Remove a row from the decoder, or keep its KV for another engine. Returns its statistics."""

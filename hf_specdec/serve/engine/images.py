@@ -1,4 +1,4 @@
-"""Prompts with images: what a model's processor makes of them."""
+"""Prompts with images and audio: what a model's processor makes of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from .encoder import EncoderInput
+from .sounds import hears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -39,24 +44,36 @@ def reads_images(config: PreTrainedConfig) -> bool:
     return has_one_class or config.model_type in _LOADED_WITH_TOWER
 
 
+def reads_sounds(config: PreTrainedConfig) -> bool:
+    """True if models of this configuration write text after what they hear, without an encoder-decoder's attention to it."""
+    return type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not getattr(config, "is_encoder_decoder", False)
+
+
 def load_processor(name: str, config: PreTrainedConfig, tokenizer: Any, **origin: Any) -> Any:
-    """A model's processor of images and text; None: it reads no images, or, with a warning, its processor cannot be loaded.
+    """A model's processor of images or audio and text; None: it reads neither, or, with a warning, its processor cannot be loaded.
 
     Args:
         name: the model's name or folder.
         tokenizer: the processor gets a copy of it, and it gets the processor's chat template if it has none; None: no tokenizer is wanted.
         origin: as for transformers' `from_pretrained`.
     """
-    if tokenizer is None or not reads_images(config):
+    is_pair = bool(getattr(config, "is_encoder_decoder", False))
+    if not (reads_images(config) or reads_sounds(config)):
         return None
-    from transformers import AutoProcessor
+    from transformers import AutoImageProcessor, AutoProcessor
 
     try:
+        if is_pair:  # whose prompts have no text with images in it
+            return AutoImageProcessor.from_pretrained(name, **origin)
+        if tokenizer is None:
+            return None
         processor = AutoProcessor.from_pretrained(name, **origin)
-        if not hasattr(processor, "image_processor"):
+        if not (hasattr(processor, "image_processor") or hears(processor)):
             raise ValueError(f"transformers finds a {type(processor).__name__} only")
     except Exception as error:  # a processor is a program of many authors, and needs packages of its own
-        logger.warning("The processor of %s cannot be loaded, so images are refused (%s): %s", name, _INSTALL, error)
+        logger.warning(
+            "The processor of %s cannot be loaded, so images and audio are refused (%s): %s", name, _INSTALL, error
+        )
         return None
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
@@ -72,7 +89,7 @@ def bytes_of(url: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except ValueError as error:
-        raise ValueError(f"the data of its URL are not base64: {error}") from None
+        raise ValueError(f"its data are not base64: {error}") from None
 
 
 def read_images(files: Iterable[bytes]) -> list[Any]:
@@ -116,22 +133,27 @@ def adds_special_tokens(tokenizer: Any, processor: Any, text: str) -> bool:
     return processor is not None and (tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token))
 
 
-def processed(processor: Any, text: str, images: list[Any]) -> tuple[list[int], EncoderInput]:
-    """The token ids of a text with images, and what the model reads in addition.
+def processed(processor: Any, text: str, images: list[Any], sounds: list[Any]) -> tuple[list[int], EncoderInput]:
+    """The token ids of a text with images and audio, and what the model reads in addition.
 
     Args:
         processor: transformers' processor of the model.
-        text: with one placeholder for an image, as the processor expects it.
+        text: with one placeholder for an image or a recording, as the processor expects it.
         images: as the processor takes them (Pillow's, arrays, tensors), in the order of the placeholders.
+        sounds: see `heard`.
 
     Raises:
-        ValueError: the processor refuses the text or the images.
+        ValueError: the processor refuses the text, the images or the audio.
     """
     adds = adds_special_tokens(processor.tokenizer, processor, text)
+    what = "recordings" if sounds else "images"
     try:
-        made = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=adds)
+        media: dict[str, Any] = {"images": [images]} if images else {}
+        if sounds:
+            media |= {"audio": sounds, "sampling_rate": processor.feature_extractor.sampling_rate}
+        made = processor(text=[text], **media, return_tensors="pt", add_special_tokens=adds)
     except Exception as error:  # see `load_processor`
-        raise ValueError(f"The model's processor refuses the images, or their places in the text: {error!r}") from error
+        raise ValueError(f"The model's processor refuses the {what}, or their places in the text: {error!r}") from error
     inputs = {key: value.numpy() if torch.is_tensor(value) else value for key, value in made.items()}
     inputs.pop("attention_mask", None)  # one row, without padding
     return inputs.pop("input_ids")[0].tolist(), EncoderInput(images=inputs)

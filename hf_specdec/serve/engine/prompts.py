@@ -9,9 +9,10 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ...sampling.grammar import Reasoning
-from .encoder import EncoderFacts, EncoderInput
+from .encoder import EncoderFacts, EncoderInput, pixels_of
 from .images import NO_IMAGES, adds_special_tokens, bytes_of, processed, read_images
 from .params import SamplingParams
+from .sounds import AUDIO_PART, NO_SOUNDS, heard, hears, sound_url
 from .structured import reasoning_before, reasoning_marks, response_template_of
 
 # a text, if one was given; ids; the reasoning before the answer; what else the model reads
@@ -38,15 +39,21 @@ class PromptReader:
         if facts is None:
             if has_both:
                 raise ValueError(f"{self.name} has no encoder: encoder_prompt is not for it.")
-            has_images = isinstance(prompt, dict) and "multi_modal_data" in prompt
-            text, ids, images = self._with_images(prompt) if has_images else (*self._text(prompt), None)
+            has_media = isinstance(prompt, dict) and "multi_modal_data" in prompt
+            text, ids, images = self._with_media(prompt) if has_media else (*self._text(prompt), None)
             return text, ids, self._reasoning(text, ids, params), images
         if params.thinking_token_budget is not None:
             raise ValueError("thinking_token_budget is for decoder-only models.")
         source, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
         data = source.get("multi_modal_data") if isinstance(source, dict) else None
-        if facts.speech is not None:
-            return self._speech(facts, source, data, begins)
+        if facts.speech is not None or facts.pixels is not None:
+            if (
+                begins is None
+                and isinstance(source, dict)
+                and not source.keys().isdisjoint(("prompt", "prompt_token_ids"))
+            ):
+                begins = source
+            return self._speech(facts, data, begins) if facts.speech is not None else self._image(facts, data, begins)
         if data is not None:
             raise ValueError(f"{self.name} reads text: multi_modal_data is not for it.")
         text, ids = self._text(source)
@@ -55,17 +62,17 @@ class PromptReader:
     def of_conversations(self, conversations: list[list[dict]], **options: Any) -> list[Any]:
         """The prompts of conversations. `options`: those of the tokenizer's `apply_chat_template`. Raises ValueError: a part that should
         hold an image holds none."""
-        stripped, prompts = [_without_images(conversation) for conversation in conversations], []
+        stripped, prompts = [_without_media(conversation) for conversation in conversations], []
         messages = [messages for messages, _ in stripped]
         # apply_chat_template refuses an empty list
         texts: Any = messages and self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        for text, (_, images) in zip(texts, stripped, strict=True):
+        for text, (_, media) in zip(texts, stripped, strict=True):
             adds = adds_special_tokens(self.tokenizer, self.processor, text)
             ids = self.tokenizer(text, add_special_tokens=adds)["input_ids"]
-            prompts.append({"prompt": text, "multi_modal_data": {"image": images}} if images else ids)
+            prompts.append({"prompt": text, "multi_modal_data": media} if media else ids)
         return prompts
 
-    def _speech(self, facts: EncoderFacts, source: Any, data: Any, begins: Any) -> Read:
+    def _speech(self, facts: EncoderFacts, data: Any, begins: Any) -> Read:
         """A recording of one window. `begins`: how the transcript begins, if that is said."""
         speech: Any = facts.speech
         audio = data.get("audio") if isinstance(data, dict) else None
@@ -76,24 +83,40 @@ class PromptReader:
             raise ValueError(
                 "The audio is longer than a window of the model: use the server's /v1/audio/transcriptions, or model.generate()."
             )
-        if begins is None and not source.keys().isdisjoint(("prompt", "prompt_token_ids")):
-            begins = source
         if begins is not None:
             return None, self._decoder_prompt(facts, begins), None, EncoderInput(features=features)
         ids, beginning = speech.prompt([], speech.beginning("transcribe", None, has_timestamps=False))
         return None, ids, None, EncoderInput(features=features, beginning=beginning)
 
-    def _with_images(self, prompt: dict[str, Any]) -> tuple[str, list[int], EncoderInput]:
-        """A prompt's text and token ids, and its images as the model reads them."""
-        if self.processor is None:
-            raise ValueError(f"{self.name} {NO_IMAGES}. LLM also takes a processor as its tokenizer.")
-        data, text = prompt["multi_modal_data"], prompt.get("prompt")
-        if not isinstance(text, str) or not isinstance(data, dict) or data.keys() != {"image"}:
+    def _image(self, facts: EncoderFacts, data: Any, begins: Any) -> Read:
+        """An image, which an encoder reads. `begins`: how the decoder begins, if that is said."""
+        if not isinstance(data, dict) or data.keys() != {"image"}:
+            raise ValueError('A prompt of this model is {"multi_modal_data": {"image": image}}.')
+        pixels = pixels_of(self.processor, data["image"])
+        if pixels.shape != facts.pixels:
             raise ValueError(
-                'A prompt with images is {"prompt": text with their placeholders, "multi_modal_data": {"image": image or list}}.'
+                f"The image becomes {list(pixels.shape)}; images of this model become {list(facts.pixels or ())}."
             )
-        images = list(data["image"]) if isinstance(data["image"], (list, tuple)) else [data["image"]]
-        return text, *processed(self.processor, text, images)
+        return None, self._decoder_prompt(facts, begins), None, EncoderInput(features=pixels)
+
+    def _with_media(self, prompt: dict[str, Any]) -> tuple[str, list[int], EncoderInput]:
+        """A prompt's text and token ids, and its images and recordings as the model reads them."""
+        data, text = prompt["multi_modal_data"], prompt.get("prompt")
+        if not isinstance(text, str) or not isinstance(data, dict) or not data or data.keys() - {"image", "audio"}:
+            raise ValueError(
+                'A prompt with images is {"prompt": text with their placeholders, "multi_modal_data": {"image": image or list}}; one '
+                'with audio has {"audio": (samples, sampling rate) or list}.'
+            )
+        reads = {
+            "image": (hasattr(self.processor, "image_processor"), NO_IMAGES),
+            "audio": (hears(self.processor), NO_SOUNDS),
+        }
+        if why := next((why for kind, (can, why) in reads.items() if kind in data and not can), None):
+            raise ValueError(f"{self.name} {why}. LLM also takes a processor as its tokenizer.")
+        images, sounds = data.get("image", []), data.get("audio", [])
+        images = list(images) if isinstance(images, (list, tuple)) else [images]
+        sounds = sounds if isinstance(sounds, list) else [sounds]
+        return text, *processed(self.processor, text, images, heard(self.processor, sounds) if sounds else [])
 
     def _reasoning(self, text: str | None, ids: list[int], params: SamplingParams) -> Reasoning | None:
         """The reasoning before the answer to a prompt, if it has a budget. Raises ValueError: no response template describes it."""
@@ -112,7 +135,7 @@ class PromptReader:
         if given is None:
             return facts.decoder_prompt
         text, ids = self._text(given, adds=False)
-        return ids if text is None else facts.decoder_prompt + ids
+        return facts.decoder_prompt + ids if text is not None and facts.text_follows else ids
 
     def _text(self, prompt: Any, adds: bool = True) -> tuple[str | None, list[int]]:
         """A prompt's text, if it was given as text, and its token ids. `adds`: with the tokenizer's special tokens. Raises ValueError: no
@@ -132,17 +155,24 @@ class PromptReader:
         raise ValueError(f"A prompt is {kinds}, not {type(prompt).__name__}.")
 
 
-def _without_images(messages: list[dict]) -> tuple[list[dict], list[Any]]:
-    """A conversation whose parts say only where images are, and the images. Raises ValueError: a part holds none."""
-    images, changed = [], []
+def _without_media(messages: list[dict]) -> tuple[list[dict], dict[str, list[Any]]]:
+    """A conversation whose parts say only where images and recordings are, and these by kind. Raises ValueError: a part holds none."""
+    media: dict[str, list[Any]] = {}
+    changed = []
 
     def place_of(part: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "image_url":
             given = part.get("image_url")
-            images.extend(read_images([bytes_of(str(given.get("url") if isinstance(given, dict) else given))]))
-        elif kind == "image" and "image" in part:
-            images.append(part["image"])
+            media.setdefault("image", []).extend(
+                read_images([bytes_of(str(given.get("url") if isinstance(given, dict) else given))])
+            )
+        elif kind == "input_audio":
+            media.setdefault("audio", []).append(bytes_of(sound_url(part)))
+            return AUDIO_PART
+        elif kind in ("image", "audio") and kind in part:
+            media.setdefault(kind, []).append(part[kind])
+            return {"type": "image"} if kind == "image" else AUDIO_PART
         else:
             return part
         return {"type": "image"}
@@ -150,4 +180,4 @@ def _without_images(messages: list[dict]) -> tuple[list[dict], list[Any]]:
     for message in messages:
         content = message.get("content")
         changed.append({**message, "content": list(map(place_of, content))} if isinstance(content, list) else message)
-    return changed, images
+    return changed, media

@@ -119,6 +119,7 @@ class Request:
     is_refused: bool = False  # the `error` is the client's mistake
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # so far; None for the first, which nothing predicts
     kv_transfer_params: dict | None = None  # for the decode server that continues the request, if its prompt is kept
+    token_times: list[float] | None = None  # see `EncoderSide.times`
     announcement: dict | None = None  # for the one that pulls it while it is read; taken by whoever delivers it
     statistics: list[RowStatistics] = field(default_factory=list)  # of the choices that have ended
     started: float | None = None  # when its first row began to run, by the clock of all processes of this machine

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from ...core.errors import UnsupportedModel
+from ...core.ranks import ranks_of
 from ...core.sequence import end_ids
+from .sounds import resampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,12 +22,13 @@ _SECONDS_PER_STATE = 0.02
 
 @dataclass
 class Segment:
-    """A part of a transcript. `start`, `end`: seconds; `seek`: the first frame of its window."""
+    """A part of a transcript. `start`, `end`: seconds; `seek`: the first frame of its window; `times`: seconds at which its tokens end."""
 
     start: float
     end: float
     tokens: list[int]
     seek: int
+    times: list[float]
 
 
 @dataclass
@@ -40,6 +43,7 @@ class Speech:
     languages: dict[str, int]  # ids by code ("en"); empty: the model knows one
     tasks: dict[str, int]  # ids by name ("transcribe"); empty: the model knows one
     num_frames: int  # of a window
+    aligns: bool  # the model can tell when its tokens are spoken
     max_previous: int  # maximum number of tokens of the text before a transcript
 
     @classmethod
@@ -57,8 +61,14 @@ class Speech:
             extractor, given.decoder_start_token_id, getattr(given, "prev_sot_token_id", None), given.no_timestamps_token_id,
             end_ids(given.eos_token_id), {token[2:-2]: number for token, number in languages.items()},
             dict(getattr(given, "task_to_id", {})) if is_multilingual else {}, 2 * model.config.max_source_positions,
+            bool(getattr(given, "alignment_heads", None)) and ranks_of(model) is None,
             model.config.max_target_positions // 2 - 1,
         )  # fmt: skip
+
+    @property
+    def frames_per_second(self) -> float:
+        """Of the features."""
+        return self.extractor.sampling_rate / self.extractor.hop_length
 
     def features(self, samples: np.ndarray, sampling_rate: int) -> np.ndarray:
         """Features float32 [bins, frames] of a recording, float32 [n], padded to a window if it is shorter.
@@ -69,15 +79,8 @@ class Speech:
         """
         if self.extractor is None:
             raise ValueError("A model that was loaded elsewhere has no feature extractor: pass its folder to LLM.")
-        if samples.ndim != 1:
-            raise ValueError(f"The samples have the shape {list(samples.shape)}: pass those of one channel, [n].")
         wanted = self.extractor.sampling_rate
-        if sampling_rate != wanted:
-            try:
-                import soxr
-            except ImportError as error:
-                raise ImportError("Resampling audio needs soxr: pip install 'hf-specdec[audio]'") from error
-            samples = soxr.resample(samples, sampling_rate, wanted)
+        samples = resampled(samples, sampling_rate, wanted)
         whole = {} if len(samples) <= self.extractor.n_samples else {"truncation": False, "padding": "longest"}
         features = self.extractor(samples, sampling_rate=wanted, return_tensors="np", **whole)["input_features"][0]
         if not np.isfinite(features).all():
@@ -124,12 +127,13 @@ class Speech:
         known = next((i for i, ids in enumerate(beginning) if len(ids) > 1), len(beginning))
         return [*before, self.start, *(ids[0] for ids in beginning[:known])], beginning[known:]
 
-    def segments(self, tokens: list[int], seek: int, num_frames: int) -> tuple[list[Segment], int]:
+    def segments(self, tokens: list[int], seek: int, num_frames: int, times: list[float]) -> tuple[list[Segment], int]:
         """The segments of a window's transcript, and the number of frames after which the next window begins.
 
         Args:
             tokens: without the language, the task and the end token.
             seek, num_frames: the window's first frame, and how many of its frames are the recording's.
+            times: seconds after the window's beginning at which the tokens end; empty: nobody wants them.
         """
         if not tokens:
             return [], num_frames
@@ -137,9 +141,35 @@ class Speech:
 
         seconds = torch.tensor([seek * _SECONDS_PER_FRAME], dtype=torch.float64)
         parts, offset = WhisperForConditionalGeneration._retrieve_segment(
-            seek_sequence=torch.tensor(tokens), seek_outputs=[None], time_offset=seconds, timestamp_begin=self.no_timestamps + 1,
+            seek_sequence=torch.tensor(tokens), seek_outputs=[{"token_timestamps": torch.tensor(times)}], time_offset=seconds,
+            timestamp_begin=self.no_timestamps + 1,
             seek_num_frames=torch.tensor([num_frames]), time_precision=_SECONDS_PER_STATE, time_precision_features=_SECONDS_PER_FRAME,
-            input_stride=2, prev_idx=0, idx=0, return_token_timestamps=False, decoder_input_ids=torch.zeros(1, 1),
+            input_stride=2, prev_idx=0, idx=0, return_token_timestamps=bool(times), decoder_input_ids=torch.zeros(1, 0),
         )  # fmt: skip
-        segments = [Segment(float(part["start"]), float(part["end"]), part["tokens"].tolist(), seek) for part in parts]
+        segments = [
+            Segment(
+                float(part["start"]), float(part["end"]), part["tokens"].tolist(), seek,
+                part["token_timestamps"].tolist() if times else [],
+            )
+            for part in parts
+        ]  # fmt: skip
         return segments, int(offset) or num_frames  # a model that goes nowhere would be asked for ever
+
+    def words(self, tokenizer: Any, segments: list[Segment], language: str) -> list[dict[str, Any]]:
+        """The words of a window's segments, as OpenAI's answers have them: a word begins where the token before it ends. `language`: its
+        English name."""
+        from transformers.models.whisper.tokenization_whisper import _collate_word_timestamps
+
+        special, begin = {*self.end, *tokenizer.all_special_ids}, segments[0].start if segments else 0.0
+        tokens, spans = [], []
+        for segment in segments:
+            for token, end in zip(segment.tokens, segment.times, strict=True):
+                if token <= self.no_timestamps and token not in special:
+                    tokens.append(token)
+                    spans.append((round(begin, 2), round(end, 2)))
+                begin = end
+        words = _collate_word_timestamps(tokenizer, tokens, spans, language, False)
+        return [
+            {"word": word["text"].strip(), **dict(zip(("start", "end"), word["timestamp"], strict=True))}
+            for word in words
+        ]

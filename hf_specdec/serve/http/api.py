@@ -148,10 +148,10 @@ def _counted(server: Server, body: CountTokensRequest) -> tuple[dict[str, Any], 
 
 
 def _conversation_ids(server: Server, body: protocol.Conversation, effort_field: str) -> tuple[list[int], list[str]]:
-    """The token ids of a conversation without images, and names of its fields that the chat template does not read."""
+    """The token ids of a conversation without images and audio, and names of its fields that the chat template does not read."""
     server.check_reads("conversation")
-    if server.image_urls(body):
-        raise bad_request("Images are not tokenized here: an answer's `usage` has the length.", "messages")
+    if server.media_urls(body):
+        raise bad_request("Images and audio are not tokenized here: an answer's `usage` has the length.", "messages")
     text = server.chat_text(body)
     ids = server.text_ids(text, "messages", adds_special_tokens(server.tokenizer, server.processor, text))
     return ids, [effort_field] if body.reasoning_effort is not None and not server.template_reads_effort else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import math
 import time
 import zlib
@@ -21,7 +20,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from ..engine.encoder import EncoderInput
 from ..engine.params import SamplingParams
-from ..engine.speech import Segment
+from ..engine.sounds import read_recording
+from ..engine.speech import Segment, Speech
 from ..ipc.messages import Update
 from .bodies import Body, checked
 from .endpoints import EventStream, ignored_header, sse
@@ -31,8 +31,6 @@ from .lanes import LONG_BYTES
 from .server import Answer, Server
 
 MOST_SECONDS = 3600  # of a recording: its features take 115 MB then, and making them 1.8 GB for a moment
-_RATES = 1_000, 400_000  # Hz
-_FRAMES_AT_ONCE = 1 << 16
 _MOST_FIELDS, _MOST_BYTES_OF_FIELD = 64, 1 << 16
 _LISTS = {"timestamp_granularities[]": "timestamp_granularities", "include[]": "include"}
 
@@ -50,12 +48,15 @@ class AudioRequest(Body):
     stream: bool = False
     seed: int | None = None
 
-    def check(self) -> None:
-        """Raise ApiError for what no Whisper model here can do."""
-        if "word" in (self.timestamp_granularities or []):
-            message = (
-                "Times of words need attention weights, which paged attention never forms: ask for 'segment' only."
-            )
+    @property
+    def wants_words(self) -> bool:
+        """Whether the answer has times of words."""
+        return "word" in (self.timestamp_granularities or [])
+
+    def check(self, speech: Speech) -> None:
+        """Raise ApiError for what this Whisper model cannot do."""
+        if self.wants_words and not speech.aligns:
+            message = "Times of words need alignment_heads in the generation config of a model that is not sharded: ask for 'segment' only."
             raise bad_request(message, "timestamp_granularities")
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise bad_request("timestamp_granularities needs response_format verbose_json.", "timestamp_granularities")
@@ -95,40 +96,13 @@ async def read_form(raw: bytes, headers: dict[str, str]) -> tuple[dict[str, Any]
     return fields, await file.read()
 
 
-def read_audio(raw: bytes, wanted: int) -> np.ndarray:
-    """The samples float32 [n] of a recording, at `wanted` Hz, its channels mixed. Raises ApiError: 400, it is none, empty or too long."""
-    import soundfile
-    import soxr
-
-    pieces, num_frames = [], 0
-    try:
-        with soundfile.SoundFile(io.BytesIO(raw)) as file:
-            rate = file.samplerate
-            if not _RATES[0] <= rate <= _RATES[1]:
-                raise bad_request(f"file: {rate} samples a second are not from {_RATES[0]} to {_RATES[1]}.", "file")
-            resampled = None if rate == wanted else soxr.ResampleStream(rate, wanted, 1, "float32")
-            for block in file.blocks(_FRAMES_AT_ONCE, dtype="float32", always_2d=True):
-                num_frames += len(block)
-                if num_frames > MOST_SECONDS * rate:
-                    raise bad_request(f"file: the recording is longer than {MOST_SECONDS} s: send it in parts.", "file")
-                mixed = block.mean(1)
-                pieces.append(mixed if resampled is None else resampled.resample_chunk(mixed))
-            if resampled is not None:
-                pieces.append(resampled.resample_chunk(np.empty(0, np.float32), last=True))
-    except (RuntimeError, TypeError, ValueError) as error:  # libsndfile's
-        reason = str(error).rpartition(">: ")[2]  # without the buffer's address
-        raise bad_request(f"file cannot be read as audio ({reason}): send wav, flac, ogg or mp3.", "file") from None
-    samples = np.concatenate(pieces or [np.empty(0, np.float32)])
-    if not len(samples):
-        raise bad_request("file: the recording is empty.", "file")
-    return samples
-
-
 @dataclass
 class Window:
-    """A part of a transcript that is complete: its segments, text, and the mean log-probability of the tokens written for it."""
+    """A part of a transcript that is complete: its segments, words and when they begin and end, text, and the mean log-probability of the
+    tokens written for it."""
 
     segments: list[Segment]
+    words: list[dict[str, Any]]
     text: str
     mean_logprob: float
 
@@ -142,13 +116,15 @@ class Transcription:
         self.server, self.task = server, task
         self.body = body = checked(AudioRequest, fields, strict=False)
         server.check_model(body.model)
-        body.check()
-        samples = read_audio(file, speech.extractor.sampling_rate)
-        self.seconds = len(samples) / speech.extractor.sampling_rate
+        body.check(speech)
         try:
+            samples = read_recording(file, speech.extractor.sampling_rate, MOST_SECONDS)
+            self.seconds = len(samples) / speech.extractor.sampling_rate
             self.features = speech.features(samples, speech.extractor.sampling_rate)
         except ValueError as error:
             raise bad_request(f"file: {error}", "file") from None
+        # The shape of the features counts padding.
+        self.num_frames = math.ceil(self.seconds * speech.frames_per_second) if body.wants_words else 0
         is_long = self.features.shape[1] > speech.num_frames  # [bins, frames]
         # by the times that the model then writes, a long recording is cut into windows
         self.has_timestamps = is_long or body.response_format in ("verbose_json", "srt", "vtt")
@@ -196,7 +172,8 @@ class Transcription:
             if left is not None and left <= 0:
                 return
             ids, beginning = speech.prompt(self.previous, self.beginning)
-            given = EncoderInput([], speech.window(self.features, seek), beginning, self.has_timestamps)
+            num_frames = self.num_frames and max(1, min(speech.num_frames, self.num_frames - seek))
+            given = EncoderInput([], speech.window(self.features, seek), beginning, self.has_timestamps, num_frames)
             self.answers = [
                 self.server.submit(ids, self.params, space=space, max_time=left, encoder=given, waits=not seek)
             ]
@@ -212,11 +189,12 @@ class Transcription:
                 self.beginning = [tokens[:1], *self.beginning[1:]]  # the language that the model has said
             entries = [entry for update in updates for entry in update.logprobs or []]
             scored = [entry[token].logprob for entry, token in zip(entries, tokens, strict=False)]
-            written = tokens[len(beginning) :]
+            written, times = tokens[len(beginning) :], (updates[-1].token_times or [])[len(beginning) :]
             written = written[:-1] if written and written[-1] in speech.end else written
-            segments, offset = speech.segments(written, seek, min(speech.num_frames, total - seek))
+            segments, offset = speech.segments(written, seek, min(speech.num_frames, total - seek), times)
             text = self.decoded([token for segment in segments for token in segment.tokens])
-            yield Window(segments, text, float(np.mean(scored[len(beginning) :] or [0.0])))
+            said = speech.words(self.server.tokenizer, segments, self._language()) if self.num_frames else []
+            yield Window(segments, said, text, float(np.mean(scored[len(beginning) :] or [0.0])))
             seek += offset
 
     def decoded(self, tokens: list[int]) -> str:
@@ -258,11 +236,14 @@ class Transcription:
             return PlainTextResponse("\n".join(cues), headers=headers)
         if form == "json":
             return JSONResponse({"text": text, "usage": self.usage()}, headers=headers)
+        of = self.body.timestamp_granularities or ["segment"]
+        parts: dict[str, list] = {"word": [word for window in windows for word in window.words]}
+        parts["segment"] = [self._segment(i, *segment) for i, segment in enumerate(segments)]
         return JSONResponse(
             {
                 "task": self.task, "language": self._language(),
                 "duration": self.seconds, "text": text, "usage": self.usage(),
-                "segments": [self._segment(i, *segment) for i, segment in enumerate(segments)],
+                **{f"{part}s": parts[part] for part in parts if part in of},
             },
             headers=headers,
         )  # fmt: skip

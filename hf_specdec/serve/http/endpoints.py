@@ -229,7 +229,7 @@ def _prepared(
     stored conversation: the addresses of its images. Raises: ApiError, the request cannot be served."""
     body = read_body(kind.form, raw, headers)
     endpoint = kind(server, body, space)
-    urls = server.image_urls(endpoint.body)
+    urls = server.media_urls(endpoint.body)
     if fetched is None and (urls or getattr(body, "previous_response_id", None)):
         return urls
     endpoint.fetched = fetched or {}

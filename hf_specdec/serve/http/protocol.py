@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..engine.params import OF_MODELS, SamplingParams
+from ..engine.sounds import AUDIO_PART, sound_url
 from ..engine.structured import WHITE_SPACE, StructuredOutputsParams
 from .bodies import Body, Items, Part
 from .chat_parser import tool_grammar
@@ -249,18 +250,27 @@ class ChatMessage(BaseModel):
             raise bad_request('messages: a part with an image has {"image_url": {"url": text}}.', "messages")
         return images
 
+    @property
+    def sounds(self) -> list[str]:
+        """Data URLs of its parts with recordings."""
+        parts = self.content if isinstance(self.content, list) else []
+        try:
+            return [sound_url(part) for part in parts if part.get("type") == "input_audio"]
+        except ValueError as error:
+            raise bad_request(f"messages: {error}", "messages") from None
+
     def for_template(self, as_parts: bool) -> dict[str, Any]:
-        """The message as chat templates expect it: text parts joined unless there are images among them or the template wants parts,
+        """The message as chat templates expect it: text parts joined unless images or audio are among them or the template wants parts,
         arguments of tool calls parsed."""
         message = self.model_dump(exclude_none=True)
         for call in message.get("tool_calls") or []:
             if isinstance(call.get("function"), dict):
                 call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
-        if self.content is not None and (as_parts or self.images):
+        if self.content is not None and (as_parts or self.images or self.sounds):
             parts = [{"type": "text", "text": self.content}] if isinstance(self.content, str) else self.content
+            places = {"image_url": {"type": "image"}, "input_audio": AUDIO_PART}
             message["content"] = [
-                {"type": "image"} if part.get("type") == "image_url" else {"type": "text", "text": joined_text([part])}
-                for part in parts
+                places.get(str(part.get("type"))) or {"type": "text", "text": joined_text([part])} for part in parts
             ]
         elif isinstance(self.content, list):
             message["content"] = joined_text(self.content)
@@ -287,7 +297,7 @@ def joined_text(parts: list[dict[str, Any]], param: str = "messages", kinds: tup
         kind = part.get("type")
         if kind not in (*kinds, "refusal"):
             raise bad_request(
-                f"{param}: parts of type {kind!r} are not served here: this server gives models no files, audio or video.", param
+                f"{param}: parts of type {kind!r} are not served here: this server gives models no files or video.", param
             )  # fmt: skip
         texts.append(part.get("refusal" if kind == "refusal" else "text"))
         if not isinstance(texts[-1], str):
@@ -347,6 +357,11 @@ class Conversation(Body):
     def images(self) -> list[dict[str, Any]]:
         """See `ChatMessage`."""
         return [image for message in self.messages for image in message.images]
+
+    @property
+    def sounds(self) -> list[str]:
+        """See `ChatMessage`."""
+        return [sound for message in self.messages for sound in message.sounds]
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:

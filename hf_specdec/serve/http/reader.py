@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..engine.encoder import EncoderInput
 from ..engine.images import NO_IMAGES, adds_special_tokens, bytes_of, processed, read_images
+from ..engine.sounds import NO_SOUNDS, heard, hears
 from ..engine.speech import Speech
 from ..ipc.messages import Facts
 from .errors import ApiError, bad_request
@@ -102,6 +103,10 @@ class RequestReader:
         """Raise ApiError 400 unless the model reads this kind of input. Returns what is known about its speech, if it reads audio."""
         encoder, name = self.facts.encoder, self.names[0]
         speech: Any = None if encoder is None else encoder.speech
+        if encoder is not None and encoder.pixels is not None:
+            raise bad_request(
+                f"{name} is an encoder-decoder model of images, which LLM.generate answers, and no server."
+            )
         if what == "audio" and speech is None:
             raise bad_request(f"{name} reads text, not audio.")
         if what != "audio" and speech is not None:
@@ -183,22 +188,27 @@ class RequestReader:
             return True
         return "word" not in text
 
-    def image_urls(self, body: Any) -> list[str]:
-        """Where the images of a request are. Raises ApiError: 400, the model reads none."""
-        urls = [image["url"] for image in body.images] if isinstance(body, Conversation) else []
-        if urls and self.processor is None:
+    def media_urls(self, body: Any) -> list[str]:
+        """Where the images and recordings of a request are. Raises ApiError: 400, the model reads none."""
+        images = [image["url"] for image in body.images] if isinstance(body, Conversation) else []
+        sounds = body.sounds if isinstance(body, Conversation) else []
+        if images and not hasattr(self.processor, "image_processor"):
             raise bad_request(f"{self.names[0]} {NO_IMAGES}.", "messages")
-        return urls
+        if sounds and not hears(self.processor):
+            raise bad_request(f"{self.names[0]} {NO_SOUNDS}.", "messages")
+        return images + sounds
 
     def chat_ids(self, body: Conversation, fetched: dict[str, bytes]) -> tuple[list[int], EncoderInput | None]:
-        """The token ids of a conversation, and its images as the model reads them. `fetched`: files by address. Raises ApiError: 400."""
-        text, urls = self.chat_text(body), self.image_urls(body)
+        """The token ids of a conversation, and its images and recordings as the model reads them. `fetched`: files by address. Raises
+        ApiError: 400."""
+        text, urls = self.chat_text(body), self.media_urls(body)
         if not urls:
             return self.prompt_ids(text, "messages", adds_special_tokens(self.tokenizer, self.processor, text)), None
         self._refuse_long_text(text, "messages")
         try:
-            files = (fetched[url] if url in fetched else bytes_of(url) for url in urls)
-            ids, images = processed(self.processor, text, read_images(files))
-        except ValueError as error:
+            files = (fetched[url] if url in fetched else bytes_of(url) for url in urls[: len(body.images)])
+            sounds = heard(self.processor, map(bytes_of, body.sounds)) if body.sounds else []
+            ids, images = processed(self.processor, text, read_images(files) if body.images else [], sounds)
+        except (ValueError, ImportError) as error:
             raise bad_request(str(error), "messages") from None
         return self.prompt_ids(ids, "messages"), images

@@ -112,6 +112,7 @@ class Update:
     is_refused: bool = False  # the engine refused the request, which is the client's mistake
     hides_end: bool = False  # the last token ended the choice and is not part of its text
     kv_transfer_params: dict[str, Any] | None = None  # see `Request`; in the last update, and in an announcement
+    token_times: list[float] | None = None  # the same; in the last update
 
 
 @dataclass

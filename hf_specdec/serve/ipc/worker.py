@@ -238,7 +238,7 @@ class EngineWorker(threading.Thread):
             last = updates[-1]
             last.request_finished, last.error, last.is_refused = True, request.error, request.is_refused
             last.num_cached_tokens, last.prompt_logprobs = request.num_cached_tokens, scored
-            last.kv_transfer_params = request.kv_transfer_params
+            last.kv_transfer_params, last.token_times = request.kv_transfer_params, request.token_times
             last.statistics = request.figures(self.engine.decoder.config.longest_draft)
         return updates
 
