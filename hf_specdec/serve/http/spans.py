@@ -29,7 +29,7 @@ _SECONDS = 10.0  # for a collector to answer, and for the last spans to be sent 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """A redirect is an error: urllib would follow it without the spans, and with the headers."""
 
-    def redirect_request(self, *_: Any) -> None: ...
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None: ...
 
 
 _opener = urllib.request.build_opener(_NoRedirects)
