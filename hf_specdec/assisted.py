@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, Stopping
 
 from .candidate_generators import CandidateGenerator, parse_config
 from .candidate_generators.base import DrafterContext, active_drafter
+from .config import PER_CALL_KEYS
 from .core.draft_trees import DraftTrees
 from .core.outcome import StepOutcome
 from .core.output import PackedOutput
@@ -21,6 +22,9 @@ from .model.architectures import tapped
 from .model.threads import replaced_values
 
 _ENDS = (EosTokenCriteria, StopStringCriteria)
+
+# Keys that say how our loop verifies, and what the target computes.
+_OF_OUR_LOOP = (*PER_CALL_KEYS, "deterministic", "target_quantization", "kv_cache_dtype", "learn")
 
 
 @contextlib.contextmanager
@@ -41,8 +45,8 @@ def assisted_loop(
     """
     context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer, chains_only=True)
     config = parse_config(speculative_config)
-    if config.prediction is not None:
-        raise config.fail("prediction", "is for generate(speculative_config=...), not for transformers' loop.")
+    for key in [key for key in _OF_OUR_LOOP if key in config.to_dict()]:
+        raise config.fail(key, "is for generate(speculative_config=...), not for transformers' loop.")
     drafter = AssistedDrafter(generator_for(model, config, context))
     generating: Any = model  # has GenerationMixin's methods
     original = generating._get_stopping_criteria

@@ -264,6 +264,8 @@ def check_attention_weights(target: PackedModel, is_more: bool) -> None:
         why = "transformers forms them with attn_implementation='eager' only: load the model with it"
     elif is_more:
         why = "the prompt must be token ids without a cache, virtual tokens, or rows with adapters of their own"
+    elif target.quantizes_cache:
+        why = "the model would form them of exact keys, and kv_cache_dtype 'int8' rounds the keys"
     elif target.ranks is not None or target.recurrent is not None or target.segments or shared:
         why = f"{type(target.model).__name__} is sharded, or has layers that do not attend to keys of their own"
     if why is not None:

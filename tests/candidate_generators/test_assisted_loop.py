@@ -155,3 +155,15 @@ def test_text_ends_at_stop_strings_inside_a_draft(tiny_model, tiny_tokenizer, me
         plain = tiny_model.generate(**inputs, **more)
         with hf_specdec.assisted_loop(tiny_model, method):
             assert torch.equal(tiny_model.generate(**inputs, **more, prompt_lookup_num_tokens=1), plain)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("kv_cache_dtype", "int8"), ("target_quantization", "wint8"), ("deterministic", True), ("seed", 1), ("trace", True),
+     ("rejection_sample_method", "typical"), ("prediction", [5, 6])],
+)  # fmt: skip
+def test_keys_of_our_own_loop_are_refused(key, value):
+    """transformers' loop would not read them, so that the text would be another one than asked for."""
+    config, model = {"method": "ngram", key: value}, tiny_llama()
+    with pytest.raises(ValueError, match=f"'{key}'.* is for generate"), hf_specdec.assisted_loop(model, config):
+        pass

@@ -59,6 +59,8 @@ def test_bad_calls():
     with pytest.raises(ValueError, match="attn_implementation='eager' only"):
         tiny_llama(attn_implementation="sdpa").generate(**inputs, **calls)
     model = tiny_llama(attn_implementation="eager")
+    with pytest.raises(ValueError, match="'int8' rounds the keys"):
+        model.generate(**inputs, **{**calls, "speculative_config": {**NGRAM, "kv_cache_dtype": "int8"}})
     embeds = torch.randn(2, 8, 32)
     with pytest.raises(ValueError, match="must be token ids without a cache"):
         model.generate(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], **calls)

@@ -27,6 +27,12 @@ class Collector:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.received.append((self.path, {name.lower(): value for name, value in self.headers.items()}, body))
                 self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+            def do_GET(self):
+                self.send_response(200)
                 self.end_headers()
 
             def log_message(self, *_):
@@ -107,18 +113,45 @@ def test_headers_of_the_environment(collector, monkeypatch):
     assert attributes(body["resourceSpans"][0]["resource"]) == {"service.name": "mine"}
 
 
-def test_a_collector_that_fails_costs_one_warning(caplog):
-    failing = Collector(status=503)
-    spans = Spans(failing.url)
+@pytest.mark.parametrize(
+    "header", [f"00-{32 * '0'}-{PARENT}-01", f"00-{TRACE}-{16 * '0'}-01", f"ff-{TRACE}-{PARENT}-01"]
+)
+def test_parents_that_the_standard_calls_invalid_begin_a_new_trace(collector, header):
+    spans = Spans(collector.url)
+    spans.request(answer(header.encode()), "tiny", "stop")
+    whole, *_ = collector.spans(4)
+    spans.close()
+    assert whole["traceId"] not in (TRACE, 32 * "0") and whole["parentSpanId"] == ""
+
+
+@pytest.mark.parametrize("name", ["x-key=a%0Ab", "x-key=%E2%82%AC"])
+def test_headers_that_cannot_be_sent_cost_one_warning_and_not_the_thread(collector, monkeypatch, caplog, name):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", name)
+    _check_losses(Spans(collector.url), caplog, "")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/\u00e9", f"http://{70 * 'a'}/", "http://127.0.0.1:port"])
+def test_urls_that_cannot_be_opened_cost_one_warning_and_not_the_thread(caplog, url):
+    _check_losses(Spans(url), caplog, "")
+
+
+@pytest.mark.parametrize("status, reason", [(503, "Service Unavailable"), (302, "Found")])
+def test_a_collector_that_fails_costs_one_warning(caplog, status, reason):
+    failing = Collector(status)
+    _check_losses(Spans(failing.url), caplog, f"HTTP Error {status}: {reason}")
+    failing.server.shutdown()
+    failing.server.server_close()
+
+
+def _check_losses(spans, caplog, reason):
+    """Three losses give one warning, and the thread goes on until it is closed."""
     for _ in range(3):
         spans.request(answer(), "tiny", "stop")
         time.sleep(0.1)
+    assert spans._thread.is_alive()
     spans.close()
-    failing.server.shutdown()
-    failing.server.server_close()
-    assert [record.getMessage() for record in caplog.records if "Spans are lost" in record.getMessage()] == [
-        f"Spans are lost, because {spans.url} does not take them: HTTP Error 503: Service Unavailable. The next ones are tried."
-    ]
+    (warning,) = [record.getMessage() for record in caplog.records if "Spans are lost" in record.getMessage()]
+    assert warning.startswith(f"Spans are lost, because {spans.url} does not take them: {reason}")
 
 
 @pytest.mark.parametrize("url", ["localhost:4317", "grpc://localhost:4317", "http://"])

@@ -20,10 +20,19 @@ from urllib.parse import unquote, urlsplit
 logger = logging.getLogger(__name__)
 
 PARENT = ContextVar[bytes]("traceparent", default=b"")  # this header of the HTTP request that is being answered
-_HEADER = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_HEADER = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _INTERNAL, _SERVER, _ERROR = 1, 2, 2  # numbers of OTLP: kinds of spans, and a status
 _MOST_WAITING = 2048  # requests whose spans wait; others are dropped while a collector does not answer
 _SECONDS = 10.0  # for a collector to answer, and for the last spans to be sent when the server ends
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: urllib would follow it without the spans, and with the headers."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None: ...
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
 
 
 class Spans:
@@ -118,9 +127,13 @@ class Spans:
         body = json.dumps({"resourceSpans": [{"resource": resource, "scopeSpans": scopes}]}).encode()
         headers = {"Content-Type": "application/json", **self._headers}
         try:
-            urllib.request.urlopen(urllib.request.Request(self.url, body, headers), timeout=_SECONDS).close()
+            _opener.open(urllib.request.Request(self.url, body, headers), timeout=_SECONDS).close()
             self._is_lost = False
-        except (OSError, http.client.HTTPException) as error:  # a URLError is an OSError
+        except (
+            OSError,
+            ValueError,
+            http.client.HTTPException,
+        ) as error:  # a URLError is an OSError; headers may be wrong values
             self._report(str(error))
 
     def _report(self, problem: str) -> None:
