@@ -105,6 +105,8 @@ class ChoosingGenerator(CombinedGenerator, HasDrafters, MayRest):
         )
         self._heads = [part for part in self.parts if part.taps.whole_text]
         self._others = [part for part in self.parts if part not in self._heads]
+        self._is_other = np.array([[part in self._others] for part in self.parts])
+        self._scorers = [part if isinstance(part, ScoresDrafts) else None for part in self.parts]
         self._others_tap = any(part.taps != Taps() for part in self._others)
         learning = [i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe]
         # Indices of the parts that learn: heads, parts that may miss steps, and the others, which see every step.
@@ -173,7 +175,7 @@ class ChoosingGenerator(CombinedGenerator, HasDrafters, MayRest):
         """bool [D, B]: which parts follow which rows; None if all parts follow all rows."""
         if not self._heads or all(seq.id in self._followed for seq in sequences):
             return None
-        return np.array([[self.follows(index, seq) for seq in sequences] for index in range(len(self.parts))])
+        return self._is_other | np.array([seq.id in self._followed for seq in sequences])
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
@@ -185,9 +187,10 @@ class ChoosingGenerator(CombinedGenerator, HasDrafters, MayRest):
         for index, (part, longest) in enumerate(zip(self.parts[: self.num_lookups], self.longest, strict=False)):
             began = clock()
             self.asked[index] = self.chooser.is_awake(index)
-            limited = np.minimum(limits, longest).tolist()
+            limited = [min(limit, longest) for limit in limits]
             offers.append(part.propose(sequences, limited) if self.asked[index] else nothing)
-            scores.append(part.draft_scores(offers[-1]) if isinstance(part, ScoresDrafts) else None)
+            scorer = self._scorers[index]
+            scores.append(None if scorer is None else scorer.draft_scores(offers[-1]))
             seconds.append(clock() - began + self.observing[index] if self.asked[index] else 0.0)
         choice = self.chooser.choose(sequences, limits, offers, seconds, scores, self.able(sequences))
         for i, seq in enumerate(sequences):
@@ -211,7 +214,8 @@ class ChoosingGenerator(CombinedGenerator, HasDrafters, MayRest):
     ) -> DraftTrees:
         """One part's trees for the rows whose depth is not 0."""
         if offer is not None and offer.is_chain:
-            return dataclasses.replace(offer, lengths=np.minimum(offer.lengths, depths).tolist())
+            lengths = np.minimum(offer.lengths, depths).tolist()
+            return offer if lengths == offer.lengths else dataclasses.replace(offer, lengths=lengths)
         rows = [row for row in np.flatnonzero(depths).tolist() if self.follows(index, sequences[row])]
         if not rows:
             return DraftTrees.empty(len(sequences), self.target.device)
