@@ -18,7 +18,8 @@ from setuptools.errors import CCompilerError, CompileError
 SOURCE = Path("hf_specdec/kernels/native/source")
 NAME = "hf_specdec.kernels.native.library"
 COMMON = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w"]
-KERNELS = ["-fno-exceptions", "-fno-asynchronous-unwind-tables"]  # they throw nothing: tables to unwind them are not needed
+# They throw nothing, so tables to unwind them are not needed.
+KERNELS = ["-fno-exceptions", "-fno-asynchronous-unwind-tables"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
