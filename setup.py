@@ -18,6 +18,8 @@ from setuptools.errors import CCompilerError, CompileError
 SOURCE = Path("hf_specdec/kernels/native/source")
 NAME = "hf_specdec.kernels.native.library"
 COMMON = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w"]
+# They throw nothing, so tables to unwind them are not needed.
+KERNELS = ["-fno-exceptions", "-fno-asynchronous-unwind-tables"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
@@ -43,13 +45,13 @@ class BuildLibrary(build_ext):
         on_x86 = platform.machine().lower() in ("x86_64", "amd64")
         for name, flags in INSTRUCTION_SETS.items() if on_x86 else ():
             try:
-                objects += self._compile("kernels.cpp", [f"-DSET={name}", *flags], name)
+                objects += self._compile("kernels.cpp", [f"-DSET={name}", *KERNELS, *flags], name)
             except CompileError:
                 self.warn(f"the compiler does not know {name}; the native library is built without it")
                 break  # the later ones contain it
             known.append(name)
         macros = [f"-DHAS_{name.upper()}" for name in known]
-        objects += self._compile("kernels.cpp", ["-DSET=baseline"], "baseline")
+        objects += self._compile("kernels.cpp", ["-DSET=baseline", *KERNELS], "baseline")
         for name in ("program.cpp", "round.cpp", "threads.cpp", "api.cpp"):
             objects += self._compile(name, macros)
         self.compiler.link_shared_object(

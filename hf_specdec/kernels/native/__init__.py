@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 12  # version of the structures; the library reports the version it was compiled with
+VERSION = 13  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -60,7 +60,7 @@ const Kernels* kernels = choose();
 extern "C" {
 
 // The version of the structures; Python refuses another one.
-i64 specdec_version() { return 12; }
+i64 specdec_version() { return 13; }
 
 // See `use_openmp`.
 i64 specdec_use_openmp(void* gomp_parallel, void* fork_call, void* thread_num, void* num_threads) {

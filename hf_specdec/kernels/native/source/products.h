@@ -104,15 +104,15 @@ inline void dots(const E* const* w, const X* x, i64 ldx, i64 k, Fetched<E> next,
 
 constexpr int MOST_AT_ONCE = 5;  // tokens that meet weights row by row
 
-// `dots` for a number of tokens, and of rows to fetch (0, ROWS, or of four rows also 1 and 2), known at run time. Not inlined, 4 and 5 tokens
-// that meet weights row by row take 1.3 times as long.
+// `dots` for a number of tokens, and of rows to fetch (0, ROWS, or of four rows also 1 and 2, which are tiles that share the fetching, so that
+// none is less than half full), known at run time. Not inlined, 4 and 5 tokens that meet weights row by row take 1.3 times as long.
 template <int ROWS, class E, class X>
 [[gnu::always_inline]] inline void dots(i64 count, i64 fetches, const E* const* w, const X* x, i64 ldx, i64 k, Fetched<E> next, float* sums) {
 #define CASE(COUNT) \
   case COUNT: \
     if constexpr (COUNT <= (ROWS == 1 ? MOST_AT_ONCE : MOST_TOKENS)) { \
       if (fetches == 0) return dots<ROWS, COUNT, 0>(w, x, ldx, k, next, sums); \
-      if constexpr (ROWS == 4) { \
+      if constexpr (ROWS == 4 && 2 * COUNT >= MOST_TOKENS) { \
         if (fetches == 1) return dots<ROWS, COUNT, 1>(w, x, ldx, k, next, sums); \
         if (fetches == 2) return dots<ROWS, COUNT, 2>(w, x, ldx, k, next, sums); \
       } \

@@ -207,10 +207,16 @@ constexpr int MOST_INTEGERS = 24, MORE = 4;  // sums in registers; vectors at a 
 constexpr int MOST_INTEGERS = 10, MORE = 2;
 #endif
 
+// The most tokens of a tile. With half as many vectors there are more tokens than one wide tile has, in equal tiles: at least half as many.
+constexpr int most_of(int digits, int vectors) { return MOST_INTEGERS / (digits * vectors) < 12 ? MOST_INTEGERS / (digits * vectors) : 12; }
+constexpr int least_of(int digits, int vectors) { return vectors == MORE ? 1 : (most_of(digits, vectors) + 1) / 2; }
+
 // `products` for a number of tokens known at run time.
 template <int BITS, int DIGITS, int VECTORS> void products(int count, const Tile& tile, Floats* out) {
 #define CASE(COUNT) \
-  case COUNT: if constexpr (COUNT * DIGITS * VECTORS <= MOST_INTEGERS) products<BITS, DIGITS, COUNT, VECTORS>(tile, out); return;
+  case COUNT: \
+    if constexpr (COUNT >= least_of(DIGITS, VECTORS) && COUNT <= most_of(DIGITS, VECTORS)) products<BITS, DIGITS, COUNT, VECTORS>(tile, out); \
+    return;
   switch (count) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
   }
@@ -234,7 +240,7 @@ template <class E> void write_tile(const Linear& call, i64 first, i64 last, i64 
 // Outputs first .. last (`first` a multiple of 16), VECTORS vectors at a time, in tiles of tokens.
 template <int BITS, int DIGITS, int VECTORS, class E>
 void quantized_by(const Linear& call, const Grid& grid, Digits x, i64 first, i64 last) {
-  constexpr i64 MOST = MOST_INTEGERS / (DIGITS * VECTORS) < 12 ? MOST_INTEGERS / (DIGITS * VECTORS) : 12;
+  constexpr i64 MOST = most_of(DIGITS, VECTORS);
   const i64 tiles = (call.rows + MOST - 1) / MOST, end = (last + LANES - 1) / LANES;
   for (i64 v = first / LANES; v < end; v += VECTORS)
     for (i64 tile = 0; tile < tiles; tile++) {
