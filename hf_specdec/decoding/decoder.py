@@ -292,7 +292,9 @@ class SpeculativeDecoder(RunningSequences):
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """Draft depth of each row: the policy's choice, capped by what the row can use. Starts the clock if the policy uses the time."""
-        if self._num_still > 0 and sequences == self._still:  # most steps of rows that do not draft: the policy is not asked
+        if (
+            self._num_still > 0 and sequences == self._still
+        ):  # most steps of rows that do not draft: the policy is not asked
             self._num_still -= 1
             self._num_passed += 1
             return [0] * len(sequences)
