@@ -69,7 +69,7 @@ class DraftLengthPolicy:
         """A step that also read prompts, `num_tokens` tokens in all, took so long."""
 
     def num_still(self) -> int:
-        """How many of the steps that follow this one, which does not draft, will neither draft nor be timed while its rows stay the same."""
+        """How many of the steps after this one, which does not draft, will neither draft nor be timed while its rows stay the same."""
         return 0
 
     def pass_by(self, num_steps: int) -> None:
