@@ -48,6 +48,5 @@ def token_times(model: Any, source: Source, ids: list[int], num_given: int, num_
             stack.enter_context(cross.register_forward_pre_hook(seen, with_kwargs=True))
         model(encoder_outputs=outputs, decoder_input_ids=tokens[:, :-1], use_cache=False)
     output = GenerateEncoderDecoderOutput(sequences=tokens, cross_attentions=(tuple(weights),))  # pyright: ignore
-    return model._extract_token_timestamps(output, heads, num_frames=max(num_frames, 2), num_input_ids=num_given)[
-        0
-    ].tolist()
+    (times,) = model._extract_token_timestamps(output, heads, num_frames=max(num_frames, 2), num_input_ids=num_given)
+    return times.tolist()

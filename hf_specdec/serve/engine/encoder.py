@@ -62,9 +62,7 @@ class EncoderFacts:
     max_length: int  # maximum number of ids, or of states of audio, that the encoder reads
     speech: Speech | None = None  # of models that read audio
     pixels: tuple[int, ...] | None = None  # of models that read images, the shape of one's features
-    text_follows: bool = (
-        True  # a text with which the decoder is to begin follows `decoder_prompt`; else it replaces that
-    )
+    text_follows: bool = True  # a text with which the decoder is to begin follows `decoder_prompt`, or replaces it
 
     @classmethod
     def of(cls, model: PreTrainedModel, extractor: Any, max_model_len: int) -> EncoderFacts | None:
@@ -85,9 +83,8 @@ class EncoderFacts:
         given: Any = model.generation_config
         config, name = model.config, type(model).__name__
         if config.model_type == "whisper":
-            return cls(
-                [], config.max_source_positions, Speech.of(model, getattr(extractor, "feature_extractor", extractor))
-            )
+            extractor = getattr(extractor, "feature_extractor", extractor)
+            return cls([], config.max_source_positions, Speech.of(model, extractor))
         images = model.main_input_name == "pixel_values"
         if images and extractor is None:
             raise UnsupportedModel(

@@ -70,11 +70,8 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
 def sound_url(part: dict[str, Any]) -> str:
     """The data URL of a message's part of OpenAI's type "input_audio". Raises ValueError: it is none."""
     given = part.get("input_audio")
-    if (
-        not isinstance(given, dict)
-        or not isinstance(given.get("data"), str)
-        or given.get("format") not in ("wav", "mp3")
-    ):
+    given = given if isinstance(given, dict) else {}
+    if not isinstance(given.get("data"), str) or given.get("format") not in ("wav", "mp3"):
         raise ValueError('a part with audio has {"input_audio": {"data": base64, "format": "wav" or "mp3"}}.')
     return f"data:audio/{given['format']};base64,{given['data']}"
 

@@ -29,7 +29,8 @@ _SECONDS = 10.0  # for a collector to answer, and for the last spans to be sent 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """A redirect is an error: urllib would follow it without the spans, and with the headers."""
 
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None: ...
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        """No request follows."""
 
 
 _opener = urllib.request.build_opener(_NoRedirects)
@@ -129,11 +130,8 @@ class Spans:
         try:
             _opener.open(urllib.request.Request(self.url, body, headers), timeout=_SECONDS).close()
             self._is_lost = False
-        except (
-            OSError,
-            ValueError,
-            http.client.HTTPException,
-        ) as error:  # a URLError is an OSError; headers may be wrong values
+        # A URLError is an OSError; a header that cannot be sent is a wrong value.
+        except (OSError, ValueError, http.client.HTTPException) as error:
             self._report(str(error))
 
     def _report(self, problem: str) -> None:
