@@ -25,8 +25,10 @@ def describe(rows: list[RowInput], cache: PagedStaticCache, by_slots: bool = Fal
         # Only sliding windows and biases read these positions.
         positions = row.positions if row.window_positions is None else row.window_positions
         described.append(
-            RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
-        )
+            RowDescription(
+                blocks, row.num_tokens, length, row.visibility, positions, row.region_positions, table.slots_at if by_slots else 0,
+            )
+        )  # fmt: skip
     return described
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -60,6 +60,7 @@ class RowDescription(NamedTuple):
         visibility: bool [t, m] over the last m keys (m >= t), or None: causal.
         positions: [t], read by windows and biases; None: S - t, S - t + 1, ..
         region_positions: [m], read by windows and biases; None: S - m, S - m + 1, ..
+        blocks_at: address of `blocks` if the caller knows it, and they are contiguous int64.
     """
 
     blocks: Sequence[int] | np.ndarray
@@ -68,6 +69,7 @@ class RowDescription(NamedTuple):
     visibility: np.ndarray | None = None
     positions: np.ndarray | None = None
     region_positions: np.ndarray | None = None
+    blocks_at: int = 0
 
 
 def pack_visibility(visibility: np.ndarray, num_words: int) -> np.ndarray:
@@ -238,14 +240,14 @@ class NativeRows:
     kept: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rows: Iterable[RowDescription]) -> NativeRows:
+    def of(cls, rows: list[RowDescription]) -> NativeRows:
         """Consecutive rows, whose blocks are slots."""
-        lines, kept, most, start = [], [], 0, 0
+        lines, kept, most, start = [], list[Any](rows), 0, 0
 
         def address(array: Any, dtype: Any) -> int:
             contiguous = np.ascontiguousarray(array, dtype=dtype)
             kept.append(contiguous)
-            return contiguous.__array_interface__["data"][0]  # `.ctypes` takes several times as long
+            return contiguous.__array_interface__["data"][0]
 
         for row in rows:
             end, line = start + row.query_length, [0, 0, 0, 0]
@@ -256,7 +258,7 @@ class NativeRows:
                     0 if row.region_positions is None else address(row.region_positions, np.int64),
                     0 if row.positions is None else address(row.positions, np.int64),
                 ]
-            lines.append((start, end, row.key_length, address(row.blocks, np.int64), *line))
+            lines.append((start, end, row.key_length, row.blocks_at or address(row.blocks, np.int64), *line))
             start, most = end, max(most, row.query_length)
         return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)
 

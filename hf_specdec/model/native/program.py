@@ -70,6 +70,9 @@ class Program:
         attends = self.ops["operation"] == Operation.ATTEND
         self.reads_sources = bool((attends & (self.ops["kind"] == 1)).any())  # of encoder-decoder models
         self._filled: list[torch.Tensor] = []
+        # Addresses of arrays that never move: asking an array for its own takes 1 µs.
+        self.ops_at, self.slots_at = self.ops.ctypes.data, self.slots.ctypes.data
+        self._every_token = torch.arange(self.most_tokens)
         self.lock = threading.Lock()
 
     @property
@@ -104,7 +107,7 @@ class Program:
     def run(
         self,
         batch: PackedBatch,
-        pools: np.ndarray,
+        pools: Pools,
         features: torch.Tensor | None = None,
         num_outputs: int | None = None,
         adapters: Bound | None = None,
@@ -121,11 +124,13 @@ class Program:
             IndexError: an id or a position has no embedding.
         """
         num_tokens = batch.input_ids.shape[1]
-        selected = torch.arange(num_tokens) if batch.logit_index is None else batch.logit_index
+        num_selected, selected = num_tokens, self._every_token
+        if batch.logit_index is not None:
+            num_selected, selected = len(batch.logit_index), batch.logit_index
         rows, sources = batch.native_rows(), batch.cross.native_rows() if self.reads_sources else None
         inputs = StepInputs(
-            num_tokens, selected.shape[0], batch.input_ids.data_ptr(), batch.position_ids.data_ptr(), selected.data_ptr(),
-            batch.write_slots.data_ptr(), rows.table.ctypes.data, len(rows.table), pools.ctypes.data, scales_in(pools),
+            num_tokens, num_selected, batch.input_ids.data_ptr(), batch.position_ids.data_ptr(), selected.data_ptr(),
+            batch.write_slots.data_ptr(), rows.table.ctypes.data, len(rows.table), pools.at, pools.scales_at,
             0 if sources is None else sources.table.ctypes.data,
         )  # fmt: skip
         if adapters is not None:
@@ -164,7 +169,7 @@ class Program:
             features = features.contiguous()
             self.slots[self.features] = features.data_ptr()
         threads, step = self.num_threads, ctypes.byref(inputs)
-        ops, slots, first = self.ops.ctypes.data, self.slots.ctypes.data, 0
+        ops, slots, first = self.ops_at, self.slots_at, 0
         for last in (*self.calls, num_ops):
             if loaded.specdec_run(ops + first * OP.itemsize, last - first, slots, step, threads) >= 0:
                 raise IndexError("index out of range: an id or a position that the model has no embedding for")
@@ -174,9 +179,17 @@ class Program:
         return results
 
 
-def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
-    """int64 [1, N]: where keys and values of layer 0, of layer 1, .. are in a cache, and then those of sources; pools that do not exist yet
-    are allocated. [2, N], if they are in int8: and their scales."""
+class Pools(NamedTuple):
+    """Addresses of the rows of `places`, int64 [N]: where keys and values of layer 0, of layer 1, .. are in a cache, and then those of
+    sources; and where their scales are, if they are in int8 (0: they are not)."""
+
+    at: int
+    scales_at: int
+    places: np.ndarray
+
+
+def addresses(program: Program, cache: PagedStaticCache) -> Pools:
+    """Where a program's keys and values are in a cache. Pools that do not exist yet are allocated."""
     if id(program) in cache.of_pools:
         return cache.of_pools[id(program)][0]
     layers: list[Any] = [*cache.layers, *(cache.cross.layers if cache.cross is not None else ())]
@@ -188,14 +201,10 @@ def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
             pools.lazy_initialization(*(torch.empty(shape, dtype=program.dtype) for shape in shapes))
         for row, pair in zip(places, ((pools.keys, pools.values), *pools.quantized.values()), strict=True):
             row[2 * layer : 2 * layer + 2] = [pool.data_ptr() for pool in pair]
+    made = Pools(places.ctypes.data, places[1].ctypes.data if len(places) > 1 else 0, places)
     if cache.cross is None:  # whose pools come, go and grow by themselves
-        cache.of_pools[id(program)] = places, program  # no other program gets its id meanwhile
-    return places
-
-
-def scales_in(places: np.ndarray) -> int:
-    """Where the addresses of scales begin in those of pools; 0: pools have none."""
-    return places[1].ctypes.data if len(places) > 1 else 0
+        cache.of_pools[id(program)] = made, program  # no other program gets its id meanwhile
+    return made
 
 
 # ---- from a tape ----

@@ -15,7 +15,7 @@ from ...kernels.native import TYPES, Round, Sampling, library
 from ...kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
 from ...kernels.sampling.native import sampling_of
 from ...kernels.sampling.reference import DRAWS_PER_ROUND, RowParameters
-from .program import Program, addresses, scales_in
+from .program import Program, addresses
 
 
 @dataclass
@@ -82,10 +82,8 @@ def draft_round(
     output, count, lines = scoring.outputs[0], len(seq_ids), len(seq_ids) * made.widest
     logits = _with_room(logits.to(output.dtype), lines)
     tables = [cache.tables[seq_id] for seq_id in seq_ids]
-    places = [table.slots.__array_interface__["data"][0] for table in tables]
-    rows = torch.tensor(  # see `Row` in `abi.h`
-        [[0, 0, table.length + 1, place, 0, 0, 0, 0] for table, place in zip(tables, places, strict=True)]
-    )
+    # see `Row` in `abi.h`
+    rows = torch.tensor([[0, 0, table.length + 1, table.slots_at, 0, 0, 0, 0] for table in tables])
     states = None if features is None else (features.new_empty(lines, features.shape[1]), _with_room(features, lines))
     pools, of_head, nodes = addresses(forward, cache), (0, 0, 0), made.nodes
     by_round = made.probs is not None
@@ -96,14 +94,14 @@ def draft_round(
         if head is not None and states is not None:
             forward.slots[forward.features], forward.slots[forward.outputs[0].slot] = (s.data_ptr() for s in states)
             head.slots[head.features] = states[1].data_ptr()
-            of_head = head.ops.ctypes.data, head.num_ops(1), head.slots.ctypes.data
+            of_head = head.ops_at, head.num_ops(1), head.slots_at
         scoring.slots[output.slot] = logits.data_ptr()
         call = Round(
-            forward.ops.ctypes.data, forward.num_ops(1), forward.slots.ctypes.data, *of_head,
+            forward.ops_at, forward.num_ops(1), forward.slots_at, *of_head,
             *((0, 0, 0) if states is None else (states[0].data_ptr(), states[1].data_ptr(), states[0][0].nbytes)),
             logits.data_ptr(), TYPES[output.dtype], output.elements, min(output.elements, vocabulary.vocab_size),
-            _address(vocabulary.target_ids), count, rows.data_ptr(), made.limits.data_ptr(), made.rows.data_ptr(), pools.ctypes.data,
-            scales_in(pools), nodes.ctypes.data, len(nodes), made.keep, made.most, made.least,
+            _address(vocabulary.target_ids), count, rows.data_ptr(), made.limits.data_ptr(), made.rows.data_ptr(), pools.at,
+            pools.scales_at, nodes.ctypes.data, len(nodes), made.keep, made.most, made.least,
             *map(_address, (made.lengths, made.tokens, made.values, made.parents, made.expanded, made.probs)),
             0 if made.probs is None else made.probs.shape[1], vocabulary.vocab_size,
             DRAFT_STREAM if by_round else TOKEN_STREAM, DRAWS_PER_ROUND,
