@@ -12,6 +12,7 @@ from ..config import MOST_DRAFT_NODES, config_key
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
+from ..kernels.verification import greedy_tokens
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext, KeepsTables
 from .lookup_cache import LookupCache, LookupCacheConfig, Spaces, State, ids_within
@@ -233,7 +234,7 @@ class LookaheadGenerator(CandidateGenerator, KeepsTables):
         assert outcome.output is not None
         logits = outcome.output.logits
         index = torch.from_numpy(np.concatenate(wanted)).to(logits.device)
-        outputs = logits.index_select(0, index).argmax(1).cpu().numpy()
+        outputs = greedy_tokens(logits.index_select(0, index)).cpu().numpy()
         for row, level in zip(rows, np.split(outputs, np.cumsum([row.num_columns for row in rows])[:-1]), strict=True):
             if row.window.is_full:
                 for ngram in np.concatenate([row.window.tokens[:, : len(level)], level[None]]).T.tolist():

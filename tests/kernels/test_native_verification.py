@@ -10,6 +10,7 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels.native import library
+from hf_specdec.kernels.verification import greedy_tokens
 from hf_specdec.verification.verify import begin_verification
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not installed")
@@ -50,3 +51,19 @@ def test_verdicts_are_those_of_the_definition(vocab, is_chain, monkeypatch):
         assert torch.equal(found._table[:, : table.shape[1]], table)
         accepted, broken = accepted + int(table[:, :width].sum()), broken + int(found._table[:, -1].sum())
     assert accepted > 50 and broken > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 7, 17, 300, 4097])
+def test_greedy_tokens_are_those_of_torch(vocab, dtype, monkeypatch):
+    """The lowest id among equals; a NaN wins; rows of nothing but -inf."""
+    generator = torch.Generator().manual_seed(vocab)
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "native")
+    for count in (1, 8, 33):
+        scores = torch.randint(-3, 4, (count, vocab), generator=generator).to(dtype)
+        assert torch.equal(greedy_tokens(scores), scores.argmax(1))
+        for value in (math.nan, -math.inf, math.inf):
+            scores[torch.rand(count, vocab, generator=generator) < 0.3] = value
+            assert torch.equal(greedy_tokens(scores), scores.argmax(1))
+        scores[0] = -math.inf
+        assert torch.equal(greedy_tokens(scores[:, ::2]), scores[:, ::2].argmax(1))

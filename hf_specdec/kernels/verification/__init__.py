@@ -9,4 +9,4 @@ from .reference import target_choices
 __all__ = ["follow_choices", "greedy_tokens", "target_choices"]
 
 follow_choices = operation(reference.follow_choices)
-greedy_tokens = operation(reference.greedy_tokens)
+greedy_tokens = operation(reference.greedy_tokens, native=True)

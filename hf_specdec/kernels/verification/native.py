@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import numpy as np
 import torch
@@ -34,3 +35,23 @@ def verdicts(drafts: Drafts, scores: torch.Tensor, streams: RowStreams) -> torch
     )  # fmt: skip
     library_of().specdec_follow_choices(ctypes.byref(arguments), num_threads(scores))
     return table
+
+
+def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
+    """See `reference.greedy_tokens`: faster than torch, which takes ten times as long in bfloat16."""
+    scores = scores.float().contiguous()
+    count, vocab = scores.shape
+    table = torch.empty(count, 2, dtype=torch.long)
+    first, nothing, sampling, _ = _roots(count)
+    arguments = Arguments(scores.data_ptr(), first, nothing, 0, 0, table.data_ptr(), count, 0, vocab, sampling)
+    library_of().specdec_follow_choices(ctypes.byref(arguments), num_threads(scores))
+    return table[:, 0]
+
+
+@functools.lru_cache(16)
+def _roots(count: int) -> tuple[int, int, Sampling, np.ndarray]:
+    """Arguments of so many rows without drafts that do not sample: addresses of each row's first score row and of zeros, both in the array
+    that follows the sampling parameters."""
+    rows = np.array([np.arange(count), np.zeros(count)], dtype=np.int64)
+    first, nothing = (row.ctypes.data for row in rows)
+    return first, nothing, Sampling(nothing, nothing, None, nothing), rows
