@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,7 @@ from ..kernels.sampling.reference import RowParameters
 from ..kernels.transfer import upload, upload_into
 
 
-@dataclass(frozen=True)
-class SamplingParameters:
+class SamplingParameters(NamedTuple):
     """The parameters, in the order in which they are applied. The defaults turn all of them off."""
 
     temperature: float = 1.0
@@ -51,8 +50,8 @@ class SamplingKind(NamedTuple):
     @classmethod
     def of(cls, sequences: Iterable[Sequence], noise: bool) -> SamplingKind:
         """The kind of these rows; `noise`: at least one token is drawn at random."""
-        columns = zip(*map(astuple, set(map(parameters_of, sequences))), strict=True)
-        return cls(noise, *(set(column) != {off} for column, off in zip(columns, astuple(OFF), strict=False)))
+        columns = zip(*set(map(parameters_of, sequences)), strict=True)
+        return cls(noise, *(set(column) != {off} for column, off in zip(columns, OFF, strict=False)))
 
 
 # ---- in buffers on the device, for drafting and for captured rounds ----
@@ -97,15 +96,13 @@ class SamplingBuffers:
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Write the parameters of these rows. Later rows of the buffers are unused; their parameters are set to off."""
-        values = {parameters: astuple(parameters) for parameters in set(map(parameters_of, sequences))}
         rows = [
-            (seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample and self.kind.noise, *values[parameters_of(seq)])
+            (seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample and self.kind.noise, *parameters_of(seq))
             for seq in sequences
         ]
-        names = [field.name for field in fields(SamplingParameters)]
-        for name, off in zip(names, astuple(OFF), strict=True):
+        for name, off in OFF._asdict().items():
             self._views[name][:] = off
-        names = ["seeds", "positions", "steps", "do_sample", *names]
+        names = ["seeds", "positions", "steps", "do_sample", *OFF._fields]
         for name, column in zip(names, zip(*rows, strict=True), strict=True):
             self._views[name][: len(rows)] = column
         upload_into(self._device, self._host)
@@ -185,9 +182,9 @@ def _on_device(
     parameters: tuple[SamplingParameters, ...], device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Temperature, top-k, top-p and min-p of the rows as the kernels read them; None if a parameter is off in all rows."""
-    columns: list[Ordered[float]] = list(zip(*map(astuple, parameters), strict=True))
+    columns: list[Ordered[float]] = list(zip(*parameters, strict=True))
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
     return tuple(  # pyright: ignore[reportReturnType]
         None if set(column) == {off} else torch.tensor(column, dtype=dtype, device=device)
-        for column, dtype, off in zip(columns, dtypes, astuple(OFF), strict=True)
+        for column, dtype, off in zip(columns, dtypes, OFF, strict=True)
     )
