@@ -1,6 +1,7 @@
 """What the host does in a step of decoding when the device's work is graphs: microseconds, operations and uploads.
 
     python benchmarks/host_time.py [--methods plain ngram ...] [--batches 1 32] [--steps 120] [--profile METHOD] [--json FILE]
+    python benchmarks/host_time.py --engine --batches 1 8 64 256    # steps of `LLM` on a CPU, beside the native library's work
 
 Forwards and drafting rounds are captured and their replays do nothing, verification is replaced by a verdict that accepts two
 drafted tokens: what is left is the loop's own Python and the small operations around the graphs. Runs without a GPU; there the
@@ -179,6 +180,34 @@ def measure(steps: Steps, fixed: FixedVerification, num_steps: int) -> dict[str,
     }  # fmt: skip
 
 
+def print_engine(batches: list[int]) -> None:
+    """Microseconds of CPU time of a step of `LLM` beside the native call, which is replaced by what an earlier one returned: scheduling,
+    packing, verdict, bookkeeping and texts. The median of eleven runs of 64 tokens."""
+    from hf_specdec.model.native.program import Program
+
+    call, returned, replays, count = Program._call, {}, False, 0
+
+    def replayed(program, inputs, features, num_outputs=None, ids=()):
+        nonlocal count
+        count += 1
+        key = id(program), inputs.num_tokens, inputs.num_selected, num_outputs
+        if not (replays and key in returned):
+            returned[key] = call(program, inputs, features, num_outputs, ids)
+        return list(returned[key])
+
+    params = hf_specdec.SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    with mock.patch.object(Program, "_call", replayed):
+        for batch in batches:
+            llm = hf_specdec.LLM(hf_specdec.bundled("tiny"), speculative_config={"method": "none"}, max_num_seqs=batch)
+            prompts, times, replays = [list(range(10, 30 + i % 7)) for i in range(batch)], [], False
+            for _ in range(12):
+                count, began = 0, time.process_time()
+                llm.generate(prompts, params, use_tqdm=False)
+                times.append((time.process_time() - began) / count)
+                replays = True
+            print(f"LLM, batch {batch:4}: {statistics.median(times[1:]) * 1e6:6.0f} µs a step", flush=True)
+
+
 def main() -> None:
     """Print a table, and if asked for a profile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -189,9 +218,13 @@ def main() -> None:
         "--profile", choices=list(METHODS), help="print where this method's time goes, at the first batch"
     )
     parser.add_argument("--sort", default="tottime", help="of the profile: tottime or cumtime")
+    parser.add_argument("--engine", action="store_true", help="the steps of `LLM`, with method none")
     parser.add_argument("--json", help="write the figures here too")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.engine:
+        print_engine(args.batches)
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = []
     print(f"{'method':16} {'batch':>5} {'µs a step':>10} {'operations':>10} {'uploads':>8}")
