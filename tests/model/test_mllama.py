@@ -139,6 +139,7 @@ def test_rejections_at_every_position(model, drafter, monkeypatch):
     assert torch.equal(out.sequences, longer[:, : out.sequences.shape[1]])
     depths = out.speculation.acceptance_per_position
     assert len(depths) == 3 and 0 < depths[2] < depths[0] < 1
+    assert not decoder.cache.images
 
 
 def test_copies_and_samples(model):
