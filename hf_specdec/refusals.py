@@ -37,6 +37,7 @@ _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 # Inputs of multimodal models that say where an image's patches and tokens are, or audio's frames: this matters in the prompt only.
 _FOR_POSITIONS = {
     "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids", "feature_attention_mask",
+    "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask",
 }  # fmt: skip
 # Substrings in the names of inputs other than text.
 _OTHER_THAN_TEXT = ("pixel", "image", "video", "audio", "input_features")
@@ -232,8 +233,8 @@ def _check_known(model: PreTrainedModel, unknown: list[str]) -> None:
     name = type(model).__name__
     if any("cross_attention" in key for key in unknown):
         raise UnsupportedModel(
-            f"{name} attends to images in layers with keys of their own ({', '.join(unknown)}), which are not kept in pages: only "
-            "prompts of text run with speculative_config. Call generate() without it."
+            f"{name} gets the states of images or their mask in {', '.join(unknown)}: speculative_config needs pixel_values, and the class "
+            "with the vision tower. Otherwise call generate() without it."
         )
     if any(part in key for key in unknown for part in _OTHER_THAN_TEXT):
         raise UnsupportedModel(

@@ -18,6 +18,7 @@ from ..kernels.attention.inputs import AttentionRow, Window
 from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
+from .image_keys import ImageKeys
 from .paged_layer import INDEX, PagedLayer, RunningBatch
 from .segments import SegmentSize
 from .state_pool import PrefixStates, StatePool
@@ -121,6 +122,7 @@ class PagedStaticCache(Cache):
         self.batch: RunningBatch | None = None  # see `running`
         self.windows: dict[int, int | None] = {}  # sliding windows by layer, as attention finds them
         self._next_place = 0
+        self.images: dict[int, ImageKeys] = {}  # of sequences with images, until they are removed
         self.of_pools: dict[Any, Any] = {}  # what follows from the pools' addresses, until pools are added or grow
         self.bytes_per_token = 0  # of keys and values in all layers that have pools
 
@@ -152,6 +154,7 @@ class PagedStaticCache(Cache):
         states = 0 if self.states is None else self.states.num_bytes
         states += 0 if self.prefix_states is None else self.prefix_states.num_bytes
         cross = 0 if self.cross is None else self.cross.num_bytes
+        cross += sum(keys.num_bytes for keys in self.images.values())
         return blocks * self.block_size * self.bytes_per_token + states + cross
 
     def can_serve(self, block_size: int) -> bool:
@@ -258,6 +261,7 @@ class PagedStaticCache(Cache):
     def remove(self, seq_id: int) -> None:
         """Release a sequence's blocks. An unknown id raises KeyError."""
         self.pool.release(self.tables.pop(seq_id).blocks)
+        self.images.pop(seq_id, None)
         if self.states is not None:
             self.states.drop(seq_id)
         self._drop_source(seq_id)

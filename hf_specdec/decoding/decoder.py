@@ -186,6 +186,8 @@ class SpeculativeDecoder(RunningSequences):
         self.timer.start(counts=False)  # the model has read the prompts already
         for i, (seq, layers) in enumerate(zip(sequences, prompt.keys_values, strict=True)):
             self.keep_outside(seq, layers)
+            if prompt.images is not None:
+                self.cache.images[seq.id] = prompt.images[i]
             if prompt.states is not None:
                 assert self.cache.states is not None
                 self.cache.states.load(seq.id, prompt.states[i], self.cache.tables[seq.id].length)

@@ -17,6 +17,7 @@ from ..core.sequence import Sequence
 from ..model.architectures import check_length, is_multimodal
 from ..model.encoder_decoder import position_offsets
 from ..model.encoder_decoder.source import Source
+from ..model.image_layers import check_cache, reads_images
 from ..model.prompt import read_prompt, row_of
 from ..model.recurrent.families import attends, stateful_layers, states_of
 from ..model.recurrent.families import num_cached as count_cached
@@ -80,6 +81,7 @@ def decode(
     if not is_text:
         whole = whole.where(whole < decoder.target.vocab_size, pad_token)
         check_methods(decoder, num_cached, prompt_inputs)
+    check_cache(decoder.target.model, decoder.target.config, cache, prompt_inputs)
     columns = prompt_columns(whole, attention_mask)
     sequences = sequences_of(
         whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed, sources, adapters
@@ -91,7 +93,7 @@ def decode(
         decoder, input_ids, sequences, stopping_criteria, streamer, pad_token,
         (lambda step: outputs.at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
-    export = _cache_to_fill(decoder, cache, returns)
+    export = _cache_to_fill(decoder, cache, returns, prompt_inputs)
     for seq in sequences:  # the recurrent states of the caller's cache cannot be computed again from the ids
         seq.is_text = is_text and not (num_cached and decoder.target.recurrent is not None)
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
@@ -124,12 +126,17 @@ def _place(decoder: SpeculativeDecoder, sequences: list[Sequence], columns, offs
         check_length(model, seq.prompt_length + seq.position_offset, seq.max_length + seq.position_offset)
 
 
-def _cache_to_fill(decoder: SpeculativeDecoder, cache: Cache | None, returns: Returns) -> DynamicCache | None:
+def _cache_to_fill(
+    decoder: SpeculativeDecoder, cache: Cache | None, returns: Returns, prompt_inputs: dict[str, Any] | None
+) -> DynamicCache | None:
     """The caller's cache if the KV of the result are to be written to it."""
     if not (returns.as_dict or getattr(cache, "_is_user_defined", False)) or not isinstance(cache, DynamicCache):
         return None
     if decoder.target.segments:
         _leave_out(cache, decoder, "compresses segments of a row's text, and transformers' cache those of padded rows")
+        return None
+    if reads_images(decoder.target.config, prompt_inputs):
+        _leave_out(cache, decoder, "keeps keys of images apart from those of text")
         return None
     return cache
 

@@ -31,6 +31,7 @@ from .captures import Captures
 from .encoder_decoder.forward import arguments, replaced
 from .encoder_decoder.source import Source, dummy_sources, read_source
 from .graphs import CapturedBatch, GraphRunner
+from .image_layers import attending_to_images
 from .latent import is_latent
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
@@ -351,10 +352,11 @@ class PackedModel:
 
         Call inside `active()`. Shapes: see PackedBatch and PackedOutput. `tapped` False: the taps may be left out.
         """
-        output = None
-        if self.graphs is not None and not all_hidden_states and not have_adapters(rows):
+        # Neither graphs nor programs know keys of images.
+        output, is_plain = None, not all_hidden_states and cache.images.keys().isdisjoint(row.seq_id for row in rows)
+        if self.graphs is not None and is_plain and not have_adapters(rows):
             output = self.graphs.run([rows], cache)
-        if output is None and self.native is not None and not all_hidden_states:
+        if output is None and self.native is not None and is_plain:
             output = self.native.run(rows, cache, tapped)
         return self.forward_eagerly(rows, cache, all_hidden_states) if output is None else output
 
@@ -412,6 +414,8 @@ class PackedModel:
                 stack.enter_context(self.row_adapters.running(batch.inputs, self.selects_logits))
             if batch.invariant is not None:
                 stack.enter_context(batch.invariant)
+            if batch.cache.images and isinstance(batch, PackedBatch):
+                stack.enter_context(attending_to_images(model, batch, kwargs))
             output = model(**kwargs)
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(

@@ -16,12 +16,14 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..cache import PagedStaticCache
+from ..cache.image_keys import ImageKeys
 from ..cache.state_pool import KeptStates, StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
 from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from . import architectures
+from .image_layers import image_keys, image_layers
 from .packed_model import PackedModel
 from .recurrent.families import num_cached, states_of
 from .self_test import evaluating, relative_error
@@ -44,6 +46,7 @@ class ReadPrompt:
         offsets: per row, position minus index of a token after the prompt; for each axis if they differ.
         keys_values: per row, keys and values of the whole prompt.
         states: per row, the states of recurrent layers after it; None: the model has no such layers.
+        images: per row, the keys in layers that attend to images alone; None: there are none.
     """
 
     output: PackedOutput
@@ -51,6 +54,7 @@ class ReadPrompt:
     offsets: list[int | tuple[int, ...]]
     keys_values: list[KeysValues]
     states: list[KeptStates] | None = None
+    images: list[ImageKeys] | None = None
 
 
 @torch.no_grad()
@@ -93,8 +97,9 @@ def read_prompt(
         generation_config.prefill_chunk_size = None
     output, hidden, positions = _prefill(packed, input_ids, inputs, generation_config)
     offsets = _offsets(packed, positions, columns)
-    _check_keys(packed, cache, end)
-    keys_values = [row_of(cache, i, places) for i, places in enumerate(columns)]
+    beside = image_layers(packed.config)
+    _check_keys(packed, cache, end, beside)
+    keys_values = [row_of(cache, i, places, beside) for i, places in enumerate(columns)]
     states = None if packed.recurrent is None else [states_of(cache, i) for i in range(len(columns))]
     read = [places[places >= cached] for places in columns]
     rows = np.repeat(np.arange(len(read)), [len(places) for places in read])
@@ -119,6 +124,7 @@ def read_prompt(
         offsets,
         keys_values,
         states,
+        image_keys(packed.config, cache, inputs, len(columns)),
     )
     kind = _kind(inputs)
     if not all(isinstance(offset, int) for offset in offsets):
@@ -179,13 +185,14 @@ def _offsets(
     return [row[0] if len(set(row)) == 1 else row for row in offsets]
 
 
-def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:
-    """Keys, values and an indexer's keys of a row's tokens at `columns` of transformers' cache: views where these stand together."""
+def row_of(cache: DynamicCache, index: int, columns: np.ndarray, beside: frozenset[int] = frozenset()) -> KeysValues:
+    """Keys, values and an indexer's keys of a row's tokens at `columns` of transformers' cache: views where these stand together. `beside`:
+    layers that keep none of text."""
     adjacent = int(columns[-1] - columns[0]) + 1 == len(columns)
     pairs: KeysValues = []
-    for layer in cache.layers:
+    for layer_index, layer in enumerate(cache.layers):
         states: Any = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if states[0] is None:  # this layer reads another layer's keys
+        if states[0] is None or layer_index in beside:  # this layer reads another layer's keys, or none of text
             pairs.append(None)
             continue
         place: Any = slice(int(columns[0]), int(columns[-1]) + 1)
@@ -198,11 +205,11 @@ def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:
     return pairs
 
 
-def _check_keys(packed: PackedModel, cache: DynamicCache, length: int) -> None:
-    """Raise UnsupportedModel unless every layer has keys of all `length` tokens."""
-    for layer in cache.layers:
+def _check_keys(packed: PackedModel, cache: DynamicCache, length: int, beside: frozenset[int]) -> None:
+    """Raise UnsupportedModel unless every layer but those in `beside` has keys of all `length` tokens."""
+    for index, layer in enumerate(cache.layers):
         keys = getattr(layer, "keys", None)
-        if keys is not None and keys.shape[-2] != length:
+        if keys is not None and index not in beside and keys.shape[-2] != length:
             raise UnsupportedModel(
                 f"{type(packed.model).__name__} keeps keys of {keys.shape[-2]} tokens in a layer, for a prompt of {length}: layers "
                 "that attend to an image or drop old keys cannot continue from token ids. Call generate() without speculative_config."
@@ -243,6 +250,8 @@ def _check_next_step(
     cache.add(0)
     cache.reserve(0, length + 1)
     cache.load_all(0, prompt.keys_values[row])
+    if prompt.images is not None:
+        cache.images[0] = prompt.images[row]
     if states is not None and prompt.states is not None:
         states.load(0, prompt.states[row], length)
     token = RowInput(0, tokens[row : row + 1].cpu().numpy(), length, offset=prompt.offsets[row])

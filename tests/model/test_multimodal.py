@@ -13,8 +13,6 @@ from safetensors import safe_open
 from transformers import (
     DynamicCache,
     LlavaProcessor,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
     pipeline,
@@ -528,38 +526,6 @@ def test_prompts_in_chunks(either):
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
-
-
-def test_layers_that_attend_to_the_image_are_refused():
-    """Mllama. A prompt of text alone runs."""
-    text = {
-        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "cross_attention_layers": [1], "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None,
-        "initializer_range": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2,
-        "image_size": 16, "patch_size": 8, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]], "vision_output_dim": 32,
-        "intermediate_layers_indices": [0],
-    }  # fmt: skip
-    torch.manual_seed(0)
-    model = MllamaForConditionalGeneration(
-        MllamaConfig(vision_config=vision, text_config=text, image_token_index=VOCAB)
-    )
-    model.generation_config.eos_token_id = None
-    model = model.eval()
-    inputs = ragged([9], vocab_size=100)
-    if ENCODES_FIRST:  # older versions cannot run Mllama on packed rows of text, and say so
-        plain = model.generate(**inputs, **GREEDY)
-        assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=NGRAM), plain)
-    inputs |= {
-        "pixel_values": torch.randn(1, 1, 1, 3, 16, 16), "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long), "cross_attention_mask": torch.ones(1, 9, 1, 1, dtype=torch.long),
-    }  # fmt: skip
-    with pytest.raises(
-        UnsupportedModel, match=r"attends to images in layers with keys of their own .*cross_attention_mask"
-    ):
-        model.generate(**inputs, **GREEDY, speculative_config=NGRAM)
 
 
 def test_prompts_that_only_generate_can_read():
