@@ -353,7 +353,8 @@ class PackedModel:
         Call inside `active()`. Shapes: see PackedBatch and PackedOutput. `tapped` False: the taps may be left out.
         """
         # Neither graphs nor programs know keys of images.
-        output, is_plain = None, not all_hidden_states and cache.images.keys().isdisjoint(row.seq_id for row in rows)
+        reads_images = cache.images and any(row.seq_id in cache.images for row in rows)
+        output, is_plain = None, not (all_hidden_states or reads_images)
         if self.graphs is not None and is_plain and not have_adapters(rows):
             output = self.graphs.run([rows], cache)
         if output is None and self.native is not None and is_plain:
