@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -177,8 +178,9 @@ class Program:
 def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
     """int64 [1, N]: where keys and values of layer 0, of layer 1, .. are in a cache, and then those of sources; pools that do not exist yet
     are allocated. [2, N], if they are in int8: and their scales."""
-    if id(program) in cache.of_pools:
-        return cache.of_pools[id(program)][0]
+    known = cache.of_pools.get(id(program))
+    if known is not None and known[1]() is program:
+        return known[0]
     layers: list[Any] = [*cache.layers, *(cache.cross.layers if cache.cross is not None else ())]
     places = np.zeros((1 + cache.is_quantized, 2 * len(layers)), dtype=np.int64)
     for layer, (heads, width, value_heads, value_width) in program.pools.items():
@@ -189,7 +191,7 @@ def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
         for row, pair in zip(places, ((pools.keys, pools.values), *pools.quantized.values()), strict=True):
             row[2 * layer : 2 * layer + 2] = [pool.data_ptr() for pool in pair]
     if cache.cross is None:  # whose pools come, go and grow by themselves
-        cache.of_pools[id(program)] = places, program  # no other program gets its id meanwhile
+        cache.of_pools[id(program)] = places, weakref.ref(program)  # another one may get its id
     return places
 
 
