@@ -74,8 +74,8 @@ class Speech:
         """Features float32 [bins, frames] of a recording, float32 [n], padded to a window if it is shorter.
 
         Raises:
-            ValueError: the model does not come from a folder, or the recording has other dimensions, no rate of one, or samples that are not
-                finite.
+            ValueError: the model does not come from a folder, or the recording has other dimensions, no rate of one, or samples that
+                are not finite.
             ImportError: it must be resampled, and soxr is not installed.
         """
         if self.extractor is None:
