@@ -698,7 +698,7 @@ class Fastest(DraftLengthPolicy):
             if patience:
                 steps = min(steps, math.log(min(patience / max(idle, 1e-9), 1.0)) / math.log(Acceptance.AGEING))
         price = self._overhead + float(self.seconds.sum())  # of a choice, and of the asks before it
-        length = max(1, int(steps), int(price / plain / self.QUIET_SHARE))
+        length = max(1, int(steps), min(int(price / plain / self.QUIET_SHARE), 4 * self.LONGEST_STALE))
         self._quiet_until, self._quiet_rows = self.num_steps + length, frozenset(seq.id for seq in sequences)
         if any(begins):
             self._quiet_left = int(tokens_left(sequences)[begins].max()) if fresh else 0
@@ -793,6 +793,8 @@ class Fastest(DraftLengthPolicy):
         if seconds is not None and sequences and not self._spent:
             self._look_at(sequences)
             self._observe_target(len(sequences), len(sequences), seconds)
+        if self._asked is not None:
+            self._charge(self._spent)
         self._asked, self._spent, self._was_plain = None, 0.0, True
         self.num_steps += 1
 
@@ -845,7 +847,8 @@ class Fastest(DraftLengthPolicy):
     def _charge(self, spent: float) -> float:
         """Note what choosing, and learning from it, took. Returns it."""
         if self._has_chosen:  # the first choice is slow
-            self._overhead += (1.0 - self.WORTH if self._overhead else 1.0) * (spent - self._overhead)
+            known = self._overhead
+            self._overhead += (1.0 - self.WORTH if known else 1.0) * (min(spent, 4 * known or spent) - known)
         self._has_chosen = True
         return spent
 

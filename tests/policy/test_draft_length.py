@@ -756,6 +756,22 @@ def test_the_first_choice_is_not_the_usual_one():
     assert 0 < policy.state()["overhead"] < 0.01
 
 
+@pytest.mark.parametrize("slow", [1, 2, 8])
+def test_a_choice_that_takes_long_once_does_not_end_choosing(slow):
+    """The machine may have slept meanwhile, or another thread worked. Rows that do not draft are looked at again all the same."""
+    world, times, choices = World([0.0] * 4, cpu, lookup), itertools.count(), []
+
+    def clock():
+        return next(times) * 1e-5 + (len(choices) > slow)  # one choice takes a second more
+
+    policy = Fastest([Drafter("head", 8, is_head=True, guess=0.6)], 8, clock)
+    choose, pauses = policy._best, []
+    policy._best = lambda *args: (choices.append(policy.num_steps), choose(*args))[1]
+    world.run(policy, 8000)
+    pauses = np.diff([*choices, policy.num_steps])
+    assert len(choices) > slow + 2 and pauses.max() <= 1100, pauses
+
+
 # ---- end to end -----------------------------------------------------------------------------------------------------
 
 

@@ -122,6 +122,8 @@ def test_every_request_gets_the_text_of_generate(hearing):
             ({**prompt, "multi_modal_data": {"audio": recording(0.5)}}, r"\(samples, samples a second\)"),
             ({**prompt, "multi_modal_data": {"audio": (np.full(99, np.nan), RATE)}}, "not finite"),
             ({**prompt, "multi_modal_data": {"audio": (recording(0.5)[None], RATE)}}, "one channel"),
+            *(({**prompt, "multi_modal_data": {"audio": (recording(0.5), rate)}}, "samples a second are not from")
+              for rate in (0, -1, 999, 10**19, float("inf"), None)),
             ({**prompt, "prompt": "ab"}, "refuses the recordings"), ({**prompt, "multi_modal_data": {}}, "one with audio has"),
             ({**prompt, "multi_modal_data": {"image": 1}}, "reads no images"),
         ):  # fmt: skip

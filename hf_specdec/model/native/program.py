@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -190,8 +191,9 @@ class Pools(NamedTuple):
 
 def addresses(program: Program, cache: PagedStaticCache) -> Pools:
     """Where a program's keys and values are in a cache. Pools that do not exist yet are allocated."""
-    if id(program) in cache.of_pools:
-        return cache.of_pools[id(program)][0]
+    known = cache.of_pools.get(id(program))
+    if known is not None and known[1]() is program:
+        return known[0]
     layers: list[Any] = [*cache.layers, *(cache.cross.layers if cache.cross is not None else ())]
     places = np.zeros((1 + cache.is_quantized, 2 * len(layers)), dtype=np.int64)
     for layer, (heads, width, value_heads, value_width) in program.pools.items():
@@ -203,7 +205,7 @@ def addresses(program: Program, cache: PagedStaticCache) -> Pools:
             row[2 * layer : 2 * layer + 2] = [pool.data_ptr() for pool in pair]
     made = Pools(places.ctypes.data, places[1].ctypes.data if len(places) > 1 else 0, places)
     if cache.cross is None:  # whose pools come, go and grow by themselves
-        cache.of_pools[id(program)] = made, program  # no other program gets its id meanwhile
+        cache.of_pools[id(program)] = made, weakref.ref(program)  # another one may get its id
     return made
 
 

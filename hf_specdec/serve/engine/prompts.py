@@ -78,7 +78,7 @@ class PromptReader:
         audio = data.get("audio") if isinstance(data, dict) else None
         if not isinstance(audio, (tuple, list)) or len(audio) != 2:
             raise ValueError('A prompt of this model is {"multi_modal_data": {"audio": (samples, sampling rate)}}.')
-        features = speech.features(np.asarray(audio[0], np.float32), int(audio[1]))
+        features = speech.features(np.asarray(audio[0], np.float32), audio[1])
         if features.shape[1] > speech.num_frames:
             raise ValueError(
                 "The audio is longer than a window of the model: use the server's /v1/audio/transcriptions, or model.generate()."

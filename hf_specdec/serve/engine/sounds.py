@@ -54,17 +54,24 @@ def read_recording(raw: bytes, wanted: int, most_seconds: float) -> np.ndarray:
     return samples
 
 
-def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Samples float32 [n] of one channel at another rate in Hz. Raises ValueError: other dimensions; ImportError: soxr is not installed."""
+def resampled(samples: np.ndarray, rate: Any, wanted: int) -> np.ndarray:
+    """Samples float32 [n] of one channel at another rate in Hz. Raises ValueError: other dimensions, or no rate of a recording;
+    ImportError: soxr is not installed."""
+    try:
+        number = int(rate)
+    except (TypeError, ValueError, OverflowError):
+        number = 0
     if samples.ndim != 1:
         raise ValueError(f"The samples have the shape {list(samples.shape)}: pass those of one channel, [n].")
-    if rate == wanted:
+    if number == wanted:
         return samples
+    if not _RATES[0] <= number <= _RATES[1]:  # few samples of a second would become very many
+        raise ValueError(f"{rate!r} samples a second are not from {_RATES[0]} to {_RATES[1]}.")
     try:
         import soxr
     except ImportError as error:
         raise ImportError(f"Resampling audio needs soxr: {INSTALL}") from error
-    return soxr.resample(samples, rate, wanted)
+    return soxr.resample(samples, number, wanted)
 
 
 def sound_url(part: dict[str, Any]) -> str:
@@ -104,7 +111,7 @@ def heard(processor: Any, recordings: Iterable[Any]) -> list[np.ndarray]:
         else:
             if not isinstance(given, (tuple, list)) or len(given) != 2:
                 raise ValueError("Audio is given as (samples, samples a second).")
-            samples = resampled(np.asarray(given[0], np.float32), int(given[1]), wanted)
+            samples = resampled(np.asarray(given[0], np.float32), given[1], wanted)
         if not 0 < len(samples) <= most * wanted:
             raise ValueError(
                 f"Recording {number} has {len(samples) / wanted:.1f} s; this model hears at most {most} s."

@@ -70,11 +70,12 @@ class Speech:
         """Of the features."""
         return self.extractor.sampling_rate / self.extractor.hop_length
 
-    def features(self, samples: np.ndarray, sampling_rate: int) -> np.ndarray:
+    def features(self, samples: np.ndarray, sampling_rate: Any) -> np.ndarray:
         """Features float32 [bins, frames] of a recording, float32 [n], padded to a window if it is shorter.
 
         Raises:
-            ValueError: the model does not come from a folder, or the recording has other dimensions or samples that are not finite.
+            ValueError: the model does not come from a folder, or the recording has other dimensions, no rate of one, or samples that
+                are not finite.
             ImportError: it must be resampled, and soxr is not installed.
         """
         if self.extractor is None:
