@@ -698,7 +698,8 @@ class Fastest(DraftLengthPolicy):
             if patience:
                 steps = min(steps, math.log(min(patience / max(idle, 1e-9), 1.0)) / math.log(Acceptance.AGEING))
         price = self._overhead + float(self.seconds.sum())  # of a choice, and of the asks before it
-        length = max(1, int(steps), min(int(price / plain / self.QUIET_SHARE), 4 * self.LONGEST_STALE))
+        most = 4 * self.LONGEST_STALE  # as a price may be wrong
+        length = max(1, int(steps), min(int(price / plain / self.QUIET_SHARE), most))
         self._quiet_until, self._quiet_rows = self.num_steps + length, frozenset(seq.id for seq in sequences)
         if any(begins):
             self._quiet_left = int(tokens_left(sequences)[begins].max()) if fresh else 0
