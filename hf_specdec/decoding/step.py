@@ -92,7 +92,7 @@ class PendingStep:
         verdict: which drafts are accepted; None if no row is decoding.
         unseen: the drafter need not be told what became of the step.
         is_held: the policy did not choose anew for it, and does not need its time.
-        is_still: the policy was not even asked.
+        is_still: the policy was not asked. Later it is told how many such steps there were.
     """
 
     rows: list[tuple[Sequence, int]]
@@ -176,7 +176,7 @@ class FedRows:
         inputs: per row, its own tokens, followed by its tree if it is decoding.
         starts: sequence id → index of its first packed token.
         logit_rows: int64 numpy [R], the packed token that each row of the logits [R, V] follows.
-        chosen: int64 numpy, those of the R rows that belong to roots and nodes, if there are `prompts`, for which the others are.
+        chosen: int64 numpy, which of the R rows belong to roots and nodes. The others are for `prompts`; without those it is empty.
         prompts: sequence id → (index of the first prompt token that this step feeds, the prompt's rows among the R), for sequences that
             want the logits of their prompts.
     """

@@ -138,6 +138,14 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 HYBRID = "qwen3_5"  # its text model has recurrent layers: tests/model/test_recurrent_prompts.py
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+TREE = {"method": "draft_model", "early_exit": 2, "branching_factors": [2, 2, 1]}
+METHODS = {
+    "none": {"method": "none"}, "ngram": NGRAM, "tree": TREE, "token_recycling": {"method": "token_recycling"},
+    "lookahead": {"method": "lookahead"}, "suffix": {"method": "suffix"},
+    "self_window": {"method": "self_window", "draft_window": 6, "draft_sinks": 2},
+}  # fmt: skip
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
 MULTIMODAL = tuple(family for family in _FAMILIES if family != HYBRID)
 _TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", **dict.fromkeys(
     ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma4"), "mm_token_type_ids"

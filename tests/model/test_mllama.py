@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from families import VOCAB, drawn_vectors, perturbed
-from multimodal import eagle_head
+from multimodal import GREEDY, METHODS, eagle_head
 from oracle import assert_clean, ragged
 from recurrent_families import WrongAt, WrongAtInTrees
 from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
@@ -28,14 +28,7 @@ from hf_specdec.model.prepare import prepare
 pytestmark = pytest.mark.skipif(
     not hasattr(GenerationMixin, "_expand_multimodal_outputs"), reason="needs a newer transformers"
 )
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3}
-TREE = {"method": "draft_model", "early_exit": 2, "branching_factors": [2, 2, 1]}
-METHODS = {
-    "none": {"method": "none"}, "ngram": NGRAM, "tree": TREE, "token_recycling": {"method": "token_recycling"},
-    "lookahead": {"method": "lookahead"}, "suffix": {"method": "suffix"},
-    "self_window": {"method": "self_window", "draft_window": 6, "draft_sinks": 2},
-}  # fmt: skip
-GREEDY = {"max_new_tokens": 16, "do_sample": False}
+NGRAM = {**METHODS["ngram"], "num_speculative_tokens": 3}
 TEXT = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4,
     "num_key_value_heads": 2, "cross_attention_layers": [1, 3], "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None,
@@ -193,7 +186,8 @@ def test_no_program_runs_rows_with_images(model, monkeypatch):
         plain = model.generate(**inputs, **GREEDY)
         for native in (True, None):
             assert torch.equal(
-                model.generate(**inputs, **GREEDY, speculative_config={**NGRAM, "native": native}), plain
+                model.generate(**inputs, **GREEDY, speculative_config={**NGRAM, "native": native}),
+                plain,
             )
     assert set(ran) == {(True, False)}
     hf_specdec.release(model)
@@ -243,5 +237,8 @@ def test_states_of_images_are_refused(model):
     """They would be given in every step."""
     with pytest.raises(UnsupportedModel, match="gets the states of images or their mask in cross_attention_states"):
         model.generate(
-            **ragged([9], 100), cross_attention_states=torch.ones(1, 3, 48), **GREEDY, speculative_config=NGRAM
+            **ragged([9], 100),
+            cross_attention_states=torch.ones(1, 3, 48),
+            **GREEDY,
+            speculative_config=NGRAM,
         )

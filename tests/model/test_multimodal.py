@@ -5,7 +5,18 @@ import copy
 import pytest
 import torch
 from families import VOCAB, drawn_vectors, make, perturbed
-from multimodal import IMAGE, MULTIMODAL, build_multimodal, eagle_head, image_prompts, token_types
+from multimodal import (
+    GREEDY,
+    IMAGE,
+    METHODS,
+    MULTIMODAL,
+    NGRAM,
+    TREE,
+    build_multimodal,
+    eagle_head,
+    image_prompts,
+    token_types,
+)
 from oracle import assert_clean, ragged
 from PIL import Image
 from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
@@ -29,14 +40,6 @@ from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.model import prompt as prompt_module
 from hf_specdec.model.prepare import prepare
 
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-TREE = {"method": "draft_model", "early_exit": 2, "branching_factors": [2, 2, 1]}
-METHODS = {
-    "none": {"method": "none"}, "ngram": NGRAM, "tree": TREE, "token_recycling": {"method": "token_recycling"},
-    "lookahead": {"method": "lookahead"}, "suffix": {"method": "suffix"},
-    "self_window": {"method": "self_window", "draft_window": 6, "draft_sinks": 2},
-}  # fmt: skip
-GREEDY = {"max_new_tokens": 16, "do_sample": False}
 QUICK = ("gemma3", "qwen3_vl", "paligemma2")
 # newer transformers run the tower before a mode begins
 ENCODES_FIRST = hasattr(GenerationMixin, "_expand_multimodal_outputs")

@@ -21,10 +21,8 @@ from .config import AutoConfig
 logger = logging.getLogger(__name__)
 
 FORMAT = 5
-SOONEST, LATEST = (
-    2.0,
-    64.0,
-)  # seconds between the first two writes, and between later ones, at least: a write takes about 1 ms
+# Seconds between the first two writes, and the most between later ones: a write takes about 1 ms.
+SOONEST, LATEST = 2.0, 64.0
 
 
 class AutoMemory:

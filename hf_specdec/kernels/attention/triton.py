@@ -43,9 +43,8 @@ def attention_kernel(
     num_rows, tiles_per_row, num_splits, keys_per_split, window, kept, score_factor, softcap_factor,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, FIXED_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PEEL: tl.constexpr, EARLY_MERGE: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, FIXED_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PEEL: tl.constexpr, EARLY_MERGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M flattened (token, head of the group) queries of one row and one key head over one split of its keys.
 
@@ -249,13 +248,19 @@ def paged_attention(
             num_warps=launch.num_warps,
         )  # fmt: skip
         if split:
-            block_v, block_s = merge_tile(value_width, launch)
-            options = {"launch_pdl": True} if launch.early_merge else {}
-            merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
-                out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), shape.num_rows, splits,
-                VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2, **options,
-            )  # fmt: skip
+            _merge(out, partial, lse, inputs, sinks, shape, launch)
     return out
+
+
+def _merge(out, partial, lse, inputs: AttentionInputs, sinks, shape: AttentionShape, launch: AttentionLaunch) -> None:
+    """Merge the splits of every query into `out` [T, H, Dv]. Arguments: see `attention_kernel`."""
+    num_tokens, num_heads, value_width = out.shape
+    block_v, block_s = merge_tile(value_width, launch)
+    options = {"launch_pdl": True} if launch.early_merge else {}
+    merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
+        out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), shape.num_rows, launch.num_splits,
+        VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2, **options,
+    )  # fmt: skip
 
 
 def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, **options) -> torch.Tensor:
