@@ -242,6 +242,26 @@ def test_prompts_that_the_model_itself_read_are_no_plain_step(tiny_model, monkey
     hf_specdec.release(tiny_model)
 
 
+def test_rows_that_do_not_draft_pass_by_the_policy(tiny_model, monkeypatch):
+    """It is asked in few steps of a quiet batch, and counts all of them. Nothing of the rows is left afterwards."""
+    asked, real = [], Fastest.is_plain
+    monkeypatch.setattr(Fastest, "is_plain", lambda self, rows: (asked.append(len(rows)), real(self, rows))[1])
+    config, steps = {"method": "auto", "methods": ["ngram"], "memory": False}, 0
+    decoder = get_decoder(tiny_model, parse_config(config))
+    ids = torch.randint(5, 4000, (8, 12), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        before, asked[:] = decoder.policy.num_steps + decoder._num_passed, []
+        out = tiny_model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=150, do_sample=False, eos_token_id=-1, pad_token_id=0,
+            return_dict_in_generate=True, speculative_config=config,
+        )  # fmt: skip
+        steps = max(row["num_steps"] for row in out.speculation["rows"])
+    # the policy is told of the last still steps when it is next asked
+    assert decoder.policy.num_steps + decoder._num_passed - before == steps and len(asked) < steps / 2
+    assert not decoder._still and not decoder._num_still
+    hf_specdec.release(tiny_model)
+
+
 def test_a_sequence_that_names_no_drafter_of_auto_does_not_start(tiny_model):
     generator = get_decoder(
         tiny_model, parse_config({"method": "auto", "methods": ["ngram"], "memory": False})
