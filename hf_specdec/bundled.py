@@ -22,7 +22,7 @@ def _other_folder() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
-def _folders() -> dict[str, Path]:
+def bundled_folders() -> dict[str, Path]:
     """Folders of the bundled models that are installed, by name. The package's own models take precedence."""
     places = [place for place in (_other_folder(), _FOLDER) if place is not None]
     return {path.parent.name: path.parent for place in places for path in place.glob("*/config.json")}
@@ -30,7 +30,7 @@ def _folders() -> dict[str, Path]:
 
 def bundled_names() -> list[str]:
     """Names of the bundled models that are installed; they are accepted wherever a model name is."""
-    return sorted(_folders())
+    return sorted(bundled_folders())
 
 
 def bundled(name: str) -> str:
@@ -40,7 +40,7 @@ def bundled(name: str) -> str:
         ValueError: no bundled model has this name; the message lists those that are installed.
         ImportError: it is in a package that is not installed; the message says how to install it.
     """
-    folders = _folders()
+    folders = bundled_folders()
     if name in folders:
         return str(folders[name])
     if name in APART:
@@ -57,7 +57,7 @@ def resolve_model(name_or_path: str) -> str:
         ImportError: the name is that of a bundled model that is not installed.
         ValueError: nothing has this name, which is nearly that of a bundled model. A Hub id would have an owner.
     """
-    path, names = os.path.expanduser(name_or_path), {*APART, *_folders()}
+    path, names = os.path.expanduser(name_or_path), {*APART, *bundled_folders()}
     if os.path.exists(path):
         return path
     if name_or_path in names:

@@ -25,6 +25,7 @@ from .core.errors import UnsupportedModel
 from .core.names import CACHE
 from .core.ranks import ranks_of
 from .decoding import SpeculativeDecoder, decode
+from .decoding.measuring import measure_costs
 from .decoding.outputs import attention_weights, check_attention_weights
 from .decoding.ranked import agreed_call, decoder_of
 from .model.architectures import has_bidirectional_prompts
@@ -250,8 +251,9 @@ def make_decoder(
 def _new_decoder(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> SpeculativeDecoder:
     """A new decoder. If its head learns, the decoder's configuration has the head's folder as its `model`."""
     if not getattr(config, "learn", False):
-        generator = generator_for(model, config, context)
-        return decoder_of(generator)
+        decoder = decoder_of(generator_for(model, config, context))
+        measure_costs(decoder)
+        return decoder
     from .learning import Learner, begin_learning, located  # training's modules are loaded only where a head learns
 
     placed = located(config, model)

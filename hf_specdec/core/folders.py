@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import tempfile
 from pathlib import Path
@@ -32,6 +33,12 @@ def write_private(path: Path, content: bytes) -> None:
     except BaseException:
         Path(unfinished).unlink(missing_ok=True)
         raise
+
+
+def same_tokenizer(folder: Path | None, other: Path | None) -> bool:
+    """True if the tokenizer.json of both folders are the same bytes, so that texts get the same ids."""
+    files = [place / "tokenizer.json" for place in (folder, other) if place is not None]
+    return len(files) == 2 and all(file.is_file() for file in files) and filecmp.cmp(*files, shallow=False)
 
 
 def folder_of(model: PreTrainedModel) -> Path | None:

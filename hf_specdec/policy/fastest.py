@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class Drafter:
     Attributes:
         longest: its deepest draft.
         is_lookup: its drafts are known before the choice. Others are asked for the depth that was chosen.
-        is_head: it reads hidden states of every token, so it has to follow a text from its beginning, and has nothing to catch up with.
+        is_head: it reads hidden states of every token, so it has to follow a text from its beginning.
         guess: rate of acceptance per token that is assumed of it.
         most_nodes: the most nodes of a draft. Until it has drafted, they are assumed to be spread evenly over the depths.
     """
@@ -184,7 +185,6 @@ class Fastest(DraftLengthPolicy):
         self.num_lookups = sum(drafter.is_lookup for drafter in drafters)
         self.models = range(self.num_lookups, len(drafters))  # the drafters that are asked for a depth
         self.longest = np.array([drafter.longest for drafter in drafters])
-        self._catches_up = np.array([[not drafter.is_head] for drafter in drafters])
         nodes = np.array([drafter.most_nodes for drafter in drafters]) / np.maximum(self.longest, 1)
         self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest, np.maximum(nodes, 1.0))
         self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
@@ -196,7 +196,7 @@ class Fastest(DraftLengthPolicy):
         self._depth = np.arange(1, longest + 1)
         self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))  # candidates
         self._knows_price = False  # whether a step with drafts has been timed
-        self._static, self._asked = False, None
+        self._static, self._asked, self._learns_costs = False, None, False
         self._written, self._ended = 512.0, 1.0  # tokens, and rows that ended before they had to; at first a guess
         self._quiet_until, self._quiet_rows, self._quiet_left = 0, frozenset[int](), 0
         self._num_rows = 1  # of the last step
@@ -509,7 +509,7 @@ class Fastest(DraftLengthPolicy):
         known = [index < self.num_lookups or bool(self.drafting[index]) for index in range(len(self.drafters))]
         reach = np.broadcast_to(np.minimum(room, (longest * known)[:, None]), kinds.shape)
         backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
-        return won, nodes, reach if able is None else reach * able, backlogs * self._catches_up
+        return won, nodes, reach if able is None else reach * able, backlogs
 
     def _hoped(self, room: np.ndarray, able: np.ndarray | None) -> tuple[np.ndarray, ...]:
         """See `_drafts`: the same if drafters that are asked for a depth are as good as one may hope."""
@@ -536,7 +536,10 @@ class Fastest(DraftLengthPolicy):
         if drafter < self.num_lookups:
             return 0.0
         if not self.drafting[drafter]:
-            return self.cost.of_plain(num_rows) * (self.UNKNOWN * (np.asarray(num_asked) > 0) + self.UNREAD * backlog)
+            unread = (
+                0.0 if self.drafters[drafter].is_head else self.UNREAD * backlog
+            )  # heads read long texts as they follow
+            return self.cost.of_plain(num_rows) * (self.UNKNOWN * (np.asarray(num_asked) > 0) + unread)
         return self.drafting[drafter].of_draft(depth, num_asked, backlog)
 
     def _extra(self, num_rows: int, num_packed, drafting):
@@ -764,12 +767,14 @@ class Fastest(DraftLengthPolicy):
 
     def needs_plain_step(self) -> bool:
         """See DraftLengthPolicy: at growing intervals."""
-        return not self.cost.target or self.num_steps >= self._plain_due.get(self.cost.octave, 0)
+        is_due = self.num_steps >= self._plain_due.get(self.cost.octave, 0)
+        return not self.cost.target or (is_due and not self._learns_costs)
 
     def wants_plain_time(self) -> bool:
         """See DraftLengthPolicy: not in every step, because learning from it takes time too, and not just after one that is not plain: what
         drafting leaves in the machine's caches makes it slower."""
-        return self._was_plain and (self.num_steps >= self._plain_at + self.SAMPLED or self.needs_plain_step())
+        is_due = self._learns_costs or self.num_steps >= self._plain_at + self.SAMPLED or self.needs_plain_step()
+        return self._was_plain and is_due
 
     def _look_at(self, sequences: list[Sequence]) -> None:
         """From now on, costs are those of steps of these rows."""
@@ -901,7 +906,7 @@ class Fastest(DraftLengthPolicy):
         asks = np.flatnonzero(limits)
         lengths = np.array([len(seq.tokens) for seq in step.sequences])[asks]
         read = self.acceptance.read_up_to[slots[asks], index]
-        backlogs = (lengths - np.asarray(step.num_new)[asks] - read) * self._catches_up[index]
+        backlogs = lengths - np.asarray(step.num_new)[asks] - read
         depth, num_asked = int(limits.max()), int(limits.sum())
         self.drafting[index].observe_draft(depth, num_asked, int(backlogs.sum()), seconds)
         self.acceptance.asked(index, slots[asks], limits[asks], step.nodes[asks], lengths)
@@ -951,6 +956,19 @@ class Fastest(DraftLengthPolicy):
         self._knows_price = any(tokens > rows for _, rows, tokens in sizes)
         self._plain_pauses = {octave: self.LONGEST_STALE for octave, *_ in sizes}
         self._plain_due = dict.fromkeys(self._plain_pauses, self.num_steps + self.LONGEST_STALE)
+
+    @contextlib.contextmanager
+    def only_costs(self) -> Iterator[None]:
+        """Inside the context, only costs are learnt, from every step: texts are forgotten when it ends."""
+        when_idle, self.when_idle, known = self.when_idle, None, self.acceptance.state()
+        self._learns_costs = True
+        try:
+            yield
+        finally:
+            self.when_idle, self._learns_costs = when_idle, False
+        if self.cost.target:
+            self.load({**self.state(), "acceptance": known})
+        self.steps.clear()
 
     # ---- for people -------------------------------------------------------------------------------------------------
 

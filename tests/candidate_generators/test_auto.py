@@ -134,11 +134,14 @@ def test_steps_that_must_be_plain_ask_and_tell_nobody(tiny_model, monkeypatch, n
             if hasattr(part, each):
                 monkeypatch.setattr(part, each, counting(calls, f"{name}.{each}", getattr(part, each)))
     tree = generator.by_name["suffix"].spaces.shared[""].trees
+    waiting = len(generator.by_name["suffix"].waiting)
     monkeypatch.setattr(tree, "add_active_response", counting(calls, "suffix.add", tree.add_active_response))
     assert tiny_model.generate(**inputs, **arguments, speculative_config=config).tolist() == plain.tolist()
     assert not [name for name in calls if name.endswith("propose")], calls
     assert not calls["token_recycling.observe"] and not calls["suffix.observe"]
-    assert not calls["suffix.add"] and len(generator.by_name["suffix"].waiting) == num_rows  # for the next draft
+    assert (
+        not calls["suffix.add"] and len(generator.by_name["suffix"].waiting) == waiting + num_rows
+    )  # for the next draft
     assert calls["eagle3.features"] <= 2 and not generator._followed, calls
     policy._of_fresh = 2.0  # and gain more than it takes
     calls.clear()
@@ -179,6 +182,7 @@ def test_heads_let_go_in_steps_from_the_table_too(tiny_model, monkeypatch):
     config = {"method": "auto", "methods": PARTS[1:3], "memory": False}
     generator, blind = get_decoder(tiny_model, parse_config(config), DrafterContext()).generator, []
     tell = generator._tell_heads
+    monkeypatch.setattr(generator.policy, "_followed", 0.0)  # whatever it has measured
 
     def tell_in_held_step(outcome):
         monkeypatch.setattr(generator.policy, "_followed", 1.0)  # a head would take as long as the target
@@ -634,7 +638,9 @@ def test_what_no_step_has_shown_is_unknown(tiny_model):
     assert output.speculation["drafters"] == output.speculation["rows"][0]["drafters"] == {}
     (decoder,) = hf_specdec.integration.kept_decoders(tiny_model)
     drafters = decoder.policy.report()["drafters"]
-    assert drafters["eagle3"] == {"milliseconds": None, "acceptance": None, "steps": 0}
+    assert drafters["eagle3"].pop("milliseconds") > 0  # measured when the decoder was made
+    assert drafters["eagle3"] == {"acceptance": None, "steps": 0}
+    assert drafters["ngram"]["acceptance"] is None
     hf_specdec.release(tiny_model)
 
 

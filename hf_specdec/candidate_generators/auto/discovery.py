@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...bundled import bundled, bundled_names
+from ...bundled import bundled_folders
 from ...config import SpeculativeConfig
 from ...core.folders import folder_of
 from ...model.packed_model import PackedModel
@@ -112,12 +112,10 @@ def _own_layers(target: PackedModel, search: Search) -> Iterator[Candidate]:
 
 def _bundled_heads(target: PackedModel) -> Iterator[Candidate]:
     """Heads that come with this package, if the target does too."""
-    folder = folder_of(target.model)
-    names = [
-        name for name in bundled_names() if folder is not None and Path(bundled(name)).resolve() == folder.resolve()
-    ]
-    heads = [head for head in bundled_names() if set(hub.base_models(Path(bundled(head)))) & set(names)]
-    for head in sorted(heads, key=lambda head: hub.rank(_method_of(Path(bundled(head))))):
+    folder, bundles = folder_of(target.model), bundled_folders()
+    names = {name for name, place in bundles.items() if folder is not None and place.resolve() == folder.resolve()}
+    heads = [head for head, place in sorted(bundles.items()) if names and names & set(hub.base_models(place))]
+    for head in sorted(heads, key=lambda head: hub.rank(_method_of(bundles[head]))):
         yield Candidate(_drafting(model=head), f"the bundled {head}")
 
 
@@ -150,7 +148,7 @@ def _small_models(target: PackedModel, search: Search) -> Iterator[Candidate]:
     if folder is None:
         return
     target_bytes = sum(p.numel() * p.element_size() for p in target.model.parameters())
-    bundles = [(f"the bundled {name}", Path(bundled(name))) for name in bundled_names()]
+    bundles = [(f"the bundled {name}", place) for name, place in sorted(bundled_folders().items())]
     cached = [(f"{repo}, in the local cache", other) for repo, other in hub.cached_models()]
     sized = []
     for where, other in [*bundles, *cached]:

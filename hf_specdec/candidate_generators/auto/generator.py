@@ -91,7 +91,7 @@ class ChoosingGenerator(CombinedGenerator, HasDrafters, MayRest):
             self.config = dataclasses.replace(config, num_speculative_tokens=longest)
         known = [
             Drafter(
-                name, longest, not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5,
+                name, longest, not part.config.has_weights, part.taps.whole_text, 0.6 if part.config.has_weights else 0.4,
                 part.max_draft_nodes,
             )
             for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)

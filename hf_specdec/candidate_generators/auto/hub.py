@@ -16,6 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ...core.folders import same_tokenizer
+
 # The methods of heads, best first if nothing else is known, and words in the names or tags of their repositories.
 _KINDS = {
     "eagle3": ("eagle3", "eagle-3", "peagle", "p-eagle"),
@@ -183,6 +185,8 @@ def is_language_model(folder: Path) -> bool:
 
 def same_vocabulary(folder: Path, other: Path) -> bool:
     """True if both folders' tokenizers map the same texts to the same ids."""
+    if same_tokenizer(folder, other):
+        return True
     ours, theirs = (_vocabulary(_json(path / "tokenizer.json")) for path in (folder, other))
     return ours is not None and ours == theirs
 

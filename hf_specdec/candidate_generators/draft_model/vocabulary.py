@@ -7,6 +7,7 @@ import logging
 import torch
 
 from ...core.draft_trees import DraftTrees
+from ...core.folders import folder_of, same_tokenizer
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, held_weakly
@@ -36,6 +37,8 @@ def make_bridge(
     if drafter.model is target.model:
         return SharedVocabulary(target.vocab_size, target.vocab_size)
     given = context.tokenizer, context.assistant_tokenizer
+    if not any(given) and same_tokenizer(folder_of(target.model), folder_of(drafter.model)):  # loading takes up to a second
+        return SharedVocabulary(target.vocab_size, drafter.vocab_size)
     ours, theirs = (
         tokenizer or tokenizer_of(packed.model) for tokenizer, packed in zip(given, (target, drafter), strict=True)
     )

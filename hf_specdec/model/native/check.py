@@ -18,7 +18,6 @@ from torch import nn
 
 from ...cache import PagedStaticCache
 from ...core.rows import RowInput
-from .. import architectures
 from ..adapters import RowAdapters
 from ..packed_batch import PackedBatch, _OnDevice
 from ..self_test import MOST_NOISE_LOW_PRECISION, TOLERANCES, relative_error
@@ -128,9 +127,10 @@ def _sizes(subject: Traceable) -> tuple[int, int]:
     taken = {subject.features_width}
     if subject.config is not None:
         config = subject.config.get_text_config(decoder=True)
-        taken |= {value for value in config.to_dict().values() if type(value) is int}
+        settings = config.to_dict()
+        taken |= {value for value in settings.values() if type(value) is int}
         names = "num_attention_heads", "num_key_value_heads", "hidden_size"
-        heads, groups, width = (architectures.setting(config, name) or 0 for name in names)
+        heads, groups, width = (settings.get(config.attribute_map.get(name, name)) or 0 for name in names)
         taken |= {heads // max(groups, 1), width // max(heads, 1)}
     for module in subject.modules:
         taken.update(*(parameter.shape for parameter in module._parameters.values() if parameter is not None))
@@ -252,18 +252,20 @@ class CalledCode:
         self._codes: dict[CodeType, dict[str, Any]] = {}
 
     def __enter__(self) -> CalledCode:
-        self._before, self._collects = sys.getprofile(), gc.isenabled()
+        self._before, self._collects = sys.gettrace(), gc.isenabled()
         gc.disable()  # a collection would run code that the forward does not call
-        sys.setprofile(self._see)
+        sys.settrace(
+            self._see
+        )  # which is told calls only; a profiling function is told every return and C function, too
         return self
 
     def __exit__(self, *args: Any) -> None:
-        sys.setprofile(self._before)
+        sys.settrace(self._before)
         if self._collects:
             gc.enable()
 
     def _see(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event != "call" or frame.f_code in self._codes:
+        if frame.f_code in self._codes:
             return
         self._codes[frame.f_code] = frame.f_globals
         name, code = str(frame.f_globals.get("__name__")), frame.f_code

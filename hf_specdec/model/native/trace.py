@@ -64,7 +64,7 @@ class TapeRecorder(ExclusiveMode):
         # by layer, those of sources after the text's: key heads, width, value heads, width
         self.pools: dict[int, tuple[int, ...]] = {}
         self.problem: str | None = None
-        self._paused, self._profiles = 0, []
+        self._paused, self._traces = 0, []
         self._changes = [module for module in modules if isinstance(module, Change)]
         tensors = [tensor for inner in modules for tensor in (*inner._parameters.values(), *inner._buffers.values())]
         self._own = {id(tensor) for tensor in tensors}
@@ -245,11 +245,11 @@ class TapeRecorder(ExclusiveMode):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._paused += 1
-        self._profiles.append(sys.getprofile())
-        sys.setprofile(None)  # what its code looks up is not taken for granted: the module itself is called
+        self._traces.append(sys.gettrace())
+        sys.settrace(None)  # what its code looks up is not taken for granted: the module itself is called
 
     def _leave(self) -> None:
-        sys.setprofile(self._profiles.pop())
+        sys.settrace(self._traces.pop())
         self._paused -= 1
 
     def _leave_called(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
