@@ -13,14 +13,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..cache.image_keys import ImageKeys
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
-from .architectures import decoder_layers
+from .architectures import decoder_layers, image_layers
 from .packed_batch import PackedBatch
 from .threads import replaced_method
-
-
-def image_layers(config: Any) -> frozenset[int]:
-    """Indices of the layers that attend to images, from the text model's configuration."""
-    return frozenset(getattr(config, "cross_attention_layers", None) or ())
 
 
 def holds_images(config: Any, cache: Cache | None) -> bool:

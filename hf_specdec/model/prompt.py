@@ -23,7 +23,7 @@ from ..core.names import CACHE
 from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from . import architectures
-from .image_layers import image_keys, image_layers
+from .image_layers import image_keys
 from .packed_model import PackedModel
 from .recurrent.families import num_cached, states_of
 from .self_test import evaluating, relative_error
@@ -97,7 +97,7 @@ def read_prompt(
         generation_config.prefill_chunk_size = None
     output, hidden, positions = _prefill(packed, input_ids, inputs, generation_config)
     offsets = _offsets(packed, positions, columns)
-    beside = image_layers(packed.config)
+    beside = architectures.image_layers(packed.config)
     _check_keys(packed, cache, end, beside)
     keys_values = [row_of(cache, i, places, beside) for i, places in enumerate(columns)]
     states = None if packed.recurrent is None else [states_of(cache, i) for i in range(len(columns))]
@@ -149,7 +149,11 @@ def _prefill(
 
     model: Any = packed.model
     noting = model.register_forward_pre_hook(note_positions, with_kwargs=True)
-    tapping = architectures.tapping(model, packed.taps, lambda key, states: tapped[key].append(states))
+
+    def keep(key: Any, states: torch.Tensor) -> None:
+        tapped[key][len(positions) - 1 :] = [states]
+
+    tapping = architectures.tapping(model, packed.taps, keep)
     with noting, packed.reading(), tapping:
         output = model._prefill(input_ids, generation_config, dict(inputs))
     return output, tapped, positions[-1]

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from families import VOCAB, drawn_vectors, perturbed
+from helpers_eagle import layer_shapes, save_checkpoint, weights
 from multimodal import GREEDY, METHODS, eagle_head
 from oracle import assert_clean, ragged
 from recurrent_families import WrongAt, WrongAtInTrees
@@ -18,9 +19,11 @@ from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.names import CACHE
+from hf_specdec.core.output import Taps
 from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.kernels.native import library
 from hf_specdec.model import prompt as prompt_module
+from hf_specdec.model.architectures import tapped
 from hf_specdec.model.native import NativeRunner
 from hf_specdec.model.prepare import prepare
 
@@ -168,6 +171,39 @@ def test_hidden_states_and_heads_that_read_them(model, tmp_path):
         torch.testing.assert_close(step[-1][real], expected[-1][real], rtol=1e-3, atol=1e-3)
     config = {"method": "eagle", "model": str(eagle_head(tmp_path)), "num_speculative_tokens": 3}
     assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=config), plain.sequences)
+
+
+def eagle3_head(folder):
+    """A head that reads the states after both layers that attend to images."""
+    width = {"hidden_size": 48, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **width, "num_hidden_layers": 1, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 256, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
+        "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
+    }  # fmt: skip
+    norms = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
+    shapes = {
+        "fc.weight": (48, 144), **layer_shapes("midlayer.", 96, hidden=48, width=12), **dict.fromkeys(norms, (48,)),
+        "lm_head.weight": (VOCAB, 48),
+    }  # fmt: skip
+    return save_checkpoint(folder, weights(shapes), config)
+
+
+def test_taps_after_layers_that_text_skips(model, tmp_path):
+    """Their states are those before them, with images not; heads read both, also in one batch."""
+    changed = []
+    for inputs in (prompts(*ALONE), ragged([9], 100)):
+        with tapped(model, Taps(layers=(1, 2, 4))) as states:
+            model(**inputs)
+        changed.append(not torch.equal(states[1], states[2]))
+        assert not torch.equal(states[2], states[4])
+    assert changed == [True, False]
+    config = {"method": "eagle3", "model": eagle3_head(tmp_path), "num_speculative_tokens": 3}
+    for inputs in (ragged([9, 5], 100), prompts(*RAGGED)):
+        plain = model.generate(**inputs, **GREEDY)
+        for more in ({}, {"branching_factors": [2, 2, 1]}):
+            assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config={**config, **more}), plain)
+    hf_specdec.release(model)
 
 
 @pytest.mark.skipif(library() is None, reason="the native library is not compiled")
