@@ -16,14 +16,13 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..cache import PagedStaticCache
-from ..cache.image_keys import ImageKeys
 from ..cache.state_pool import KeptStates, StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
 from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from . import architectures
-from .image_layers import image_keys
+from .image_layers import ImageKeys, image_keys, keep_images
 from .packed_model import PackedModel
 from .recurrent.families import num_cached, states_of
 from .self_test import evaluating, relative_error
@@ -255,7 +254,7 @@ def _check_next_step(
     cache.reserve(0, length + 1)
     cache.load_all(0, prompt.keys_values[row])
     if prompt.images is not None:
-        cache.images[0] = prompt.images[row]
+        keep_images(packed.model, cache, 0, prompt.images[row], prompt.images[row].num_keys)
     if states is not None and prompt.states is not None:
         states.load(0, prompt.states[row], length)
     token = RowInput(0, tokens[row : row + 1].cpu().numpy(), length, offset=prompt.offsets[row])
