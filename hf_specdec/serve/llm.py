@@ -86,8 +86,8 @@ class LLM:
         max_num_batched_tokens: maximum number of tokens in a step; None: 2048, or on a CPU the 256 that run as one native call, while
             decoding rows take at most half of them.
         kv_cache_dtype: the key of that name in `speculative_config`: "int8" keeps keys and values in 8 bits, which is lossy.
-        kv_cache_memory_bytes: memory of the target's KV cache; None: half of the free memory (0.8 of a GPU's), or what `max_num_seqs`
-            texts of `max_model_len` tokens need if that is less.
+        kv_cache_memory_bytes: memory of the target's keys, of which images may have a part; None: half of the free memory (0.8 of a
+            GPU's), or what `max_num_seqs` texts of `max_model_len` tokens need if that is less.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
         tensor_parallel_size: number of ranks, each of which holds a part of every layer. This process is rank 0; it starts the others on
             this machine, and `close` ends them. Must be 1 with a loaded model, which may be sharded already.

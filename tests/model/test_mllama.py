@@ -21,6 +21,7 @@ from hf_specdec.core.names import CACHE
 from hf_specdec.core.output import Taps
 from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.kernels.native import library
+from hf_specdec.model import architectures
 from hf_specdec.model import prompt as prompt_module
 from hf_specdec.model.architectures import tapped
 from hf_specdec.model.native import NativeRunner
@@ -210,3 +211,15 @@ def test_states_of_images_are_refused(model):
             **GREEDY,
             speculative_config=NGRAM,
         )
+
+
+def test_gathered_keys(model, monkeypatch):
+    """As a model attends whose attention cannot read pages."""
+    hf_specdec.release(model)
+    monkeypatch.setattr(architectures, "reads_pages", lambda _: False)
+    assert prepare(model).gather
+    for inputs in (prompts(*RAGGED), ragged([9, 5], 100)):
+        plain = model.generate(**inputs, **GREEDY)
+        for name in ("ngram", "tree"):
+            assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=METHODS[name]), plain), name
+    hf_specdec.release(model)
