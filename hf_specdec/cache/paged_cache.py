@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,6 @@ from ..kernels.attention.inputs import AttentionRow, Window
 from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
-from .image_keys import ImageKeys
 from .paged_layer import INDEX, PagedLayer, RunningBatch
 from .segments import SegmentSize
 from .state_pool import PrefixStates, StatePool
@@ -41,10 +40,12 @@ class BlockTable:
 
     `place`: blocks (first, end) that others avoid while they can, so that the sequence's own blocks form one run.
     `root`: the hash before the first token, which texts of one adapter have in common.
+    `is_hidden`: the keys are those of images whose tiles the text does not see (see `model.image_layers`).
     """
 
     place: tuple[int, int] | None = None
     root: bytes = b""
+    is_hidden: bool = False
     blocks: list[int] = field(default_factory=list)
     slots: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     slots_at: int = 0  # address of `slots`
@@ -85,7 +86,7 @@ class PagedStaticCache(Cache):
     """
 
     layers: list[PagedLayer]  # pyright: ignore[reportIncompatibleVariableOverride] (made below, and never others)
-    cross: PagedStaticCache | None  # made when the first row's source is read
+    cross: PagedStaticCache | None  # see `keep_source`
 
     def __init__(
         self,
@@ -122,7 +123,6 @@ class PagedStaticCache(Cache):
         self.batch: RunningBatch | None = None  # see `running`
         self.windows: dict[int, int | None] = {}  # sliding windows by layer, as attention finds them
         self._next_place = 0
-        self.images: dict[int, ImageKeys] = {}  # of sequences with images, until they are removed
         self.of_pools: dict[Any, Any] = {}  # what follows from the pools' addresses, until pools are added or grow
         self.bytes_per_token = 0  # of keys and values in all layers that have pools
 
@@ -151,11 +151,8 @@ class PagedStaticCache(Cache):
     def num_bytes(self) -> int:
         """Memory of the pools and of the states. On a CPU, only as many blocks count as were in use at the peak."""
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
-        states = 0 if self.states is None else self.states.num_bytes
-        states += 0 if self.prefix_states is None else self.prefix_states.num_bytes
-        cross = 0 if self.cross is None else self.cross.num_bytes
-        cross += sum(keys.num_bytes for keys in self.images.values())
-        return blocks * self.block_size * self.bytes_per_token + states + cross
+        beside = sum(part.num_bytes for part in (self.states, self.prefix_states, self.cross) if part is not None)
+        return blocks * self.block_size * self.bytes_per_token + beside
 
     def can_serve(self, block_size: int) -> bool:
         """True if the pools exist and have blocks of this size."""
@@ -249,28 +246,39 @@ class PagedStaticCache(Cache):
         self.tables[seq_id] = BlockTable(place, b"" if adapter is None else _digest(adapter.encode()))
 
     def evict(self, seq_id: int, keep_states: bool = False) -> None:
-        """Release the blocks of a sequence that will be read again later, the keys of its source, and its states. `keep_states`: these
+        """Release the blocks of a sequence that will be read again later, its states and the keys of its source. `keep_states`: these two
         cannot be computed again."""
         table = self.tables[seq_id]
         self.pool.release(table.blocks)
         self.tables[seq_id] = BlockTable(table.place, table.root)
-        if self.states is not None and not keep_states:
-            self.states.drop(seq_id)
-        self._drop_source(seq_id)
+        if not keep_states:
+            self._drop_beside(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Release a sequence's blocks. An unknown id raises KeyError."""
         self.pool.release(self.tables.pop(seq_id).blocks)
-        self.images.pop(seq_id, None)
-        if self.states is not None:
-            self.states.drop(seq_id)
-        self._drop_source(seq_id)
+        self._drop_beside(seq_id)
 
     def holds_source(self, seq_id: int) -> bool:
-        """True if `cross` has the keys of a sequence's source."""
+        """True if `cross` has the keys of a sequence's source or images."""
         return self.cross is not None and seq_id in self.cross.tables
 
-    def _drop_source(self, seq_id: int) -> None:
+    def keep_source(self, seq_id: int, num_keys: int, layers: Callable[[], list], num_blocks: int, weights) -> None:
+        """Write the keys and values of a sequence's source or images to `cross`, which the first one makes, of at most `num_blocks`, beside
+        `weights`. `layers`: makes what `load_all` takes. Raises OutOfBlocks: they do not fit; nothing was done."""
+        if self.cross is None:
+            self.cross = PagedStaticCache(len(self.layers), num_blocks, self.block_size, False, weights)
+        self.cross.add(seq_id)
+        try:
+            self.cross.reserve(seq_id, num_keys)
+            self.cross.load_all(seq_id, layers()[: len(self.layers)])
+        except BaseException:
+            self.cross.remove(seq_id)
+            raise
+
+    def _drop_beside(self, seq_id: int) -> None:
+        if self.states is not None:
+            self.states.drop(seq_id)
         if self.cross is not None and seq_id in self.cross.tables:
             self.cross.remove(seq_id)
 
@@ -278,6 +286,7 @@ class PagedStaticCache(Cache):
         """Release every sequence and forget all prefixes, because contents cannot be trusted after an error."""
         for seq_id in list(self.tables):
             self.remove(seq_id)
+        self.cross = None
         self.forget_prefixes()
 
     @contextlib.contextmanager
@@ -301,10 +310,7 @@ class PagedStaticCache(Cache):
 
     def match_prefix(self, seq_id: int, tokens: list[int], most: int | None = None) -> int:
         """Let an empty sequence share the blocks that already hold a prefix of `tokens`, of at most `most` tokens, and continue from
-        the states after the prefix.
-
-        Returns the number of covered tokens; see `known_prefix`.
-        """
+        the states after the prefix. Returns the number of covered tokens; see `known_prefix`."""
         table = self.tables[seq_id]
         if table.blocks:
             return 0
@@ -355,23 +361,19 @@ class PagedStaticCache(Cache):
     def register_prefix(self, seq_id: int, tokens: list[int], length: int) -> None:
         """Declare that the KV of `tokens[:length]` are written or being written, so that full blocks can be shared. `tokens` must have
         at least `length + ahead` entries."""
-        if not self.share_prefixes:
-            return
         table = self.tables[seq_id]
         known = len(table.hashes)
-        if length // self.block_size <= known:
+        if not self.share_prefixes or length // self.block_size <= known:
             return
         table.hashes += self._block_hashes(tokens, length // self.block_size, table.hashes, table.root)
         for block, content in zip(table.blocks[known:], table.hashes[known:], strict=False):
             self.pool.register(block, content)
 
     def _block_hashes(self, tokens: list[int], count: int, known: list[bytes], root: bytes = b"") -> list[bytes]:
-        hashes = []
-        parent = known[-1] if known else root
+        hashes, parent = [], known[-1] if known else root
         for i in range(len(known), count):
             read = tokens[i * self.block_size : (i + 1) * self.block_size + self.ahead]
-            chunk = np.asarray(read, dtype=np.int64).tobytes()
-            parent = _digest(parent + chunk)
+            parent = _digest(parent + np.asarray(read, dtype=np.int64).tobytes())
             hashes.append(parent)
         return hashes
 

@@ -20,6 +20,7 @@ from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import UNKNOWN, Sequence
 from ..model.adapters import RowAdapters
+from ..model.image_layers import keep_images
 from ..model.prompt import ReadPrompt
 from ..policy import DraftedStep, DraftLengthPolicy, make_policy
 from ..sampling.grammar import MOST_FORCED, along_grammars
@@ -184,10 +185,13 @@ class SpeculativeDecoder(RunningSequences):
         The rows' keys and values wait outside the pool until the rows are next scheduled.
         """
         self.timer.start(counts=False)  # the model has read the prompts already
+        images = prompt.images or []
+        num_blocks = sum(-(-part.num_keys // self.cache.block_size) for part in images)
+        for seq, part in zip(sequences, images, strict=bool(images)):
+            most = num_blocks if seq.image_prompt is None else seq.image_prompt.num_blocks
+            keep_images(self.target.model, self.cache, seq.id, part, most)
         for i, (seq, layers) in enumerate(zip(sequences, prompt.keys_values, strict=True)):
             self.keep_outside(seq, layers)
-            if prompt.images is not None:
-                self.cache.images[seq.id] = prompt.images[i]
             if prompt.states is not None:
                 assert self.cache.states is not None
                 self.cache.states.load(seq.id, prompt.states[i], self.cache.tables[seq.id].length)

@@ -294,6 +294,11 @@ def first_layers(model: PreTrainedModel, count: int | None):
         yield
 
 
+def image_layers(text: Any) -> frozenset[int]:
+    """Indices of the layers that attend to images and are skipped without them, from the text model's configuration."""
+    return frozenset(getattr(text, "cross_attention_layers", None) or ())
+
+
 def _tempers(text: Any) -> bool:
     """True if layers without rotary embeddings scale queries (Llama 4's temperature tuning): by 1 before `floor_scale` tokens."""
     return bool(getattr(text, "attn_temperature_tuning", False)) and text.model_type == "llama4_text"
@@ -334,12 +339,13 @@ def tapped(model: PreTrainedModel, taps: Taps, states: dict[Any, torch.Tensor] |
 @contextlib.contextmanager
 def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tensor], None]):
     """Inside the context, every forward of this thread calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states
-    [B, S, H], of several streams the mean."""
+    [B, S, H], of several streams the mean. Of several calls for one layer in a forward, the last counts."""
 
     def hooked(hook: Callable) -> Callable:
         return for_this_thread(hook, lambda *_: None)
 
-    has_streams = hasattr(model.config.get_text_config(decoder=True), "hc_mult")  # hyper-connections [B, S, streams, H]
+    text: Any = model.config.get_text_config(decoder=True)
+    skipped, has_streams = image_layers(text), hasattr(text, "hc_mult")  # hyper-connections [B, S, streams, H]
 
     def read(states: torch.Tensor) -> torch.Tensor:
         return states.mean(dim=2) if has_streams and states.dim() == 4 else states
@@ -350,17 +356,23 @@ def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tenso
 
         return hooked(hook)
 
-    def input_of_first(module, args, kwargs):
-        keep(0, read(args[0] if args else kwargs["hidden_states"]))
+    def input_of(key):
+        def hook(module, args, kwargs):
+            keep(key, read(args[0] if args else kwargs["hidden_states"]))
+
+        return hooked(hook)
 
     with contextlib.ExitStack() as stack:
         if taps.last_hidden:
             stack.enter_context(decoder_of(model).register_forward_hook(output_of("last_hidden")))
         layers: Any = decoder_layers(model) if taps.layers else ()
         for index in taps.layers:
-            if index == 0:  # the first layer's input, not the embeddings: some models scale them or add positions
-                handle = layers[0].register_forward_pre_hook(hooked(input_of_first), with_kwargs=True)
-            else:
-                handle = layers[index - 1].register_forward_hook(output_of(index))
-            stack.enter_context(handle)
+            below = index
+            while below:
+                below -= 1
+                stack.enter_context(layers[below].register_forward_hook(output_of(index)))
+                if below not in skipped:  # else its output may be its input
+                    break
+            else:  # the first layer's input, not the embeddings: some models scale them or add positions
+                stack.enter_context(layers[0].register_forward_pre_hook(input_of(index), with_kwargs=True))
         yield

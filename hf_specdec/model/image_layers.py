@@ -5,22 +5,39 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..cache.image_keys import ImageKeys
+from ..cache import PagedStaticCache
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
-from .architectures import decoder_layers
+from .architectures import all_parameters, decoder_layers, image_layers
+from .attention import attend_next_to
+from .encoder_decoder.forward import CrossCache
 from .packed_batch import PackedBatch
 from .threads import replaced_method
 
 
-def image_layers(config: Any) -> frozenset[int]:
-    """Indices of the layers that attend to images, from the text model's configuration."""
-    return frozenset(getattr(config, "cross_attention_layers", None) or ())
+@dataclass
+class ImageKeys:
+    """Keys and values of the n keys of image tiles that all tokens after a row's prompt see.
+
+    Attributes:
+        layers: by index [n, heads, width] each; None: a layer of text.
+        is_hidden: the prompt's mask hides all tiles, so that the layers' MLPs add nothing.
+    """
+
+    layers: list[tuple[torch.Tensor, ...] | None]
+    is_hidden: bool
+
+    @property
+    def num_keys(self) -> int:
+        """n."""
+        return next(pair[0].shape[0] for pair in self.layers if pair is not None)
 
 
 def holds_images(config: Any, cache: Cache | None) -> bool:
@@ -46,34 +63,71 @@ def check_cache(model: Any, config: Any, cache: Cache | None, inputs: dict[str, 
 
 
 def image_keys(config: Any, cache: DynamicCache, inputs: dict[str, Any], num_rows: int) -> list[ImageKeys] | None:
-    """Per row, the keys that text after a prompt sees, from transformers' cache after it; None: the prompts had no images.
+    """Per row, the keys that text after a prompt sees, from transformers' cache after it; None: the prompts had no images. `inputs`: of
+    the model's forward."""
+    if not holds_images(config, cache):
+        return None
+    beside, rows = image_layers(config), []
+    for row in range(num_rows):
+        tiles, sees_tiles = _seen_tiles(inputs, row)
+        layers: list[Any] = [None] * len(cache.layers)
+        for index in beside:
+            layer: Any = cache.layers[index]
+            places = tiles.repeat_interleave(layer.keys.shape[2] // len(tiles)).to(layer.keys.device)
+            layers[index] = tuple(part[row][:, places].transpose(0, 1) for part in (layer.keys, layer.values))
+        rows.append(ImageKeys(layers, not sees_tiles))
+    return rows
+
+
+def keep_images(model: Any, cache: PagedStaticCache, seq_id: int, images: ImageKeys, num_blocks: int) -> None:
+    """Keep the keys of a row's images, with those of other rows in at most `num_blocks`. Raises OutOfBlocks: they do not fit; nothing was
+    done."""
+    cache.keep_source(seq_id, images.num_keys, lambda: images.layers, num_blocks, all_parameters(model))
+    pools: Any = cache.cross
+    pools.tables[seq_id].is_hidden = images.is_hidden
+
+
+def _seen_tiles(inputs: dict[str, Any], row: int) -> tuple[torch.Tensor, bool]:
+    """Which tiles the text after a prompt attends to, bool [images * tiles], and whether its mask shows any.
 
     Every later token has the mask of the prompt's last one. If that hides all tiles, transformers' attention sees all of them, and
     the layers' MLPs add nothing.
 
     Args:
-        inputs: of the model's forward, with `cross_attention_mask` [B, T, images, tiles], 1 where a token sees a tile; None: it sees all.
+        inputs: with `pixel_values` [B, images, tiles, ..] and `cross_attention_mask` [B, T, images, tiles], 1 where a token sees a tile;
+            None: it sees all. Tensors or numpy arrays.
     """
-    if not holds_images(config, cache):
-        return None
-    layers: dict[int, Any] = {index: cache.layers[index] for index in image_layers(config)}
-    mask, rows = inputs.get("cross_attention_mask"), []
-    for row in range(num_rows):
-        num_keys = next(iter(layers.values())).keys.shape[2]
-        seen = torch.ones(num_keys, dtype=torch.bool)
-        if mask is not None:
-            tiles = mask[row, -1].flatten() == 1
-            seen = tiles.repeat_interleave(num_keys // len(tiles)).cpu()
-        has_any = bool(seen.any())
-        places = (seen if has_any else ~seen).nonzero()[:, 0]
-        pairs = {
-            index: tuple(
-                part[row : row + 1].index_select(2, places.to(part.device)) for part in (layer.keys, layer.values)
-            )
-            for index, layer in layers.items()
-        }
-        rows.append(ImageKeys(pairs, has_any))
-    return rows
+    mask = inputs.get("cross_attention_mask")
+    shown = np.ones(inputs["pixel_values"].shape[1:3]) if mask is None else mask[row, -1]
+    tiles = torch.as_tensor(shown).flatten().cpu() == 1
+    has_any = bool(tiles.any())
+    return tiles if has_any else ~tiles, has_any
+
+
+def _keys_of_tile(config: Any) -> int:
+    return (config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1
+
+
+def most_keys_of_image(model: Any) -> int:
+    """Number of keys of an image of all tiles; 0 if no layer attends to images alone."""
+    config = model.config
+    has_images = image_layers(config.get_text_config(decoder=True)) and hasattr(config, "vision_config")
+    return config.vision_config.max_num_tiles * _keys_of_tile(config) if has_images else 0
+
+
+def num_image_keys(model: Any, inputs: dict[str, Any]) -> int:
+    """Number of keys of images that the text after a prompt of one row sees in such layers. `inputs`: see `_seen_tiles`."""
+    if not reads_images(model.config.get_text_config(decoder=True), inputs):
+        return 0
+    return int(_seen_tiles(inputs, 0)[0].sum()) * _keys_of_tile(model.config)
+
+
+def bytes_per_image_key(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of a key and its value in all such layers of a text model of this configuration."""
+    if not image_layers(config):
+        return 0
+    width = config.hidden_size // config.num_attention_heads
+    return 2 * len(image_layers(config)) * config.num_key_value_heads * width * dtype.itemsize
 
 
 @contextlib.contextmanager
@@ -81,44 +135,33 @@ def attending_to_images(model: Any, batch: PackedBatch, arguments: dict[str, Any
     """Inside the context, for this thread, the layers that attend to images read those of the batch's rows; rows without images pass
     them unchanged. `arguments`, of the model's forward, get what makes it run these layers."""
     arguments["cross_attention_states"] = batch.input_ids  # which no layer reads; with None they would be left out
-    rows = [batch.cache.images.get(row.seq_id) for row in batch.inputs]
-    sees = torch.tensor([row is not None and row.sees_tiles for row in rows])
-    counts = torch.tensor([row.num_tokens for row in batch.inputs])
-    sees = sees.repeat_interleave(counts)[None, None, :, None]  # [1, 1, T, 1], as transformers' layers take it
+    pools: Any = batch.cache.cross
+    tables = [pools.tables.get(row.seq_id) for row in batch.inputs for _ in range(row.num_tokens)]
+    lacks = [[table is None, table is None or table.is_hidden] for table in tables]
+    lacks_images, sees_none = torch.tensor(lacks, device=batch.input_ids.device).T
     with contextlib.ExitStack() as stack:
+        stack.callback(attend_next_to, None)  # an error may come between a layer's keys and its attention
         for layer in decoder_layers(model):
             attention: Any = getattr(layer, "cross_attn", None)
             if attention is not None:
-                stack.enter_context(replaced_method(layer, "forward", functools.partial(_with_rows, sees)))
-                attend = functools.partial(_attend, batch, rows, attention.layer_idx)
+                stack.enter_context(replaced_method(layer, "forward", functools.partial(_with_rows, sees_none)))
+                attend = functools.partial(_attend, batch.cross, lacks_images)
                 stack.enter_context(replaced_method(attention, "forward", attend))
         yield
 
 
-def _with_rows(sees: torch.Tensor, original: Callable, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+def _with_rows(sees_none: torch.Tensor, original: Callable, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
     """A layer's forward. Without our batch neither the attention nor a compiled layer takes it for one over pages."""
     kwargs = {name: value for name, value in kwargs.items() if name != "specdec"}
-    kwargs["full_text_row_masked_out_mask"] = sees.to(hidden_states)
+    kwargs["full_text_row_masked_out_mask"] = (~sees_none).to(hidden_states)[None, None, :, None]
     return original(hidden_states, **kwargs)
 
 
 def _attend(
-    batch: PackedBatch,
-    rows: list[ImageKeys | None],
-    index: int,
-    original: Callable,
-    hidden_states: torch.Tensor,
-    **kwargs: Any,
+    cross: PackedBatch, lacks_images: torch.Tensor, original: Callable, hidden_states: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """The attention of a layer, row by row: [1, T, H] from [1, T, H]; zeros for rows without images."""
-    out = torch.zeros_like(hidden_states)
-    for row, start, end in zip(rows, batch.starts[:-1], batch.starts[1:], strict=True):
-        if row is not None:
-            keys, values = row.layers[index]
-            cache: Any = DynamicCache()
-            cache.update(*(part.to(hidden_states.device) for part in (keys, values)), index)
-            # All zeros: without a mask, sdpa would attend causally.
-            mask = hidden_states.new_zeros(1, 1, end - start, keys.shape[2])
-            given = {**kwargs, "cross_attention_states": None, "attention_mask": mask, CACHE: cache}
-            out[:, start:end] = original(hidden_states[:, start:end], **given)[0]
-    return out, None
+    """The attention of a layer: [1, T, H] from [1, T, H]; zeros for rows without images."""
+    mask = cross.dense_mask(None, hidden_states.dtype, hidden_states.device) if cross.gather else None
+    given = {**kwargs, "cross_attention_states": None, "attention_mask": mask, CACHE: CrossCache(cross)}
+    out = original(hidden_states, **given)[0]
+    return out.masked_fill(lacks_images.to(out.device)[None, :, None], 0), None

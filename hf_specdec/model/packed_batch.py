@@ -188,13 +188,15 @@ class PackedBatch:
 
     @functools.cached_property
     def cross(self) -> PackedBatch:
-        """The same tokens before the keys of their rows' sources, of which each token sees all of its row (encoder-decoder models)."""
+        """The same tokens before the keys of their rows' sources or images, of which each token sees all of its row. Rows without images
+        see one key of another row."""
         pools, rows = self.cache.cross, []
         assert pools is not None
         for row in self.inputs:
-            start = pools.tables[row.seq_id].length - row.num_tokens
+            seq_id = row.seq_id if row.seq_id in pools.tables else next(iter(pools.tables))
+            start = (pools.tables[seq_id].length if seq_id == row.seq_id else 1) - row.num_tokens
             seen = np.ones((row.num_tokens, 1), dtype=bool)
-            rows.append(RowInput(row.seq_id, row.tokens, start, visibility=seen, drafts=row.drafts))
+            rows.append(RowInput(seq_id, row.tokens, start, visibility=seen, drafts=row.drafts))
         num_keys = sum(row.start + row.num_tokens for row in rows)
         return PackedBatch(
             self.input_ids, self.position_ids, rows, self.starts, None, pools, self.gather, self.write_slots, num_keys,

@@ -31,7 +31,7 @@ from .captures import Captures
 from .encoder_decoder.forward import arguments, replaced
 from .encoder_decoder.source import Source, dummy_sources, read_source
 from .graphs import CapturedBatch, GraphRunner
-from .image_layers import attending_to_images
+from .image_layers import attending_to_images, bytes_per_image_key
 from .latent import is_latent
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
@@ -239,7 +239,9 @@ class PackedModel:
         return self._cache_of_one_token().bytes_per_token
 
     def bytes_per_source_token(self) -> int:
-        """The same for one state of an encoder; 0 if there is none."""
+        """The same for one state of an encoder, or of an image to which some layers attend alone; 0 if there is none."""
+        if self.family is None:
+            return bytes_per_image_key(self.config, self.model.dtype)
         cross = self._cache_of_one_token().cross
         return 0 if cross is None else cross.bytes_per_token
 
@@ -353,8 +355,7 @@ class PackedModel:
         Call inside `active()`. Shapes: see PackedBatch and PackedOutput. `tapped` False: the taps may be left out.
         """
         # Neither graphs nor programs know keys of images.
-        reads_images = cache.images and any(row.seq_id in cache.images for row in rows)
-        output, is_plain = None, not (all_hidden_states or reads_images)
+        output, is_plain = None, not (all_hidden_states or self._reads_images(rows, cache))
         if self.graphs is not None and is_plain and not have_adapters(rows):
             output = self.graphs.run([rows], cache)
         if output is None and self.native is not None and is_plain:
@@ -415,7 +416,7 @@ class PackedModel:
                 stack.enter_context(self.row_adapters.running(batch.inputs, self.selects_logits))
             if batch.invariant is not None:
                 stack.enter_context(batch.invariant)
-            if batch.cache.images and isinstance(batch, PackedBatch):
+            if isinstance(batch, PackedBatch) and self._reads_images(batch.inputs, batch.cache):
                 stack.enter_context(attending_to_images(model, batch, kwargs))
             output = model(**kwargs)
         if not self.gather and batch.attention_calls == 0:
@@ -440,6 +441,11 @@ class PackedModel:
             input_ids=batch.input_ids[0],
             all_logits=returned if self.taps.logits else None,
         )
+
+    def _reads_images(self, rows: list[RowInput], cache: PagedStaticCache) -> bool:
+        """True if some layers attend to images of these rows alone."""
+        cross = cache.cross if self.family is None else None
+        return cross is not None and any(row.seq_id in cross.tables for row in rows)
 
     @property
     def selects_logits(self) -> bool:

@@ -16,14 +16,13 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..cache import PagedStaticCache
-from ..cache.image_keys import ImageKeys
 from ..cache.state_pool import KeptStates, StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import CACHE
 from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from . import architectures
-from .image_layers import image_keys, image_layers
+from .image_layers import ImageKeys, image_keys, keep_images
 from .packed_model import PackedModel
 from .recurrent.families import num_cached, states_of
 from .self_test import evaluating, relative_error
@@ -97,7 +96,7 @@ def read_prompt(
         generation_config.prefill_chunk_size = None
     output, hidden, positions = _prefill(packed, input_ids, inputs, generation_config)
     offsets = _offsets(packed, positions, columns)
-    beside = image_layers(packed.config)
+    beside = architectures.image_layers(packed.config)
     _check_keys(packed, cache, end, beside)
     keys_values = [row_of(cache, i, places, beside) for i, places in enumerate(columns)]
     states = None if packed.recurrent is None else [states_of(cache, i) for i in range(len(columns))]
@@ -149,7 +148,11 @@ def _prefill(
 
     model: Any = packed.model
     noting = model.register_forward_pre_hook(note_positions, with_kwargs=True)
-    tapping = architectures.tapping(model, packed.taps, lambda key, states: tapped[key].append(states))
+
+    def keep(key: Any, states: torch.Tensor) -> None:
+        tapped[key][len(positions) - 1 :] = [states]
+
+    tapping = architectures.tapping(model, packed.taps, keep)
     with noting, packed.reading(), tapping:
         output = model._prefill(input_ids, generation_config, dict(inputs))
     return output, tapped, positions[-1]
@@ -251,7 +254,7 @@ def _check_next_step(
     cache.reserve(0, length + 1)
     cache.load_all(0, prompt.keys_values[row])
     if prompt.images is not None:
-        cache.images[0] = prompt.images[row]
+        keep_images(packed.model, cache, 0, prompt.images[row], prompt.images[row].num_keys)
     if states is not None and prompt.states is not None:
         states.load(0, prompt.states[row], length)
     token = RowInput(0, tokens[row : row + 1].cpu().numpy(), length, offset=prompt.offsets[row])

@@ -26,15 +26,16 @@ from ..candidate_generators.base import DrafterContext
 from ..config import SpeculativeConfig, nearest_hint
 from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
-from ..decoding.decoder import SpeculativeDecoder
 from ..integration import make_decoder, model_lock
 from ..model.architectures import all_modules
 from ..model.encoder_decoder import is_encoder_decoder
+from ..model.image_layers import most_keys_of_image
 from ..model.options.fingerprints import fingerprints
 from ..model.structure import state_of, structure_of
 from .engine.encoder import EncoderFacts, EncoderSide
 from .engine.engine import Engine
 from .engine.images import load_processor, reads_images
+from .engine.memory import num_blocks_for
 from .engine.outputs import RequestOutput
 from .engine.params import OF_MODELS, SamplingParams
 from .engine.prompts import PromptReader
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.8}  # share of the free memory that the KV cache may take by default
 _OLDER_NAMES = {  # vLLM's arguments before it had `speculative_config` → the keys that replaced them
     "speculative_model": "model",
     "num_speculative_tokens": "num_speculative_tokens",
@@ -86,8 +86,8 @@ class LLM:
         max_num_batched_tokens: maximum number of tokens in a step; None: 2048, or on a CPU the 256 that run as one native call, while
             decoding rows take at most half of them.
         kv_cache_dtype: the key of that name in `speculative_config`: "int8" keeps keys and values in 8 bits, which is lossy.
-        kv_cache_memory_bytes: memory of the target's KV cache; None: half of the free memory (0.8 of a GPU's), or what `max_num_seqs`
-            texts of `max_model_len` tokens need if that is less.
+        kv_cache_memory_bytes: memory of the target's keys, of which images may have a part; None: half of the free memory (0.8 of a
+            GPU's), or what `max_num_seqs` texts of `max_model_len` tokens need if that is less.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
         tensor_parallel_size: number of ranks, each of which holds a part of every layer. This process is rank 0; it starts the others on
             this machine, and `close` ends them. Must be 1 with a loaded model, which may be sharded already.
@@ -168,8 +168,8 @@ class LLM:
                 raise ValueError(f"kv_transfer_config is for decoder-only models; {name} has an encoder.")
             make_transfers = partial(Transfers.of, transfer.kv_connector_extra_config)
         self.prompts = PromptReader(self.model, self.tokenizer, self.processor, self.encoder)
-        num_states = 0 if self.encoder is None else self.encoder.max_length
-        num_blocks, num_source_blocks = _num_blocks(
+        num_states = most_keys_of_image(self.model) if self.encoder is None else self.encoder.max_length
+        num_blocks, num_source_blocks = num_blocks_for(
             decoder, self.max_model_len, num_states, given["max_num_seqs"], given["kv_cache_memory_bytes"]
         )
         if self.encoder is not None:
@@ -179,7 +179,9 @@ class LLM:
             agreed = digest(-1 if seed is None else seed, num_blocks)
             (seed,) = self.ranks.same([random.getrandbits(62) if seed is None else seed], agreed)
         limits = self.max_model_len, given["max_num_seqs"], given["max_num_batched_tokens"]
-        self.engine = Engine(decoder, self.tokenizer, num_blocks, *limits, seed, make_transfers, side)
+        self.engine = Engine(
+            decoder, self.tokenizer, num_blocks, *limits, seed, make_transfers, side, num_source_blocks
+        )
 
     def generate(
         self,
@@ -454,47 +456,3 @@ def _check_others(others: dict[str, Any]) -> None:
         hint = nearest_hint(unknown[0], [*inspect.signature(LLM).parameters, *_IGNORED_ARGUMENTS, *_OLDER_NAMES])
         names = ", ".join(map(repr, unknown))
         raise TypeError(f"LLM() has no argument {names}{hint}; docs/coming-from/vllm.md says which of vLLM's it takes.")
-
-
-def _num_blocks(
-    decoder: SpeculativeDecoder, max_model_len: int, num_states: int, max_num_seqs: int, memory_bytes: int | None
-) -> tuple[int, int]:
-    """Numbers of KV blocks for `max_num_seqs` texts and for what an encoder has read for them, or as many as the memory holds.
-
-    Args:
-        num_states: maximum number of states of an encoder's input; 0: there is no encoder.
-        memory_bytes: for KV and recurrent states; None: a share of the free memory.
-
-    Raises:
-        ValueError: not one block, or not one encoder's input, fits, or the amount of free memory is unknown.
-    """
-    target, block_size, num_drafts = decoder.target, decoder.config.block_size, decoder.generator.max_draft_nodes
-    per_source = -(-num_states // block_size)
-    if decoder.config.num_blocks is not None:
-        return decoder.config.num_blocks, max_num_seqs * per_source
-    per_text = -(-(max_model_len + num_drafts) // block_size) + 1
-    per_block = max(target.bytes_per_token(), 1) * block_size  # 0: no layer has keys
-    if memory_bytes is None:
-        free = target.free_bytes()
-        if free is None:
-            raise ValueError("This system does not say how much memory is free: pass kv_cache_memory_bytes.")
-        memory_bytes = int(_MEMORY_SHARE[target.device.type] * free)
-    target.cache_bytes = memory_bytes
-    target.choose_states(max_num_seqs, num_drafts)
-    states = target.bytes_of_states(num_drafts) * max_num_seqs + target.bytes_of_prefix_states()
-    bytes_per_source = per_source * block_size * target.bytes_per_source_token() if per_source else 0
-    num_texts = max_num_seqs
-    if bytes_per_source:  # as many rows as can have both
-        num_texts = min(max_num_seqs, memory_bytes // (bytes_per_source + per_text * per_block))
-        if not num_texts:
-            raise ValueError(
-                f"kv_cache_memory_bytes of {memory_bytes} does not hold the keys of one input of {num_states} states "
-                f"({bytes_per_source} bytes) and of its text."
-            )
-    fitting = (memory_bytes - states - num_texts * bytes_per_source) // per_block
-    if fitting < 1:
-        beside = f" in addition to {states} bytes of recurrent states of {max_num_seqs} texts" if states else ""
-        raise ValueError(
-            f"kv_cache_memory_bytes of {memory_bytes} holds no block of {block_size} tokens ({per_block} bytes){beside}."
-        )
-    return min(num_texts * per_text, fitting), num_texts * per_source

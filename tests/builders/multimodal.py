@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Processor,
     LlavaProcessor,
+    MllamaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.models.clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 IMAGE = 120  # the placeholder's id
@@ -263,11 +265,12 @@ def image_prompts(
 # ---- processors -------------------------------------------------------------------------------------------------
 
 _SPECIAL = {"qwen2_5_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"), "llava": ("<image>",),
-            "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>")}  # fmt: skip
+            "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), "mllama": ("<|image|>", "<|python_tag|>")}  # fmt: skip
 _PLACEHOLDERS = {
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "llava": "<image>",
     "gemma3": "<start_of_image>",
+    "mllama": "<|image|>",
 }
 # As the templates of these models do: a text is shown only as a part (LLaVA, which leaves the first token to the tokenizer), or also
 # by itself.
@@ -291,9 +294,10 @@ class ImagesOnly(Qwen2VLProcessor):
 
 
 def build_processor(family: str) -> ProcessorMixin:
-    """The processor of a model of `build_multimodal`, whose tokens are letters: a prompt of a few words repeats them."""
-    special = dict(enumerate(_SPECIAL[family], IMAGE))
-    words = {special.get(i, chr(32 + i) if i < 95 else f"<{i}>"): i for i in range(VOCAB)}
+    """The processor of a model of `build_multimodal`, or of `build_mllama`, whose placeholder has no logits. Their tokens are letters: a
+    prompt of a few words repeats them."""
+    special = dict(enumerate(_SPECIAL[family], VOCAB if family == "mllama" else IMAGE))
+    words = {special.get(i, chr(32 + i) if i < 95 else f"<{i}>"): i for i in {*range(VOCAB), *special}}
     words = {{94: "<user>", 93: "<assistant>", 92: "<system>", 91: "<s>"}.get(i, word): i for word, i in words.items()}
     made = Tokenizer(models.WordLevel(words, unk_token=chr(35)))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -311,6 +315,9 @@ def build_processor(family: str) -> ProcessorMixin:
         images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=1024)
         return ImagesOnly(images, tokenizer, chat_template=template)
     size = {"height": 16, "width": 16}
+    if family == "mllama":
+        images = MllamaImageProcessorPil(size=size, max_image_tiles=4)
+        return MllamaProcessor(images, tokenizer, template)
     if family == "llava":
         images = CLIPImageProcessorPil(size=size, crop_size=size)
         return LlavaProcessor(images, tokenizer, 8, "default", template, num_additional_image_tokens=1)

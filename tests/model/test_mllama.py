@@ -5,83 +5,35 @@ import logging
 
 import pytest
 import torch
-from families import VOCAB, drawn_vectors, perturbed
+from families import VOCAB, perturbed
+from mllama import ALONE, RAGGED, build_mllama, eagle3_head, needs_image_layers, prompts
 from multimodal import GREEDY, METHODS, eagle_head
 from oracle import assert_clean, ragged
 from recurrent_families import WrongAt, WrongAtInTrees
 from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
-from transformers import DynamicCache, MllamaConfig, MllamaForConditionalGeneration
-from transformers.generation import GenerationMixin
+from transformers import DynamicCache
 
 import hf_specdec
 from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.names import CACHE
+from hf_specdec.core.output import Taps
 from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.kernels.native import library
+from hf_specdec.model import architectures
 from hf_specdec.model import prompt as prompt_module
+from hf_specdec.model.architectures import tapped
 from hf_specdec.model.native import NativeRunner
 from hf_specdec.model.prepare import prepare
 
-# older versions cannot run Mllama on packed rows of text, and say so
-pytestmark = pytest.mark.skipif(
-    not hasattr(GenerationMixin, "_expand_multimodal_outputs"), reason="needs a newer transformers"
-)
+pytestmark = needs_image_layers
 NGRAM = {**METHODS["ngram"], "num_speculative_tokens": 3}
-TEXT = {
-    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "cross_attention_layers": [1, 3], "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None,
-    "initializer_range": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "max_position_embeddings": 256,
-}  # fmt: skip
-VISION = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2,
-    "image_size": 16, "patch_size": 8, "max_num_tiles": 4, "vision_output_dim": 32, "intermediate_layers_indices": [0],
-    "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-@torch.no_grad()
 def model():
-    """Its gates, which would be zeros, are open."""
-    torch.manual_seed(0)
-    config = MllamaConfig(vision_config=VISION, text_config=TEXT, image_token_index=VOCAB)
-    model = drawn_vectors(MllamaForConditionalGeneration(config).eval())
-    for name, weight in model.named_parameters():
-        if "gate" in name and weight.numel() == 1:
-            weight.fill_(0.7)
-        elif ("vision" in name or "projector" in name) and weight.dim() > 1:
-            weight.normal_(0, 0.3)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def prompts(rows, lengths, seed=0):
-    """Left-padded prompts whose row i has images of `rows[i]` tiles each, as the processor hands them on: a token sees the tiles of the
-    images before it, until the next image but one. Missing images and tiles are zeros, and hidden."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs, (count, width) = ragged(lengths, 100), (max(1, *map(len, rows)), max(lengths))
-    batch = len(rows)
-    pixels, ratios = torch.zeros(batch, count, 4, 3, 16, 16), torch.zeros(batch, count, dtype=torch.long)
-    tiles = torch.zeros(batch, count, 4, dtype=torch.long)
-    mask = torch.zeros(batch, width, count, 4, dtype=torch.long)
-    tiles[:, :, 0] = 1
-    for row, images in enumerate(rows):
-        for image, number in enumerate(images):
-            pixels[row, image, :number] = torch.randn(number, 3, 16, 16, generator=generator)
-            ratios[row, image], tiles[row, image, :number] = number, 1
-            start = width - lengths[row] + 1 + 2 * image
-            inputs["input_ids"][row, start] = VOCAB
-            mask[row, start:, image, :number] = 1
-    return inputs | {
-        "pixel_values": pixels, "aspect_ratio_ids": ratios, "aspect_ratio_mask": tiles, "cross_attention_mask": mask,
-    }  # fmt: skip
-
-
-# two images, none (whose tokens see no tile), one of several tiles
-RAGGED = [[1, 3], [], [2]], [9, 7, 12]
-ALONE = [[2, 1]], [11]
+    return build_mllama()
 
 
 @pytest.mark.parametrize("given", [RAGGED, ALONE], ids=["ragged", "alone"])
@@ -132,7 +84,7 @@ def test_rejections_at_every_position(model, drafter, monkeypatch):
     assert torch.equal(out.sequences, longer[:, : out.sequences.shape[1]])
     depths = out.speculation.acceptance_per_position
     assert len(depths) == 3 and 0 < depths[2] < depths[0] < 1
-    assert not decoder.cache.images
+    assert decoder.cache.cross is None or not decoder.cache.cross.tables
 
 
 def test_copies_and_samples(model):
@@ -170,6 +122,23 @@ def test_hidden_states_and_heads_that_read_them(model, tmp_path):
     assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=config), plain.sequences)
 
 
+def test_taps_after_layers_that_text_skips(model, tmp_path):
+    """Their states are those before them, with images not; heads read both, also in one batch."""
+    changed = []
+    for inputs in (prompts(*ALONE), ragged([9], 100)):
+        with tapped(model, Taps(layers=(1, 2, 4))) as states:
+            model(**inputs)
+        changed.append(not torch.equal(states[1], states[2]))
+        assert not torch.equal(states[2], states[4])
+    assert changed == [True, False]
+    config = {"method": "eagle3", "model": eagle3_head(tmp_path), "num_speculative_tokens": 3}
+    for inputs in (ragged([9, 5], 100), prompts(*RAGGED)):
+        plain = model.generate(**inputs, **GREEDY)
+        for more in ({}, {"branching_factors": [2, 2, 1]}):
+            assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config={**config, **more}), plain)
+    hf_specdec.release(model)
+
+
 @pytest.mark.skipif(library() is None, reason="the native library is not compiled")
 def test_no_program_runs_rows_with_images(model, monkeypatch):
     """A native program is traced over text, without these layers; text still runs as one."""
@@ -178,7 +147,7 @@ def test_no_program_runs_rows_with_images(model, monkeypatch):
 
     def note(self, rows, cache, tapped=True):
         output = run(self, rows, cache, tapped)
-        ran.append((output is not None, any(row.seq_id in cache.images for row in rows)))
+        ran.append((output is not None, any(cache.holds_source(row.seq_id) for row in rows)))
         return output
 
     monkeypatch.setattr(NativeRunner, "run", note)
@@ -242,3 +211,15 @@ def test_states_of_images_are_refused(model):
             **GREEDY,
             speculative_config=NGRAM,
         )
+
+
+def test_gathered_keys(model, monkeypatch):
+    """As a model attends whose attention cannot read pages."""
+    hf_specdec.release(model)
+    monkeypatch.setattr(architectures, "reads_pages", lambda _: False)
+    assert prepare(model).gather
+    for inputs in (prompts(*RAGGED), ragged([9, 5], 100)):
+        plain = model.generate(**inputs, **GREEDY)
+        for name in ("ngram", "tree"):
+            assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=METHODS[name]), plain), name
+    hf_specdec.release(model)

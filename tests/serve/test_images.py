@@ -21,6 +21,7 @@ import torch
 from cache_checks import check_blocks
 from families import make
 from helpers_server import Process, in_thread
+from mllama import build_mllama, needs_image_layers
 from multimodal import HYBRID, MULTIMODAL, build_multimodal, build_processor, eagle_head, image_prompts
 from PIL import Image
 from transformers.cache_utils import Cache
@@ -37,6 +38,10 @@ NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num
 TREE = {"method": "draft_model", "early_exit": 2, "branching_factors": [2, 2, 1]}
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 FAMILIES = ("qwen2_5_vl", "llava", "gemma3")
+
+
+def built(family):
+    return build_mllama() if family == "mllama" else build_multimodal(family)
 
 
 def picture(seed, width=40, height=30):
@@ -83,7 +88,7 @@ def plain(model, processor, conversations, **more):
 
 def check_empty(llm):
     caches = [llm.engine.decoder.cache, getattr(llm.engine.decoder.generator, "pages", None)]
-    for cache in [each for each in caches if each is not None]:
+    for cache in [each for own in caches if own is not None for each in (own, own.cross) if each is not None]:
         check_blocks(cache.pool)
         assert not cache.tables and not cache.pool.num_used
 
@@ -100,10 +105,10 @@ def folder(tmp_path_factory):
 # ---- LLM --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, pytest.param("mllama", marks=needs_image_layers)])
 def test_every_request_gets_the_text_of_generate(family, tmp_path):
     """Beside prompts of text, with look-ups, trees, a draft model, too few blocks; equal ids with another image are another prompt."""
-    model, processor = build_multimodal(family), build_processor(family)
+    model, processor = built(family), build_processor(family)
     expected = plain(model, processor, CONVERSATIONS)
     assert expected[0] != expected[3]
     make("Llama", seed=5).save_pretrained(tmp_path / "draft")
@@ -174,12 +179,12 @@ def test_every_family(family):
         llm.close()
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", pytest.param("mllama", marks=needs_image_layers)])
 def test_a_request_with_images_has_its_adapter(family, tmp_path):
     """Also where the adapter changes the vision tower, beside rows of other adapters."""
     processor, expected, folders = build_processor(family), {}, {}
     for seed, name in enumerate((None, "north", "south")):
-        model = build_multimodal(family)
+        model = built(family)
         if name is not None:
             torch.manual_seed(seed)
             options = {"target_modules": ["q_proj", "down_proj", "fc1"][: seed + 1], "init_lora_weights": False}
@@ -188,11 +193,12 @@ def test_a_request_with_images_has_its_adapter(family, tmp_path):
             folders[name] = str(tmp_path / name)
         expected[name] = plain(model, processor, CONVERSATIONS)
     assert expected[None] != expected["north"] != expected["south"]
-    llm = LLM(build_multimodal(family), processor, NGRAM, max_model_len=80, lora_modules=folders)
+    llm = LLM(built(family), processor, NGRAM, max_model_len=80, lora_modules=folders)
     wanted = [(number, name) for number in range(len(CONVERSATIONS)) for name in expected]
     params = [SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, lora=name) for _, name in wanted]
     outputs = llm.chat([CONVERSATIONS[number] for number, _ in wanted], params, use_tqdm=False)
     assert [each.outputs[0].token_ids for each in outputs] == [expected[name][number] for number, name in wanted]
+    assert not llm.engine.scheduler.num_preemptions  # no step has raised
     llm.close()
 
 

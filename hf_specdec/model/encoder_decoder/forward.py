@@ -45,8 +45,8 @@ class _CrossLayer:
         return (pool[:1] if read is None else pool.index_select(0, read)).transpose(0, 1)[None]
 
 
-class _CrossCache(Cache):
-    """The keys and values of the rows' sources, for a forward of a batch."""
+class CrossCache(Cache):
+    """The keys and values of the rows' sources or images, for a forward of a batch."""
 
     def __init__(self, batch: PackedBatch):
         self._num_keys, layers = batch.num_keys, [_CrossLayer(batch, pools) for pools in batch.cache.layers]
@@ -64,7 +64,7 @@ def arguments(model: Any, family: Family, batch: PackedBatch, masks: Any) -> dic
     states = torch.zeros(1, 1, encoder_width(model), dtype=model.dtype, device=batch.input_ids.device)
     given = {
         "encoder_outputs": encoder_output(states),
-        CACHE: EncoderDecoderCache(batch.cache, _CrossCache(batch.cross)),
+        CACHE: EncoderDecoderCache(batch.cache, CrossCache(batch.cross)),
         f"{family.prefix}input_ids": batch.input_ids,
         f"{family.prefix}attention_mask": masks,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,23 +129,9 @@ def dummy_sources(model: PreTrainedModel, count: int, device: torch.device) -> l
 @torch.no_grad()
 @own_attention()
 def read_source(model: Any, family: Family, cache: PagedStaticCache, seq_id: int, source: Source) -> None:
-    """Write the keys and values that a row's layers make of its source to `cache.cross`, which begins with the first row of a batch.
-
-    Raises:
-        OutOfBlocks: they do not fit; nothing was done.
-    """
-    if cache.cross is None:
-        num_layers, weights = len(decoder_layers(model, family)), model.parameters()
-        cache.cross = PagedStaticCache(
-            num_layers, source.num_blocks, cache.block_size, share_prefixes=False, weights=weights
-        )
-    cache.cross.add(seq_id)
-    try:
-        cache.cross.reserve(seq_id, source.length)
-        cache.cross.load_all(seq_id, _cross_keys(model, family, source))
-    except BaseException:
-        cache.cross.remove(seq_id)
-        raise
+    """Keep the keys and values that a row's layers make of its source. Raises OutOfBlocks: they do not fit; nothing was done."""
+    layers = functools.partial(_cross_keys, model, family, source)
+    cache.keep_source(seq_id, source.length, layers, source.num_blocks, model.parameters())
 
 
 def _cross_keys(model: Any, family: Family, source: Source) -> list[Any]:

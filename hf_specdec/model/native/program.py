@@ -204,7 +204,7 @@ def addresses(program: Program, cache: PagedStaticCache) -> Pools:
         for row, pair in zip(places, ((pools.keys, pools.values), *pools.quantized.values()), strict=True):
             row[2 * layer : 2 * layer + 2] = [pool.data_ptr() for pool in pair]
     made = Pools(places.ctypes.data, places[1].ctypes.data if len(places) > 1 else 0, places)
-    if cache.cross is None:  # whose pools come, go and grow by themselves
+    if not program.reads_sources:  # whose pools come, go and grow by themselves
         cache.of_pools[id(program)] = made, weakref.ref(program)  # another one may get its id
     return made
 

@@ -43,12 +43,14 @@ class Engine:
         max_model_len: maximum number of tokens of a prompt and its answer together.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
         encoder: of an encoder-decoder model.
+        num_image_blocks: as of a `Source`, for the keys of images, if these stand beside those of text.
     """
 
     def __init__(
         self, decoder: SpeculativeDecoder, tokenizer: Any, num_blocks: int, max_model_len: int,
         max_num_seqs: int = 256, max_num_batched_tokens: int | None = None, seed: int | None = None,
-        make_transfers: Callable[[SpeculativeDecoder], Transfers] | None = None, encoder: EncoderSide | None = None
+        make_transfers: Callable[[SpeculativeDecoder], Transfers] | None = None, encoder: EncoderSide | None = None,
+        num_image_blocks: int = 0
     ):  # fmt: skip
         self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len
         self._num_blocks, self._max_num_seqs = num_blocks, max_num_seqs
@@ -64,7 +66,8 @@ class Engine:
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
         self.adapters = Adapters(decoder.generator)
         self.corpora = EngineCorpora(decoder.generator)
-        self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, self.adapters, seed, encoder)
+        limits = decoder, tokenizer, max_model_len
+        self.admission = Admission(*limits, self.grammars, self.adapters, seed, encoder, num_image_blocks)
         self.control = Control(decoder, self.scheduler, self.allocate, self.transfers is not None)
 
     def allocate(self) -> None:

@@ -31,8 +31,8 @@ _MOST_RATIO = 200  # of an image's sides: some processors scale the shorter one 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow's other readers are many, and some run other programs
 
 
-# Of the model types for which transformers has a class for text alone, those with images here. Llama 4 and Mllama are served as text.
-_LOADED_WITH_TOWER = {"qwen3_5", "qwen3_5_moe"}
+# Of the model types for which transformers has a class for text alone, those with images here. Llama 4 is served as text.
+_LOADED_WITH_TOWER = {"mllama", "qwen3_5", "qwen3_5_moe"}
 
 
 def reads_images(config: PreTrainedConfig) -> bool:

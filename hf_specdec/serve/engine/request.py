@@ -23,6 +23,7 @@ from ...core.sequence import Sequence, stream_seeds
 from ...decoding.decoder import SpeculativeDecoder
 from ...decoding.generate import check_methods
 from ...decoding.outputs import RowStatistics, summarize
+from ...model.image_layers import num_image_keys
 from ...model.packed_model import PackedModel
 from ...model.prompt import ReadPrompt, read_prompt
 from ...refusals import check_inputs
@@ -38,10 +39,19 @@ from .text import Detokenizer, safe_length, token_text
 
 
 class ImagePrompt:
-    """A prompt with images, of one row, which the model itself reads. `inputs`: see `EncoderInput.images`."""
+    """A prompt with images, of one row, which the model itself reads.
 
-    def __init__(self, model: PreTrainedModel, ids: list[int], inputs: dict[str, Any]):
-        self.model, self.ids, self.inputs = model, ids, inputs
+    Args:
+        seen: the ids as drafters see them.
+        inputs: see `EncoderInput.images`.
+        num_blocks: as of a `Source`, whose `length` this also has: 0 unless the images' keys stand beside those of text.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, ids: list[int], seen: list[int], inputs: dict[str, Any], num_blocks: int
+    ):
+        self.model, self.ids, self.seen, self.inputs = model, ids, seen, inputs
+        self.length, self.num_blocks = num_image_keys(model, inputs), num_blocks
 
     def read(self, target: PackedModel) -> ReadPrompt:
         """Let the model read it, prepared as by its `generate()`. Call outside `active()`. Raises ValueError: it does not take these
@@ -49,8 +59,8 @@ class ImagePrompt:
 
         def read(model, input_ids, logits_processor, stopping_criteria, generation_config, **prepared):
             check_inputs(model, input_ids, generation_config, prepared)
-            columns = [np.arange(input_ids.shape[1])]
-            return read_prompt(target, input_ids, prepared, generation_config, input_ids, columns)
+            columns, seen = [np.arange(input_ids.shape[1])], input_ids.new_tensor([self.seen])
+            return read_prompt(target, input_ids, prepared, generation_config, seen, columns)
 
         model: Any = self.model
         # Without a mask generate() would hide tokens with the id that pads.
@@ -112,6 +122,7 @@ class Request:
     prompt: str | None  # the text that the user gave; of an encoder-decoder model, the encoder's
     prompt_token_ids: list[int]
     params: SamplingParams
+    seen_ids: list[int]  # the prompt's as drafters and processors see them: padding stands for ids without logits
     encoder: EncoderInput | None = None  # None: the model has none, or the prompt has no images
     choices: list[RequestChoice] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -191,9 +202,9 @@ class Admission:
 
     def __init__(
         self, decoder: SpeculativeDecoder, tokenizer: Any, max_model_len: int, grammars: GrammarCompiler, adapters: Adapters,
-        seed: int | None = None, encoder: EncoderSide | None = None
+        seed: int | None = None, encoder: EncoderSide | None = None, num_image_blocks: int = 0
     ):  # fmt: skip
-        self.encoder, self.adapters = encoder, adapters
+        self.encoder, self.adapters, self.num_image_blocks = encoder, adapters, num_image_blocks
         self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len
         self.grammars, self.eos_token_ids = grammars, grammars.ends
         self._numbers = itertools.count()
@@ -211,11 +222,14 @@ class Admission:
             encoder: for an encoder-decoder model: `prompt_token_ids` are then the decoder's, and `prompt` is the encoder's. Of a prompt
                 with images: these.
         """
-        self._check_prompt(prompt_token_ids)
-        self._check_params(params)
         images = None if encoder is None else encoder.images
+        ids, seen, image_prompt = list(prompt_token_ids), list(prompt_token_ids), None
         if images is not None:
             check_methods(self.decoder, 0, {})
+            seen = self._seen(ids)
+            image_prompt = self._image_prompt(ids, seen, images)
+        self._check_prompt(seen)
+        self._check_params(params)
         if images is not None and (params.prompt_logprobs is not None or params.kv_transfer_params):
             raise ValueError("prompt_logprobs and kv_transfer_params are for prompts without images: leave them out.")
         adapter = self.adapters.id_of(params.lora)
@@ -225,7 +239,7 @@ class Admission:
         predicted = self._predicted(params.prediction)
         wanted = params.structured_outputs  # in a server the HTTP side has had it compiled already
         matcher = None if wanted is None else self.grammars.matcher(wanted)
-        request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params, encoder)
+        request = Request(request_id, next(self._numbers), prompt, ids, params, seen, encoder)
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed % 2**63
         read = [] if source is None else source.ids
@@ -233,12 +247,27 @@ class Admission:
         for index, stream in enumerate(streams):
             choice = self._make_choice(request, index, stream, matcher, reasoning)
             choice.sequence.source, choice.sequence.adapter = source, adapter
-            if images is not None:
-                choice.sequence.image_prompt = ImagePrompt(self.decoder.target.model, request.prompt_token_ids, images)
-                choice.sequence.is_text = False
+            choice.sequence.image_prompt, choice.sequence.is_text = image_prompt, image_prompt is None
             choice.sequence.prediction = None if predicted is None else Prediction(predicted)
             request.choices.append(choice)
         return request
+
+    def _seen(self, ids: list[int]) -> list[int]:
+        """The ids of a prompt with images as drafters see them: a placeholder of the model's that has no logits is padding."""
+        model: Any = self.decoder.target.model
+        placeholder, pad = getattr(model.config, "image_token_id", None), model.generation_config.pad_token_id or 0
+        has_logits = placeholder is None or placeholder < self.decoder.target.vocab_size
+        return ids if has_logits else [pad if token == placeholder else token for token in ids]
+
+    def _image_prompt(self, ids: list[int], seen: list[int], images: dict[str, Any]) -> ImagePrompt:
+        """Raises ValueError: the keys of its images do not fit."""
+        made = ImagePrompt(self.decoder.target.model, ids, seen, images, self.num_image_blocks)
+        most = self.num_image_blocks * self.decoder.cache.block_size
+        if made.length > most:
+            raise ValueError(
+                f"The images have {made.length} keys; there is memory for {most}. Give it more memory, or fewer images."
+            )
+        return made
 
     def _predicted(self, given: str | list[int] | None) -> list[int] | None:
         """The ids of a prediction. Raises ValueError: they are not the model's, or too many, or there is no tokenizer."""
@@ -291,7 +320,7 @@ class Admission:
         self, request: Request, index: int, stream: int, matcher: Any, reasoning: Reasoning | None
     ) -> RequestChoice:
         """Make the choice `index` of a request, whose random numbers come from the seed `stream`."""
-        params, prompt = request.params, request.prompt_token_ids
+        params, prompt = request.params, request.seen_ids
         length, room = len(prompt), self.max_model_len - len(prompt)
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids))
@@ -307,7 +336,7 @@ class Admission:
             space=params.space if params.lora is None else f"{params.space} {params.lora}",
         )  # fmt: skip
         wants_text = params.detokenize and self.tokenizer is not None
-        text = Detokenizer(self.tokenizer, prompt, params.skip_special_tokens) if wants_text else None
+        text = Detokenizer(self.tokenizer, request.prompt_token_ids, params.skip_special_tokens) if wants_text else None
         output = CompletionOutput(index)
         if params.logprobs is not None:
             output.logprobs, output.cumulative_logprob = [], 0.0
@@ -319,7 +348,7 @@ class Admission:
         """The logits processors of a row, in vLLM's order; None if no parameter changes the logits. The model's own rules come first.
         Raises ValueError: an id is outside the vocabulary, or there are bad words and no tokenizer.
         """
-        params, prompt, given = request.params, request.prompt_token_ids, request.encoder
+        params, prompt, given = request.params, request.seen_ids, request.encoder
         rules = [] if self.encoder is None or given is None else self.encoder.rules(given, prompt)
         processors, vocab_size = LogitsProcessorList(rules), self.decoder.target.vocab_size
         if params.logit_bias or params.allowed_token_ids is not None:

@@ -185,14 +185,11 @@ class Scheduler:
         """True if a waiting row may start: the free blocks hold its text, or nothing else is running."""
         if not self.running:
             return True
-        cache, source = self.decoder.cache, choice.sequence.source
-        if source is not None:
-            cross, rows = cache.cross, [choice, *self.running]
-            most, used = (source.num_blocks, 0) if cross is None else (cross.most_blocks, cross.pool.num_used)
-            # Rows that have just started hold none yet.
-            starting = [row.sequence.source for row in rows if not cache.holds_source(row.sequence.id)]
-            if used + sum(-(-source.length // cache.block_size) for source in starting if source is not None) > most:
-                return False
+        cache = self.decoder.cache
+        rows = [row.sequence for row in (choice, *self.running)]
+        beside = [part for part in (row.source or row.image_prompt for row in rows) if part is not None]
+        if beside and sum(-(-part.length // cache.block_size) for part in beside) > beside[0].num_blocks:
+            return False
         needed = -(-(len(choice.sequence.tokens) + 1) // cache.block_size)
         # Leave one block for each running row to grow into, so that the new row is not preempted at once.
         return needed + len(self.running) <= cache.most_blocks - cache.pool.num_used
