@@ -89,6 +89,15 @@ class RequestChoice:
         self.num_told, self.output.text = told, self.text.text
         return piece
 
+    def finish_text(self, text: Detokenizer) -> None:
+        """The same once no token will come, with its last bytes. `text` is not needed any more."""
+        try:
+            self.make_text()
+            text.finish()
+            self.output.text = text.text
+        finally:
+            self.text = None  # what raises may raise again
+
     def take(self) -> tuple[str, list[int], list[dict[int, Logprob]] | None] | None:
         """The text, ids and log-probabilities since the last call; None if there are none. Text that may begin a stop text is held back."""
         output, (characters, tokens) = self.output, self.taken or (0, 0)
