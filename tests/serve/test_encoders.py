@@ -267,6 +267,10 @@ def test_llm_hears(ears):
         ("a text", "multi_modal_data"),
         ({"multi_modal_data": {"audio": (recording(2), RATE)}}, "longer than a window"),
         ({"multi_modal_data": None}, "multi_modal_data"),
+        ({"multi_modal_data": {**audio, "image": 1}}, "A prompt of this model is"),
+        ({"multi_modal_data": audio, "language": "de"}, "a key 'language'"),
+        ({"encoder_prompt": {"prompt": "a", "multi_modal_data": audio}, "decoder_prompt": "b"}, "begins twice"),
+        ({"encoder_prompt": {"multi_modal_data": audio}, "prompt": "b"}, "a key 'prompt'"),
         ({"multi_modal_data": {"audio": (recording(1e-2) * 1e30, RATE)}}, "finite"),
         ({"multi_modal_data": {"audio": (samples[None], RATE)}}, "one channel"),
     ):
