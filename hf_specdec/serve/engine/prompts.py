@@ -106,9 +106,8 @@ class PromptReader:
 
     def _with_media(self, prompt: dict[str, Any]) -> tuple[str, list[int], EncoderInput]:
         """A prompt's text and token ids, and its images and recordings as the model reads them."""
-        data, text = prompt["multi_modal_data"], prompt.get("prompt")
-        is_text = isinstance(text, str) and "prompt_token_ids" not in prompt
-        if not is_text or not isinstance(data, dict) or not data or data.keys() - {"image", "audio"}:
+        data, text = prompt["multi_modal_data"], None if "prompt_token_ids" in prompt else prompt.get("prompt")
+        if not isinstance(text, str) or not isinstance(data, dict) or not data or data.keys() - {"image", "audio"}:
             raise ValueError(
                 'A prompt with images is {"prompt": text with their placeholders, "multi_modal_data": {"image": image or list}}; one '
                 'with audio has {"audio": (samples, sampling rate) or list}.'

@@ -275,6 +275,8 @@ class Admission:
 
     def _check_params(self, params: SamplingParams) -> None:
         check_ids(params.stop_token_ids, self.decoder.target.vocab_size, "stop_token_ids holds")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop needs a tokenizer: pass one to LLM(tokenizer=...), or stop_token_ids.")
         drafters = self.decoder.drafters
         if params.drafter is not None and params.drafter not in drafters:
             known = f"it has {', '.join(drafters)}" if drafters else "it has one method, for every request"
