@@ -1,5 +1,6 @@
 """Encoder-decoder models in LLM and the server: every request gets the text of generate(), and nothing is left behind."""
 
+import asyncio
 import copy
 import dataclasses
 import http.client
@@ -8,6 +9,7 @@ import json
 import select
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -31,8 +33,10 @@ from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.serve import LLM, SamplingParams
 from hf_specdec.serve.engine.encoder import EncoderSide
 from hf_specdec.serve.engine.speech import Speech
-from hf_specdec.serve.http.audio import AudioRequest
+from hf_specdec.serve.http.audio import AudioRequest, Transcription
 from hf_specdec.serve.http.errors import ApiError
+from hf_specdec.serve.http.server import Limits, Server
+from hf_specdec.serve.ipc.messages import Cancel, Submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 RATE = 16000
@@ -263,6 +267,10 @@ def test_llm_hears(ears):
         ("a text", "multi_modal_data"),
         ({"multi_modal_data": {"audio": (recording(2), RATE)}}, "longer than a window"),
         ({"multi_modal_data": None}, "multi_modal_data"),
+        ({"multi_modal_data": {**audio, "image": 1}}, "A prompt of this model is"),
+        ({"multi_modal_data": audio, "language": "de"}, "a key 'language'"),
+        ({"encoder_prompt": {"prompt": "a", "multi_modal_data": audio}, "decoder_prompt": "b"}, "begins twice"),
+        ({"encoder_prompt": {"multi_modal_data": audio}, "prompt": "b"}, "a key 'prompt'"),
         ({"multi_modal_data": {"audio": (recording(1e-2) * 1e30, RATE)}}, "finite"),
         ({"multi_modal_data": {"audio": (samples[None], RATE)}}, "one channel"),
     ):
@@ -358,6 +366,36 @@ def test_transcriptions(ears):
         while any(server.metrics()[f"hf_specdec_{name}"] for name in names):
             assert time.monotonic() < deadline, server.metrics()
             time.sleep(0.02)
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": "verbose_json", "timestamp_granularities[]": "word"}])
+def test_an_aborted_window_ends_the_transcript(ears, fields):
+    """As when the engine is paused: a text that lacks what was spoken in the middle would look whole."""
+    pytest.importorskip("python_multipart")
+    tokenizer, request = WhisperTokenizer.from_pretrained(ears), SimpleNamespace(headers={}, scope={})
+    raw, headers = form_of([("file", file_of(recording(3.3, 1))), ("language", "en"), *fields.items()])
+    request.headers = {name.lower(): value for name, value in headers.items()}
+
+    async def serve():
+        server = Server(tokenizer, ["ears"], Limits())
+        server.start(LLM(str(ears), speculative_config=NGRAM, device="cpu"), asyncio.get_running_loop())
+        begun, submit = [], server.worker.send
+
+        def send(message):
+            submit(message)
+            begun.append(message)
+            if isinstance(message, Submit) and len(begun) == 2:  # the second window
+                submit(Cancel(message.id, "abort"))
+
+        server.worker.send = send
+        try:
+            await Transcription.respond("transcribe", server, request, raw)
+        finally:
+            await asyncio.get_running_loop().run_in_executor(None, server.stop)
+
+    with pytest.raises(ApiError, match="aborted") as refused:
+        asyncio.run(serve())
+    assert refused.value.status == 503
 
 
 def _check_times_of_words(folder, hear, recordings):

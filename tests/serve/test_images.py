@@ -211,9 +211,16 @@ def test_what_LLM_refuses(caplog):
         ({**prompt, "prompt": "<image><image>"}, "processor refuses"),
         ({"prompt_token_ids": [1], "multi_modal_data": prompt["multi_modal_data"]}, "A prompt with images is"),
         ({**prompt, "multi_modal_data": {"video": 1}}, "A prompt with images is"),
+        ({**prompt, "prompt_token_ids": [1]}, "A prompt with images is"),
+        ({"prompt": "ab", "multimodal_data": {"image": picture(0)}}, "a key 'multimodal_data'"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate(given, GREEDY, use_tqdm=False)
+    for part in (
+        {"type": "image", "url": "picture.png"}, {"type": "image"}, {"type": "video", "video": "a.mp4"}, {"type": "audio", "path": "a.wav"},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="does not read such a part"):
+            llm.chat([{"role": "user", "content": [{"type": "text", "text": "ab"}, part]}], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="begins with data:image"):
         llm.chat(
             [{"role": "user", "content": [{"type": "image_url", "image_url": "http://a/b"}]}], GREEDY, use_tqdm=False

@@ -275,6 +275,14 @@ def test_a_model_that_others_change_is_not_the_one_it_was_made_for(make, tiny_mo
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("given", [{"stop": ["a"]}, {"bad_words": ["a"]}, {"prediction": "a"}])
+def test_texts_need_a_tokenizer(tiny_model, given):
+    llm = LLM(tiny_model, None, METHODS[1], max_model_len=32)
+    with pytest.raises(ValueError, match=f"{next(iter(given))}.* needs? a tokenizer"):
+        llm.generate([[5, 6]], GREEDY.copy(**given), use_tqdm=False)
+    llm.close()
+
+
 def test_names_and_older_spellings():
     with pytest.warns(FutureWarning, match="pass speculative_config="):
         llm = LLM(
@@ -301,7 +309,8 @@ def test_names_and_older_spellings():
         ([[]], GREEDY, "empty"),
         ([[1, 2, 10**6]], GREEDY, "ids 0 to"),
         ([list(range(3, 300))], GREEDY, "max_model_len 256"),
-        ([{"text": "x"}], GREEDY, "A prompt is a text"),
+        ([{"text": "x"}], GREEDY, "a key 'text'"),
+        ([{}], GREEDY, "A prompt is a text"),
         (["a"], GREEDY.copy(prediction=[10**6]), "prediction holds the id 1000000"),
         (["a"], GREEDY.copy(prediction=[5] * 257), "prediction has 257 tokens; max_model_len is 256"),
         (["a"], GREEDY.copy(thinking_token_budget=5), "thinking_token_budget: no response template"),

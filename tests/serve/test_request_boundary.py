@@ -154,6 +154,26 @@ def test_a_batch_keeps_the_answers_of_the_others(llm, others, monkeypatch):
         llm.generate([[*prompt, 7]], params[1], use_tqdm=False)
 
 
+def test_a_request_that_fails_keeps_its_text(llm, others, monkeypatch):
+    """All choices of it, up to the tokens that they had."""
+    prompt, params, expected = others
+    original, named = engine.token_text, []
+
+    def named_text(tokenizer, token):
+        named.append(token)
+        if len(named) == 7:
+            raise RuntimeError("no name")
+        return original(tokenizer, token)
+
+    monkeypatch.setattr(engine, "token_text", named_text)
+    asked = [params[0], SamplingParams(temperature=1.0, seed=3, max_tokens=20, logprobs=0, n=2)]
+    good, bad = llm.generate([prompt] * 2, asked, use_tqdm=False)
+    assert good.outputs[0].token_ids == expected[0] and str(bad.error) == "no name"
+    for output in bad.outputs:
+        assert output.token_ids and output.text == llm.tokenizer.decode(prompt + output.token_ids)[-len(output.text) :]
+        assert len(llm.tokenizer.decode(output.token_ids)) == len(output.text) and output.finish_reason == "error"
+
+
 def test_text_that_is_made_for_the_client(tiny_model, tiny_tokenizer, monkeypatch, caplog):
     """Without stop texts the HTTP side makes the text: one client reads an error, the other its answer."""
     pytest.importorskip("fastapi")

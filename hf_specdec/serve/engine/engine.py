@@ -195,9 +195,7 @@ class Engine:
         if not is_failure(error):
             raise error
         logger.error("Request %s ends, because its processing raised.", request.id, exc_info=error)
-        for choice in request.choices:
-            choice.text = None  # what raised may raise again
-        self.abort(request, error)
+        self.abort(request, request.error or error)
 
     def run(self, on_step: Callable[[list[Request]], object] = lambda requests: None) -> None:
         """Run steps until every request has ended. `Request.error` tells which of them failed. `on_step` is called after each step with the
@@ -310,9 +308,7 @@ class Engine:
         """End a choice; its KV blocks are free, or cached, at once."""
         if choice.text is not None and not text_is_whole:
             with self.boundary(choice.request):
-                choice.make_text()
-                choice.text.finish()
-                choice.output.text = choice.text.text
+                choice.finish_text(choice.text)
             if choice.output.finished():  # its text has raised, which ended it
                 return
         choice.output.finish_reason = reason

@@ -15,6 +15,8 @@ from .params import SamplingParams
 from .sounds import AUDIO_PART, NO_SOUNDS, heard, hears, sound_url
 from .structured import reasoning_before, reasoning_marks, response_template_of
 
+_TEXT = ("prompt", "prompt_token_ids")  # keys of a prompt
+_WITH_MEDIA, _PAIR = (*_TEXT, "multi_modal_data"), ("encoder_prompt", "decoder_prompt")
 # a text, if one was given; ids; the reasoning before the answer; what else the model reads
 Read = tuple[str | None, list[int], Reasoning | None, EncoderInput | None]
 
@@ -36,6 +38,10 @@ class PromptReader:
         """A prompt as `LLM.generate` takes it. Raises ValueError: it is none, or not one that this model reads."""
         facts = self.encoder
         has_both = isinstance(prompt, dict) and "encoder_prompt" in prompt
+        source, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
+        for part, known in ((prompt, _PAIR if has_both else _WITH_MEDIA), (source, _WITH_MEDIA), (begins, _TEXT)):
+            for key in part.keys() - known if isinstance(part, dict) else ():
+                raise ValueError(f"A prompt with a key {key!r} is not read; its keys are {', '.join(known)}.")
         if facts is None:
             if has_both:
                 raise ValueError(f"{self.name} has no encoder: encoder_prompt is not for it.")
@@ -44,14 +50,13 @@ class PromptReader:
             return text, ids, self._reasoning(text, ids, params), images
         if params.thinking_token_budget is not None:
             raise ValueError("thinking_token_budget is for decoder-only models.")
-        source, begins = (prompt["encoder_prompt"], prompt.get("decoder_prompt")) if has_both else (prompt, None)
         data = source.get("multi_modal_data") if isinstance(source, dict) else None
         if facts.speech is not None or facts.pixels is not None:
-            if (
-                begins is None
-                and isinstance(source, dict)
-                and not source.keys().isdisjoint(("prompt", "prompt_token_ids"))
-            ):
+            if isinstance(source, dict) and not source.keys().isdisjoint(_TEXT):
+                if begins is not None:
+                    raise ValueError(
+                        "The decoder begins twice: leave out the prompt of encoder_prompt, or decoder_prompt."
+                    )
                 begins = source
             return self._speech(facts, data, begins) if facts.speech is not None else self._image(facts, data, begins)
         if data is not None:
@@ -75,7 +80,7 @@ class PromptReader:
     def _speech(self, facts: EncoderFacts, data: Any, begins: Any) -> Read:
         """A recording of one window. `begins`: how the transcript begins, if that is said."""
         speech: Any = facts.speech
-        audio = data.get("audio") if isinstance(data, dict) else None
+        audio = data["audio"] if isinstance(data, dict) and data.keys() == {"audio"} else None
         if not isinstance(audio, (tuple, list)) or len(audio) != 2:
             raise ValueError('A prompt of this model is {"multi_modal_data": {"audio": (samples, sampling rate)}}.')
         features = speech.features(np.asarray(audio[0], np.float32), audio[1])
@@ -101,7 +106,7 @@ class PromptReader:
 
     def _with_media(self, prompt: dict[str, Any]) -> tuple[str, list[int], EncoderInput]:
         """A prompt's text and token ids, and its images and recordings as the model reads them."""
-        data, text = prompt["multi_modal_data"], prompt.get("prompt")
+        data, text = prompt["multi_modal_data"], None if "prompt_token_ids" in prompt else prompt.get("prompt")
         if not isinstance(text, str) or not isinstance(data, dict) or not data or data.keys() - {"image", "audio"}:
             raise ValueError(
                 'A prompt with images is {"prompt": text with their placeholders, "multi_modal_data": {"image": image or list}}; one '
@@ -173,6 +178,8 @@ def _without_media(messages: list[dict]) -> tuple[list[dict], dict[str, list[Any
         elif kind in ("image", "audio") and kind in part:
             media.setdefault(kind, []).append(part[kind])
             return {"type": "image"} if kind == "image" else AUDIO_PART
+        elif isinstance(kind, str) and kind.partition("_")[0] in ("image", "audio", "video", "file"):
+            raise ValueError(f"{str(part)[:100]}: LLM.chat does not read such a part of a message.")
         else:
             return part
         return {"type": "image"}

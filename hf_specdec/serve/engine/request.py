@@ -99,6 +99,15 @@ class RequestChoice:
         self.num_told, self.output.text = told, self.text.text
         return piece
 
+    def finish_text(self, text: Detokenizer) -> None:
+        """The same once no token will come, with its last bytes. `text` is not needed any more."""
+        try:
+            self.make_text()
+            text.finish()
+            self.output.text = text.text
+        finally:
+            self.text = None  # what raises may raise again
+
     def take(self) -> tuple[str, list[int], list[dict[int, Logprob]] | None] | None:
         """The text, ids and log-probabilities since the last call; None if there are none. Text that may begin a stop text is held back."""
         output, (characters, tokens) = self.output, self.taken or (0, 0)
@@ -295,6 +304,8 @@ class Admission:
 
     def _check_params(self, params: SamplingParams) -> None:
         check_ids(params.stop_token_ids, self.decoder.target.vocab_size, "stop_token_ids holds")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop needs a tokenizer: pass one to LLM(tokenizer=...), or stop_token_ids.")
         drafters = self.decoder.drafters
         if params.drafter is not None and params.drafter not in drafters:
             known = f"it has {', '.join(drafters)}" if drafters else "it has one method, for every request"

@@ -73,7 +73,7 @@ class Detokenizer:
         # of a run of bytes; None after one that fits no character
         self._run: codecs.IncrementalDecoder | None = _utf8("strict")
         self._ids, decoded = self._context(prompt)
-        end = self._end_of_fixed(decoded)
+        self._of_prompt, end = decoded, self._end_of_fixed(decoded)
         if decoded.endswith(_UNKNOWN) and self._kinds[self._ids[-1]][2] is not None:
             end = len(decoded.rstrip(_UNKNOWN))  # the answer may complete the character that the prompt begins
         self._num_shown = end
@@ -99,7 +99,9 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Returns the text after `text`: U+FFFD for the bytes of an incomplete last character. Call once, after the last token."""
-        piece = self._decode(self._ids)[self._num_shown :]
+        decoded = self._decode(self._ids)
+        self._pass_prompt(decoded)
+        piece = decoded[self._num_shown :]
         self._num_shown += len(piece)
         self.text, self.tail = self.text + piece, ""
         return piece
@@ -107,13 +109,22 @@ class Detokenizer:
     def _show(self) -> str:
         """Append the part of the tokens' text that is fixed and new to the text, and return it."""
         decoded = self._decode(self._ids)
-        end = max(self._num_shown, self._end_of_fixed(decoded) - self._margin)
+        fixed = self._end_of_fixed(decoded)
+        if fixed >= len(self._of_prompt):
+            self._pass_prompt(decoded)
+        end = max(self._num_shown, fixed - self._margin)
         piece, self._num_shown = decoded[self._num_shown : end], end
         self.text += piece
-        self.tail = decoded[end : max(end, self._end_of_fixed(decoded))]
+        self.tail = decoded[end : max(end, fixed)]
         if len(self._ids) > 2 * self.CONTEXT:
             self._forget(decoded)
         return piece
+
+    def _pass_prompt(self, decoded: str) -> None:
+        """The bytes at the prompt's end are decided. What they are was its text, unless the answer has completed them."""
+        if decoded.startswith(self._of_prompt):
+            self._num_shown = max(self._num_shown, len(self._of_prompt))
+        self._of_prompt = ""
 
     def _forget(self, decoded: str) -> None:
         """Drop tokens at the beginning if the text of the others shows that it does not depend on them."""
@@ -123,6 +134,7 @@ class Detokenizer:
         in_step = len(fixed) >= _LONGEST or bool(fixed.strip(_UNKNOWN))
         if in_step and num_dropped <= self._num_shown and decoded.endswith(shorter):
             self._ids, self._num_shown = ids, self._num_shown - num_dropped
+            self._of_prompt = self._of_prompt[num_dropped:]
 
     def _context(self, prompt: list[int]) -> tuple[list[int], str]:
         """The last ids of the prompt, from a place where a character begins, and their text."""

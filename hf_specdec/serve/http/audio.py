@@ -25,7 +25,7 @@ from ..engine.speech import Segment, Speech
 from ..ipc.messages import Update
 from .bodies import Body, checked
 from .endpoints import EventStream, ignored_header, sse
-from .errors import bad_request, shown
+from .errors import bad_request, shown, unavailable
 from .guard import SPACE
 from .lanes import LONG_BYTES
 from .server import Answer, Server
@@ -184,6 +184,8 @@ class Transcription:
                 if item is None or (self.body.stream and not self.has_timestamps):
                     yield None if item is None else item[1].text
             self.server.release(self.answers)
+            if updates[-1].finish_reason == "abort":  # the rest of the window would be missing in the middle
+                raise unavailable("The transcript was aborted, as the engine pauses or sleeps: send it again later.")
             tokens = [token for update in updates for token in update.token_ids]
             if beginning and tokens:
                 self.beginning = [tokens[:1], *self.beginning[1:]]  # the language that the model has said
