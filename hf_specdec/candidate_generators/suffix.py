@@ -196,7 +196,9 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
 
     def stop(self, seq: Sequence) -> None:
         """Free the sequence's own tree; its output stays in its space's, unless the sequence is not shared."""
-        if seq.id in self.known:
+        known = self.known.get(seq.id, seq.prompt_length)
+        is_read = seq.id in self.known and known - seq.prompt_length >= len(seq.tokens) - known
+        if is_read:
             self._read(seq)
         _, trees = self.running.pop(seq.id)
         self.spaces.leave(seq)
@@ -204,7 +206,9 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
         most = self.config.suffix_decoding_max_cached_requests
         if self.known.pop(seq.id, None) is not None:
             trees.trees.stop_request(seq.id)
-        elif seq.is_shared and len(output) and most:
+            if not is_read and seq.id in trees.trees.cached_requests:  # most of it waits, so all of it does
+                trees.trees.evict_cached_response(seq.id)
+        if not is_read and seq.is_shared and len(output) and most:
             self.waiting.append((trees, output))
             if len(self.waiting) > most > 0:
                 self.waiting.popleft()

@@ -61,7 +61,7 @@ class Acceptance:
         # for drafters that are asked for a depth: nodes drafted at each depth, drafts that had any, and drafts asked to be that deep
         self.shape = np.ones((3, self.num_drafters, longest))
         self.shape[0] *= np.reshape(nodes, (-1, 1))
-        # rows on which a drafter saved time, and rows
+        # rows on which a drafter saved time, and rows on which it was asked
         self.paid = np.repeat(self._PAID, self.num_drafters, 1)
         self._rates: np.ndarray | None = None
         self._slot: dict[int, int] = {}
@@ -69,7 +69,7 @@ class Acceptance:
         self._rows = np.zeros((16, 3, self.num_drafters))  # tokens rejected, rejections expected, tokens judged
         # of the failed drafts since one was right: their number, and log likelihood under hope
         self._runs = np.zeros((16, 2, self.num_drafters))
-        self.saved = np.zeros((16, 2, self.num_drafters))  # plain steps that drafts saved, and drafts
+        self.saved = np.zeros((16, 2, self.num_drafters))  # plain steps that drafts saved, and drafts or asks
         self.judged_at = np.zeros((16, self.num_drafters), dtype=np.int64)  # step of the last judged draft
         # tokens that the drafter has read; 0: it never drafted
         self.read_up_to = np.zeros((16, self.num_drafters), dtype=np.int64)

@@ -198,7 +198,7 @@ class Fastest(DraftLengthPolicy):
         self._knows_price = False  # whether a step with drafts has been timed
         self._static, self._asked, self._learns_costs = False, None, False
         self._written, self._ended = 512.0, 1.0  # tokens, and rows that ended before they had to; at first a guess
-        self._quiet_until, self._quiet_rows, self._quiet_left = 0, frozenset[int](), 0
+        self._quiet_until, self._quiet_rows, self._quiet_left, self._fresh_until = 0, frozenset[int](), 0, 0.0
         self._num_rows = 1  # of the last step
         self._of_fresh = 1.0  # tokens a step that heads may gain on a text that begins
         self._plain_pauses: dict[int, int] = {}  # by octave of the texts' length; see `_schedule_plain`
@@ -213,6 +213,7 @@ class Fastest(DraftLengthPolicy):
         self._prospects: dict[int, float] = {}  # sequence id → tokens a step that heads may gain
         # Per look-up: seconds of an ask, tokens gained a step, asks since it was useful, the step of the last ask, and timed asks.
         self.seconds, self._worth, self._idle, self._asked_at, self._timed = np.zeros((5, self.num_lookups))
+        self._granted = np.zeros(self.num_lookups)  # asks left of those that a look-up has although it seldom pays
         self._drafted_for: set[int] = set()  # ids of the sequences that the last choice drafted for
 
     def begin_batch(self) -> None:
@@ -247,7 +248,7 @@ class Fastest(DraftLengthPolicy):
         earlier one that began with at least as much to write."""
         rows = self._quiet_rows
         for seq in [seq for seq in sequences if seq.id not in rows]:
-            begins = seq not in self.acceptance and seq.drafter is None
+            begins = seq not in self.acceptance and seq.drafter is None and self.num_steps < self._fresh_until
             if not begins or seq.max_length - len(seq.tokens) > self._quiet_left:
                 return False
         return len(sequences) <= len(rows)
@@ -266,9 +267,11 @@ class Fastest(DraftLengthPolicy):
         nothing = [0] * len(sequences)
         if not any(caps) or self.is_plain(sequences):
             return nothing
-        begins = [seq not in self.acceptance for seq in sequences]
+        begins, plain = [seq not in self.acceptance for seq in sequences], self.cost.of_plain(len(sequences))
         if any(begins):
             self._idle[:] = 0.0  # a text that begins gives look-ups another chance
+            is_due = [self.num_steps >= self._due(index, plain) for index in range(self.num_lookups)]
+            self._granted[is_due] = self.TRIAL
         if len(sequences) > 1 or sequences[0].drafter is not None:
             self._learn_from_table()
         elif self._table_of(sequences) is None and not self._renew(sequences[0], caps[0], begins):
@@ -484,10 +487,13 @@ class Fastest(DraftLengthPolicy):
             self.acceptance.observe_steps(slot, drafter, drafts, self.num_steps)
         for index, asks in enumerate(table.asks):
             if asks:
+                self.acceptance.saved[slot, 1, index] += asks
+                is_useful = table.added[index] / asks > table.price[index]
+                self._granted[index] = self.TRIAL if is_useful else max(self._granted[index] - asks, 0)
                 self._worth[index] += (1.0 - self.WORTH**asks) * (table.added[index] / asks - self._worth[index])
                 if math.isfinite(table.left[index]):
                     self._idle[index] = max(table.patience[index] - table.left[index], 0.0)
-                elif table.added[index] / asks > table.price[index]:
+                elif is_useful:
                     self._idle[index] = 0.0
                 else:
                     self._idle[index] = self._aged_idle(index) + asks
@@ -697,6 +703,7 @@ class Fastest(DraftLengthPolicy):
         plain, fresh = self.cost.of_plain(len(sequences)), any(begins)
         for index, share in enumerate(self.acceptance.share_of_rows[: self.num_lookups].tolist()):
             fresh &= share < self._price(index, plain)
+            self._fresh_until = min(self._due(index, plain), self._fresh_until if index else math.inf)
             patience, idle = self._patience(index), self._aged_idle(index)
             if patience:
                 steps = min(steps, math.log(min(patience / max(idle, 1e-9), 1.0)) / math.log(Acceptance.AGEING))
@@ -720,7 +727,12 @@ class Fastest(DraftLengthPolicy):
         missing = self._price(index, self.cost.of_plain(self._num_rows)) - float(self._worth[index])
         if missing <= 0:
             return math.inf
-        return self.TRIAL * math.log2(max(float(self.acceptance.share_of_rows[index]) / missing, 1.0))
+        hoped = self.TRIAL * math.log2(max(float(self.acceptance.share_of_rows[index]) / missing, 1.0))
+        return max(hoped, self._aged_idle(index) + float(self._granted[index]))
+
+    def _due(self, index: int, plain: float) -> float:
+        """The step from which texts that begin let a look-up be asked, although it seldom pays: texts may be of another kind by then."""
+        return float(self._asked_at[index] + self.TRIAL * self._price(index, plain) / self.QUIET_SHARE)
 
     def _aged_idle(self, index: int) -> float:
         return float(self._idle[index] * Acceptance.AGEING ** (self.num_steps - self._asked_at[index]))
@@ -746,7 +758,9 @@ class Fastest(DraftLengthPolicy):
                 chosen = (choice.depth > 0) & (choice.drafter == index) & (worth[index] >= best)
                 added = float(((best - second) * chosen).mean())
                 self._worth[index] += (1.0 - self.WORTH) * (added - self._worth[index])
-                self._idle[index] = 0.0 if added > self._price(index, plain) else self._aged_idle(index) + 1
+                is_useful = added > self._price(index, plain)
+                self._idle[index] = 0.0 if is_useful else self._aged_idle(index) + 1
+                self._granted[index] = self.TRIAL if is_useful else max(self._granted[index] - 1, 0)
                 self._asked_at[index] = self.num_steps
 
     def followed(self, seconds: float, num_rows: int) -> None:
@@ -843,6 +857,7 @@ class Fastest(DraftLengthPolicy):
         if step.seconds is not None:
             self._observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
         self._time_lookups(asked.seconds)
+        self.acceptance.saved[slots, 1, : self.num_lookups] += np.asarray(asked.seconds) > 0
         self._settle(slots, drafter, drafted, np.asarray(step.accepted), packed - step.num_more, drafting)
         self._drafted_at[drafter[drafted]] = self.num_steps
         self.num_steps += 1

@@ -96,6 +96,7 @@ def tables(drafter):
     found = {}
     for space, own in drafter.spaces.shared.items():
         if drafter.config.method == "suffix":
+            drafter._read_all()  # what waits would be read by the next request's draft
             waiting = sum(trees is own for trees, _ in drafter.waiting)
             found[space] = len(own.trees.cached_requests) + waiting, own.trees._global_tree.estimate_memory()
         elif drafter.config.method == "lookahead":
