@@ -237,46 +237,62 @@ template <class E> inline Floats rounded_to(E, Floats x) {
   return load(bits);
 }
 
-// Weights [n] of a softmax over scores [n], in place; returns the factor that is still to be applied. `padded` is n rounded up to whole
-// vectors: the scores have room for it. Rounding to E follows torch, so that texts in low precision are more often the same: its fused
+// How weights of type E meet values of type V.
+template <class E, class V> struct Weighing { typedef float Weight; };
+#if defined(__AVX512BF16__)
+template <> struct Weighing<bf16, bf16> { typedef bf16 Weight; };
+#endif
+
+inline void store_weights(float* to, Floats x) { store(to, x); }
+#if defined(__AVX512BF16__)
+inline void store_weights(bf16* to, Floats x) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }  // none is subnormal
+#endif
+
+// Weights [n] of a softmax over scores [n], in place and with zeros up to a whole vector, as numbers of type W that E has, too; returns the
+// factor that is still to be applied. Rounding to E follows torch, so that texts in low precision are more often the same: its fused
 // attention rounds weights before they are divided by their sum; with softcap or sinks the definition rounds scores and weights.
-template <class E> inline float softmax(float* scores, i64 n, i64 padded, float scaling, float softcap, const float* sink) {
-  bool in_steps = softcap != 0 || sink;
-  for (i64 i = n; i < padded; i++) scores[i] = 0;
-  for (i64 i = 0; i < padded; i += LANES) {
-    Floats x = in_steps ? rounded_to(E(), rounded_to(E(), load(scores + i)) * scaling) : load(scores + i) * scaling;
+template <class E, class W> inline float softmax(float* scores, i64 n, float scaling, float softcap, const float* sink) {
+  const bool in_steps = softcap != 0 || sink;
+  W* weights = (W*)scores;
+  Ints lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  const auto inside = [&](i64 i, Floats x) { return i + LANES <= n ? x : lane < (int)(n - i) ? x : splat(-INFINITY); };
+  for (i64 i = 0; in_steps && i < n; i += LANES) {
+    Floats x = rounded_to(E(), rounded_to(E(), load(scores + i)) * scaling);
     if (softcap != 0) x = rounded_to(E(), rounded_to(E(), tanh_of(rounded_to(E(), x / softcap))) * softcap);
     store(scores + i, x);
   }
-  for (i64 i = n; i < padded; i++) scores[i] = -INFINITY;
+  if (in_steps) scaling = 1;
   Floats most = splat(-INFINITY);
-  for (i64 i = 0; i < padded; i += LANES) {
-    Floats x = load(scores + i);
+  for (i64 i = 0; i < n; i += LANES) {
+    const Floats x = inside(i, load(scores + i) * scaling);
     most = x > most ? x : most;
   }
   float top = sink ? *sink : -INFINITY;
   for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
   Floats total = {};
-  for (i64 i = 0; i < padded; i += LANES) {
-    Floats x = exp_of(load(scores + i) - top);
-    store(scores + i, in_steps ? x : rounded_to(E(), x));
+  for (i64 i = 0; i < n; i += LANES) {
+    const Floats x = exp_of(inside(i, load(scores + i) * scaling - top));
+    if (in_steps) store(scores + i, x);
+    else if constexpr (sizeof(W) == 2) store_weights(weights + i, x);
+    else store(weights + i, rounded_to(E(), x));
     total += x;
   }
   float out[4];
   sums_of_four(total, total, total, total, out);
   if (sink) out[0] += exp_of(splat(*sink - top))[0];
   if (!in_steps) return 1.0f / out[0];
-  for (i64 i = 0; i < padded; i += LANES) store(scores + i, rounded_to(E(), load(scores + i) / out[0]));
+  for (i64 i = 0; i < n; i += LANES) store_weights(weights + i, rounded_to(E(), load(scores + i) / out[0]));
   return 1;
 }
 
 // totals[h][d] += the sum over j < n of weights[h][j] * values[slots[j]][d], for HEADS heads and VECTORS * LANES columns. `end`: how many slots
 // there are, of which later ones are read next.
 template <int HEADS, int VECTORS, class E>
-inline void add_columns(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
+inline void add_columns(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 ldt, float* totals) {
   Floats total[HEADS][VECTORS];
   UNROLLED for (int h = 0; h < HEADS; h++)
-    UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = load(totals + h * width + v * LANES);
+    UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = load(totals + h * ldt + v * LANES);
   for (i64 j = 0; j < n; j++) {
     const E* value = values + slots[j] * pitch;
     ask_for(values, pitch, slots, j + KEYS_AHEAD<E>, smaller(j + KEYS_AHEAD<E> + 1, end), VECTORS * LANES);
@@ -286,33 +302,86 @@ inline void add_columns(const float* weights, i64 stride, const E* values, i64 p
       UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] += own[v] * weights[h * stride + j];
   }
   UNROLLED for (int h = 0; h < HEADS; h++)
-    UNROLLED for (int v = 0; v < VECTORS; v++) store(totals + h * width + v * LANES, total[h][v]);
+    UNROLLED for (int v = 0; v < VECTORS; v++) store(totals + h * ldt + v * LANES, total[h][v]);
 }
 
 template <int HEADS, class E>
-inline void add_values(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
+inline void add_values(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals, i64 ldt) {
   i64 d = 0;
-  for (; d + 4 * LANES <= width; d += 4 * LANES) add_columns<HEADS, 4>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
+  for (; d + 4 * LANES <= width; d += 4 * LANES) add_columns<HEADS, 4>(weights, stride, values + d, pitch, slots, n, end, ldt, totals + d);
   if constexpr (sizeof(E) > 1)  // the library stays small
-    for (; d + 2 * LANES <= width; d += 2 * LANES) add_columns<HEADS, 2>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
-  for (; d + LANES <= width; d += LANES) add_columns<HEADS, 1>(weights, stride, values + d, pitch, slots, n, end, width, totals + d);
+    for (; d + 2 * LANES <= width; d += 2 * LANES) add_columns<HEADS, 2>(weights, stride, values + d, pitch, slots, n, end, ldt, totals + d);
+  for (; d + LANES <= width; d += LANES) add_columns<HEADS, 1>(weights, stride, values + d, pitch, slots, n, end, ldt, totals + d);
   for (; d < width; d++)
     for (int h = 0; h < HEADS; h++)
-      for (i64 j = 0; j < n; j++) totals[h * width + d] += weights[h * stride + j] * to_float(values[slots[j] * pitch + d]);
+      for (i64 j = 0; j < n; j++) totals[h * ldt + d] += weights[h * stride + j] * to_float(values[slots[j] * pitch + d]);
 }
 
 // The same for any number of heads.
 template <class E>
 [[gnu::noinline]] void add_values(
-    i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals) {
+    i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals, i64 ldt) {
   for (i64 h = 0; h < heads;) {
     const float* own = weights + h * stride;
-    float* there = totals + h * width;
-    if (heads - h >= 4) add_values<4>(own, stride, values, pitch, slots, n, end, width, there), h += 4;
-    else if (heads - h >= 2) add_values<2>(own, stride, values, pitch, slots, n, end, width, there), h += 2;
-    else add_values<1>(own, stride, values, pitch, slots, n, end, width, there), h += 1;
+    float* there = totals + h * ldt;
+    if (heads - h >= 4) add_values<4>(own, stride, values, pitch, slots, n, end, width, there, ldt), h += 4;
+    else if (heads - h >= 2) add_values<2>(own, stride, values, pitch, slots, n, end, width, there, ldt), h += 2;
+    else add_values<1>(own, stride, values, pitch, slots, n, end, width, there, ldt), h += 1;
   }
 }
+
+#if defined(__AVX512BF16__)
+// The same in bfloat16, where two keys' values meet two weights: words [pair of keys][width rounded up to whole vectors].
+inline void pack_values(const bf16* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* out) {
+  alignas(64) uint16_t order[2][32];
+  for (int i = 0; i < 64; i++) order[i / 32][i % 32] = i / 2 + i % 2 * 32;
+  for (i64 j = 0; j < n; j += 2) {
+    ask_for(values, pitch, slots, smaller(j + KEYS_AHEAD<bf16>, end), smaller(j + KEYS_AHEAD<bf16> + 2, end), width);
+    const bf16 *first = values + slots[j] * pitch, *second = values + slots[smaller(j + 1, n - 1)] * pitch;
+    for (i64 d = 0; d < width; d += 2 * LANES) {
+      const __mmask32 inside = first_of(width - d);
+      const __m512i a = _mm512_maskz_loadu_epi16(inside, first + d), b = _mm512_maskz_loadu_epi16(j + 1 < n ? inside : 0, second + d);
+      for (int half = 0; half < 2 && d + half * LANES < width; half++, out += LANES)
+        _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, _mm512_load_si512(order[half]), b));
+    }
+  }
+}
+
+template <int HEADS, int VECTORS>
+inline void add_pairs(const bf16* weights, i64 stride, const float* values, i64 pitch, i64 pairs, float* totals, i64 ldt) {
+  Floats total[HEADS][VECTORS];
+  UNROLLED for (int h = 0; h < HEADS; h++)
+    UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = load(totals + h * ldt + v * LANES);
+  for (i64 j = 0; j < pairs; j++, weights += 2, values += pitch) {
+    Floats own[VECTORS];
+    UNROLLED for (int v = 0; v < VECTORS; v++) own[v] = load(values + v * LANES);
+    UNROLLED for (int h = 0; h < HEADS; h++)
+      UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = with_word(total[h][v], own[v], weights + h * stride);
+  }
+  UNROLLED for (int h = 0; h < HEADS; h++)
+    UNROLLED for (int v = 0; v < VECTORS; v++) store(totals + h * ldt + v * LANES, total[h][v]);
+}
+
+[[gnu::noinline]] void add_values(
+    i64 heads, const bf16* weights, i64 stride, const bf16* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals, i64 ldt) {
+  const i64 padded = (width + LANES - 1) / LANES * LANES, pairs = (n + 1) / 2;
+  float* packed = (float*)scratch(0, pairs * padded * 4);
+  pack_values(values, pitch, slots, n, end, width, packed);
+  for (i64 h = 0, count; h < heads; h += count) {
+    const auto by = [&](auto rows) {
+      count = rows;
+      i64 d = 0;
+      for (; d + 2 * LANES <= padded; d += 2 * LANES)
+        add_pairs<rows, 2>(weights + h * stride, stride, packed + d, padded, pairs, totals + h * ldt + d, ldt);
+      if (d < padded) add_pairs<rows, 1>(weights + h * stride, stride, packed + d, padded, pairs, totals + h * ldt + d, ldt);
+    };
+    if (heads - h >= 8) by(std::integral_constant<int, 8>());
+    else if (heads - h >= 4) by(std::integral_constant<int, 4>());
+    else if (heads - h >= 2) by(std::integral_constant<int, 2>());
+    else by(std::integral_constant<int, 1>());
+  }
+}
+#endif
 
 // x[r][j] *= the scale of slots[j], for n slots and `rows` rows.
 [[gnu::noinline]] void multiply_by_scales(const float* scales, i64 pitch, const i64* slots, i64 n, i64 rows, float* x, i64 ldx) {
@@ -332,18 +401,20 @@ template <class E> inline float bias_of(const Attention& call, i64 head, i64 dis
   return to_float(((const E*)call.biases)[larger(0, distance) * call.heads + head]);
 }
 
-// A block of queries [first, first + count) of a row, and the heads that share one key head. Row q * group + h of queries, scores and totals
-// is head h of query q.
-template <class E> void attend(const Attention& call, const Row& row, i64 first, i64 count, i64 kv_head) {
+// A block of queries [first, first + count) of a row, the heads that share one key head, and keys and values of type V. Row q * group + h of
+// queries, scores and totals is head h of query q.
+template <class E, class V> void attend(const Attention& call, const Row& row, i64 first, i64 count, i64 kv_head) {
   typedef typename Met<E>::type X;
+  typedef typename Weighing<E, V>::Weight W;
   const i64 group = call.heads / call.kv_heads, rows = count * group, width = call.value_width;
   const Seen seen = seen_by(row, first, count, call.window);
   const i64 kept = smaller(call.kept, seen.begin), near = seen.common - seen.begin;  // the keys that all queries see: the first, and near ones
   const i64 shared = kept + near, rest = seen.end - seen.common;
+  const i64 ldt = (width + LANES - 1) / LANES * LANES, shared_pairs = shared / 2 * 2;
   const i64 padded = (shared + rest + LANES - 1) / LANES * LANES + LANES, padded_rest = (rest + LANES - 1) / LANES * LANES;
-  float* scores = (float*)scratch(2, rows * (padded + padded_rest + 1 + width) * 4);
+  float* scores = (float*)scratch(2, rows * (padded + padded_rest + 1 + ldt) * 4);
   float *own_scores = scores + rows * padded, *factors = own_scores + rows * padded_rest, *totals = factors + rows;
-  i64 *own_slots = (i64*)scratch(1, (count * rest + count + shared) * 8), *num_own = own_slots + count * rest;
+  i64 *own_slots = (i64*)scratch(1, (count * (rest + 2) + shared) * 8), *num_own = own_slots + count * (rest + 1);
   const i64* slots = row.slots + seen.begin;
   if (kept) {
     i64* joined = num_own + count;
@@ -365,25 +436,26 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
   const float unscaled = 1.0f / (float)call.scaling;  // softmax scales biases, too
   auto score = [&](const auto* keys, const i64* of, i64 n, float* out, i64 ldo) {
     scores_of(keys + kv_head * call.key_head, call.key_slot, of, n, call.width, queries, rows, out, ldo);
-    if (call.key_scales) multiply_by_scales(call.key_scales + kv_head * call.scale_head, call.scale_slot, of, n, rows, out, ldo);
+    if constexpr (sizeof(V) == 1) multiply_by_scales(call.key_scales + kv_head * call.scale_head, call.scale_slot, of, n, rows, out, ldo);
   };
   auto score_all = [&](const auto* keys) {
     score(keys, slots, shared, scores, padded);
     score(keys, row.slots + seen.common, rest, own_scores, padded_rest);
   };
-  if (call.key_scales) score_all((const int8_t*)call.keys);
-  else score_all((const E*)call.keys);
+  score_all((const V*)call.keys);
   for (i64 q = 0; q < count; q++) {
-    i64 n = 0;
+    // Keys' values meet weights in pairs, whatever the block: what is left of shared ones is a query's own.
+    i64 n = 0, *own = own_slots + q * (rest + 1);
+    if (shared > shared_pairs) *own++ = slots[shared_pairs];
     for (i64 key = seen.common; key < seen.end; key++) {
       if (!sees(row, first + q, key, call)) continue;
       for (i64 r = q * group; r < (q + 1) * group; r++) {
         float& score = scores[r * padded + shared + n] = own_scores[r * padded_rest + key - seen.common];
         if (call.biases) score += unscaled * bias_of<E>(call, kv_head * group + r % group, place_of(row, first + q) - place_of_key(row, key));
       }
-      own_slots[q * rest + n++] = row.slots[key];
+      own[n++] = row.slots[key];
     }
-    num_own[q] = n;
+    num_own[q] = shared - shared_pairs + n;
   }
   for (i64 r = 0; call.biases && r < rows; r++) {
     const i64 place = place_of(row, first + r / group), head = kv_head * group + r % group;
@@ -391,31 +463,29 @@ template <class E> void attend(const Attention& call, const Row& row, i64 first,
   }
 
   for (i64 r = 0; r < rows; r++) {
-    const i64 n = shared + num_own[r / group];
+    const i64 n = shared_pairs + num_own[r / group];
     const float sink = call.sinks ? sink_of(call, kv_head * group + r % group) : 0;
-    factors[r] = softmax<E>(scores + r * padded, n, (n + LANES - 1) / LANES * LANES, (float)call.scaling, (float)call.softcap,
-                            call.sinks ? &sink : nullptr);
+    factors[r] = softmax<E, W>(scores + r * padded, n, (float)call.scaling, (float)call.softcap, call.sinks ? &sink : nullptr);
   }
 
-  memset(totals, 0, rows * width * 4);
-  auto add = [&](i64 heads, float* weights, const i64* of, i64 n, i64 end, float* to) {
-    auto by = [&](const auto* values) {
-      add_values(heads, weights, padded, values + kv_head * call.value_head, call.value_slot, of, n, end, width, to);
-    };
-    if (!call.value_scales) return by((const E*)call.values);
-    multiply_by_scales(call.value_scales + kv_head * call.scale_head, call.scale_slot, of, n, heads, weights, padded);
-    by((const int8_t*)call.values);
+  memset(totals, 0, rows * ldt * 4);
+  W* weights = (W*)scores;
+  const i64 stride = padded * 4 / sizeof(W);
+  auto add = [&](i64 heads, W* own, const i64* of, i64 n, i64 end, float* to) {
+    if constexpr (sizeof(V) == 1)
+      multiply_by_scales(call.value_scales + kv_head * call.scale_head, call.scale_slot, of, n, heads, own, stride);
+    add_values(heads, own, stride, (const V*)call.values + kv_head * call.value_head, call.value_slot, of, n, end, width, to, ldt);
   };
-  const i64 step = rows <= 4 ? larger(shared, 1) : VALUE_KEYS;
-  for (i64 j = 0; j < shared; j += step) add(rows, scores + j, slots + j, smaller(step, shared - j), shared - j, totals);
+  const i64 step = rows <= 4 && sizeof(W) == 4 ? larger(shared, 1) : VALUE_KEYS;
+  for (i64 j = 0; j < shared_pairs; j += step) add(rows, weights + j, slots + j, smaller(step, shared_pairs - j), shared_pairs - j, totals);
   for (i64 q = 0; q < count; q++) {
-    add(group, scores + q * group * padded + shared, own_slots + q * rest, num_own[q], num_own[q], totals + q * group * width);
+    add(group, weights + q * group * stride + shared_pairs, own_slots + q * (rest + 1), num_own[q], num_own[q], totals + q * group * ldt);
     E* out = (E*)call.out + ((row.start + first + q) * call.heads + kv_head * group) * width;
     for (i64 h = 0; h < group; h++) {
       const i64 r = q * group + h;
       i64 d = 0;
-      for (; d + LANES <= width; d += LANES) store(out + h * width + d, load(totals + r * width + d) * factors[r]);
-      for (; d < width; d++) store(out + h * width + d, totals[r * width + d] * factors[r]);
+      for (; d + LANES <= width; d += LANES) store(out + h * width + d, load(totals + r * ldt + d) * factors[r]);
+      for (; d < width; d++) store(out + h * width + d, totals[r * ldt + d] * factors[r]);
     }
   }
 }
@@ -428,7 +498,10 @@ void attention(const Attention& call, i64 part, i64 parts) {
       count = block_from(call, row, first);
       for (i64 kv_head = 0; kv_head < call.kv_heads; kv_head++) {
         if (item++ % parts != part) continue;
-        by_type(call.type, [&](auto e) { attend<decltype(e)>(call, row, first, count, kv_head); });
+        by_type(call.type, [&](auto e) {
+          if (call.value_scales) attend<decltype(e), int8_t>(call, row, first, count, kv_head);
+          else attend<decltype(e), decltype(e)>(call, row, first, count, kv_head);
+        });
       }
     }
   }
