@@ -331,53 +331,85 @@ template <class E>
 }
 
 #if defined(__AVX512BF16__)
-// The same in bfloat16, where two keys' values meet two weights: words [pair of keys][width rounded up to whole vectors].
-inline void pack_values(const bf16* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* out) {
-  alignas(64) uint16_t order[2][32];
-  for (int i = 0; i < 64; i++) order[i / 32][i % 32] = i / 2 + i % 2 * 32;
-  for (i64 j = 0; j < n; j += 2) {
-    ask_for(values, pitch, slots, smaller(j + KEYS_AHEAD<bf16>, end), smaller(j + KEYS_AHEAD<bf16> + 2, end), width);
-    const bf16 *first = values + slots[j] * pitch, *second = values + slots[smaller(j + 1, n - 1)] * pitch;
-    for (i64 d = 0; d < width; d += 2 * LANES) {
-      const __mmask32 inside = first_of(width - d);
-      const __m512i a = _mm512_maskz_loadu_epi16(inside, first + d), b = _mm512_maskz_loadu_epi16(j + 1 < n ? inside : 0, second + d);
-      for (int half = 0; half < 2 && d + half * LANES < width; half++, out += LANES)
-        _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, _mm512_load_si512(order[half]), b));
+// The same in bfloat16, where two keys' values meet two weights: a word has a number of each.
+struct Pairs {
+  const bf16* values;
+  i64 pitch;
+  const i64* slots;
+  i64 n, end;
+
+  // Words d .. d + 16 VECTORS of keys j and j + 1; zeros from `width` on, and where there is no key.
+  template <int VECTORS> [[gnu::always_inline]] void words(i64 j, i64 d, i64 width, Floats (&out)[VECTORS]) const {
+    alignas(64) static constexpr uint16_t ORDER[2][32] = {
+        {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+    const bf16 *first = values + slots[j] * pitch + d, *second = values + slots[smaller(j + 1, n - 1)] * pitch + d;
+    UNROLLED for (int v = 0; v < VECTORS; v += 2) {
+      const __mmask32 inside = first_of(larger(0, width - d - v * LANES));
+      const __m512i x = _mm512_maskz_loadu_epi16(inside, first + v * LANES);
+      const __m512i y = _mm512_maskz_loadu_epi16(j + 1 < n ? inside : 0, second + v * LANES);
+      UNROLLED for (int half = 0; half < 2; half++) out[v + half] = (Floats)_mm512_permutex2var_epi16(x, _mm512_load_si512(ORDER[half]), y);
     }
   }
-}
+  [[gnu::always_inline]] void ask(i64 j, i64 d, i64 width) const {
+    ask_for(values + d, pitch, slots, smaller(j + KEYS_AHEAD<bf16>, end), smaller(j + KEYS_AHEAD<bf16> + 2, end), width);
+  }
+};
 
-template <int HEADS, int VECTORS>
-inline void add_pairs(const bf16* weights, i64 stride, const float* values, i64 pitch, i64 pairs, float* totals, i64 ldt) {
+// totals [HEADS][32 or 64] += sums of weights times words, of which `words` gives those of pair j.
+template <int HEADS, int VECTORS, class F>
+inline void add_pairs(const bf16* weights, i64 stride, i64 n, F words, float* totals, i64 ldt) {
   Floats total[HEADS][VECTORS];
   UNROLLED for (int h = 0; h < HEADS; h++)
     UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = load(totals + h * ldt + v * LANES);
-  for (i64 j = 0; j < pairs; j++, weights += 2, values += pitch) {
+  for (i64 j = 0; j < n; j += 2) {
     Floats own[VECTORS];
-    UNROLLED for (int v = 0; v < VECTORS; v++) own[v] = load(values + v * LANES);
+    words(j, own);
     UNROLLED for (int h = 0; h < HEADS; h++)
-      UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = with_word(total[h][v], own[v], weights + h * stride);
+      UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = with_word(total[h][v], own[v], weights + h * stride + j);
   }
   UNROLLED for (int h = 0; h < HEADS; h++)
     UNROLLED for (int v = 0; v < VECTORS; v++) store(totals + h * ldt + v * LANES, total[h][v]);
 }
 
+// Few heads read words as they are made, many read them packed: [pair of keys][ldt].
 [[gnu::noinline]] void add_values(
     i64 heads, const bf16* weights, i64 stride, const bf16* values, i64 pitch, const i64* slots, i64 n, i64 end, i64 width, float* totals, i64 ldt) {
-  const i64 padded = (width + LANES - 1) / LANES * LANES, pairs = (n + 1) / 2;
-  float* packed = (float*)scratch(0, pairs * padded * 4);
-  pack_values(values, pitch, slots, n, end, width, packed);
+  const Pairs pairs = {values, pitch, slots, n, end};
+  const auto few = [&](auto rows, auto vectors, i64 d) {
+    const i64 size = vectors * LANES;
+    add_pairs<rows, vectors>(weights, stride, n, [&](i64 j, Floats (&own)[vectors]) {
+      pairs.ask(j, d, smaller(size, width - d));
+      pairs.words(j, d, width, own);
+    }, totals + d, ldt);
+  };
+  const auto each_part = [&](auto rows) {
+    i64 d = 0;
+    for (; d + 4 * LANES <= ldt; d += 4 * LANES) few(rows, std::integral_constant<int, 4>(), d);
+    if (d < ldt) few(rows, std::integral_constant<int, 2>(), d);
+  };
+  if (heads == 1) return each_part(std::integral_constant<int, 1>());
+  if (heads == 2) return each_part(std::integral_constant<int, 2>());
+  if (heads == 4) return each_part(std::integral_constant<int, 4>());
+  float* packed = (float*)scratch(0, (n + 1) / 2 * ldt * 4);
+  for (i64 j = 0; j < n; j += 2) {
+    pairs.ask(j, 0, width);
+    for (i64 d = 0; d < ldt; d += 2 * LANES) {
+      Floats own[2];
+      pairs.words(j, d, width, own);
+      store(packed + j / 2 * ldt + d, own[0]), store(packed + j / 2 * ldt + d + LANES, own[1]);
+    }
+  }
   for (i64 h = 0, count; h < heads; h += count) {
     const auto by = [&](auto rows) {
       count = rows;
-      i64 d = 0;
-      for (; d + 2 * LANES <= padded; d += 2 * LANES)
-        add_pairs<rows, 2>(weights + h * stride, stride, packed + d, padded, pairs, totals + h * ldt + d, ldt);
-      if (d < padded) add_pairs<rows, 1>(weights + h * stride, stride, packed + d, padded, pairs, totals + h * ldt + d, ldt);
+      for (i64 d = 0; d < ldt; d += 2 * LANES)
+        add_pairs<rows, 2>(weights + h * stride, stride, n, [&](i64 j, Floats (&own)[2]) {
+          own[0] = load(packed + j / 2 * ldt + d), own[1] = load(packed + j / 2 * ldt + d + LANES);
+        }, totals + h * ldt + d, ldt);
     };
     if (heads - h >= 8) by(std::integral_constant<int, 8>());
     else if (heads - h >= 4) by(std::integral_constant<int, 4>());
-    else if (heads - h >= 2) by(std::integral_constant<int, 2>());
     else by(std::integral_constant<int, 1>());
   }
 }
@@ -410,7 +442,7 @@ template <class E, class V> void attend(const Attention& call, const Row& row, i
   const Seen seen = seen_by(row, first, count, call.window);
   const i64 kept = smaller(call.kept, seen.begin), near = seen.common - seen.begin;  // the keys that all queries see: the first, and near ones
   const i64 shared = kept + near, rest = seen.end - seen.common;
-  const i64 ldt = (width + LANES - 1) / LANES * LANES, shared_pairs = shared / 2 * 2;
+  const i64 ldt = (width + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), shared_pairs = shared / 2 * 2;
   const i64 padded = (shared + rest + LANES - 1) / LANES * LANES + LANES, padded_rest = (rest + LANES - 1) / LANES * LANES;
   float* scores = (float*)scratch(2, rows * (padded + padded_rest + 1 + ldt) * 4);
   float *own_scores = scores + rows * padded, *factors = own_scores + rows * padded_rest, *totals = factors + rows;
@@ -476,7 +508,7 @@ template <class E, class V> void attend(const Attention& call, const Row& row, i
       multiply_by_scales(call.value_scales + kv_head * call.scale_head, call.scale_slot, of, n, heads, own, stride);
     add_values(heads, own, stride, (const V*)call.values + kv_head * call.value_head, call.value_slot, of, n, end, width, to, ldt);
   };
-  const i64 step = rows <= 4 && sizeof(W) == 4 ? larger(shared, 1) : VALUE_KEYS;
+  const i64 step = rows <= 4 ? larger(shared_pairs, 1) : VALUE_KEYS;
   for (i64 j = 0; j < shared_pairs; j += step) add(rows, weights + j, slots + j, smaller(step, shared_pairs - j), shared_pairs - j, totals);
   for (i64 q = 0; q < count; q++) {
     add(group, weights + q * group * stride + shared_pairs, own_slots + q * (rest + 1), num_own[q], num_own[q], totals + q * group * ldt);

@@ -189,7 +189,7 @@ constexpr i64 BLOCK_BYTES = 512 << 10, MOST_OUTPUTS = 128, PART_BYTES = 4 << 10;
 
 // The sums of a tile of tokens with rows of weights i .. i + 4 of a block, over k numbers of each; the next four rows are fetched.
 template <int TOKENS, class X>
-[[gnu::noinline]] void block_dots(const X* weights, i64 ldw, i64 rows, i64 i, const X* x, i64 ldx, i64 k, float* sums, Part part) {
+inline void block_dots(const X* weights, i64 ldw, i64 rows, i64 i, const X* x, i64 ldx, i64 k, float* sums, Part part) {
   const X* w[4];
   for (int r = 0; r < 4; r++) w[r] = weights + smaller(i + r, rows - 1) * ldw;
   dots<4, TOKENS, 4>(w, x, ldx, k, Fetched<X, 3>{w[0] + 4 * ldw, ldw}, sums + i, MOST_OUTPUTS, part);
@@ -206,19 +206,23 @@ template <class E, class X> void linear_in_blocks(const Linear& call, const X* x
   float sums[MOST_TOKENS][MOST_OUTPUTS];
   for (i64 n = first, count; n < last; n += count) {
     count = smaller(most, last - n);
-    i64 ldw = call.ldw, fetched = 0;
+    i64 ldw = call.ldw, line = 0;
     const X* weights = met((const E*)call.w + n * ldw, count, call.k, &ldw, 1);
-    const i64 wanted = std::is_same_v<E, X> ? smaller(most, last - n - count) * lines : 0;  // of the next block, by all tiles
+    const X* next = weights + count * ldw;  // of the next block, which all tiles fetch
+    i64 wanted = std::is_same_v<E, X> ? smaller(most, last - n - count) * lines : 0;
+    const i64 some = wanted / (tiles * parts * count / 4) + 1;
     for (i64 tile = 0; tile < tiles; tile++) {
       const i64 t = call.rows * tile / tiles, end = call.rows * (tile + 1) / tiles;
       for (i64 k = 0; k < call.k; k += length)
         for (i64 i = 0; i < count; i += 4) {
           const Part part = {kept + i * MOST_TOKENS, k > 0, k + length < call.k};
-          const i64 some = smaller(length, call.k - k);
-          for (const i64 until = wanted * (tile * call.k * count + k * count + some * i) / (tiles * call.k * count); fetched < until; fetched++)
-            __builtin_prefetch(weights + (count + fetched / lines) * ldw + fetched % lines * LINE, 0, FETCHED_TO);
-          if (end - t == MOST_TOKENS) block_dots<MOST_TOKENS>(weights + k, ldw, count, i, x + t * ldx + k, ldx, some, sums[0], part);
-          else block_dots<MOST_TOKENS - 1>(weights + k, ldw, count, i, x + t * ldx + k, ldx, some, sums[0], part);
+          for (i64 j = smaller(some, wanted); j; j--, wanted--) {
+            __builtin_prefetch(next + line * LINE, 0, FETCHED_TO);
+            if (++line == lines) line = 0, next += ldw;
+          }
+          const i64 size = smaller(length, call.k - k);
+          if (end - t == MOST_TOKENS) block_dots<MOST_TOKENS>(weights + k, ldw, count, i, x + t * ldx + k, ldx, size, sums[0], part);
+          else block_dots<MOST_TOKENS - 1>(weights + k, ldw, count, i, x + t * ldx + k, ldx, size, sums[0], part);
         }
       for (i64 j = t; j < end; j++) {
         E* y = (E*)call.y + j * call.ldy + n;
