@@ -1,5 +1,6 @@
 // Operations element by element, and means and norms along the last dimension. All compute in float32 and round once.
 #pragma once
+#include <type_traits>
 #include "vectors.h"
 
 namespace {
@@ -112,6 +113,33 @@ inline void binary(i64 function, float* a, const float* b, i64 n) {
 // Places of line (t, i, j): the first element of its last dimension.
 inline i64 place(const View& view, i64 t, i64 i, i64 j) { return t * view.token + i * view.stride[0] + j * view.stride[1]; }
 
+// Lines (t, i) of copies, sums and products, all of whole vectors, without a chunk in between. Sums and products are of one type.
+template <class E, class O> inline void at_once(const Elementwise& op, i64 t, i64 i) {
+  const auto of = [&](const View& view, i64 j) { return (E*)view.data + place(view, t, i, j); };
+  const auto all = [](i64 n, O* out, auto f) {
+    for (i64 d = 0; d < n; d += LANES) store(out + d, f(d));
+  };
+  for (i64 j = 0; j < op.size[1]; j++) {
+    O* out = (O*)op.out.data + place(op.out, t, i, j);
+    const E *a = of(op.a, j), *b = of(op.b, j);
+    if (op.kind == UNARY) all(op.size[2], out, [&](i64 d) { return load(a + d); });
+    else if constexpr (std::is_same_v<E, O>) {
+      const Floats one = splat(op.b.stride[2] ? 0 : to_float(*b));
+      if (op.function == ADD) all(op.size[2], out, [&](i64 d) { return load(a + d) + load(b + d); });
+      else if (op.b.stride[2]) all(op.size[2], out, [&](i64 d) { return load(a + d) * load(b + d); });
+      else all(op.size[2], out, [&](i64 d) { return load(a + d) * one; });
+    }
+  }
+}
+
+inline bool is_at_once(const Elementwise& op) {
+  if (op.a.stride[2] != 1 || op.out.stride[2] != 1 || op.size[2] % LANES) return false;
+  if (op.kind == UNARY) return op.function == COPY;
+  const i64 step = op.b.stride[2];
+  return op.kind == BINARY && op.a.type == op.b.type && op.a.type == op.out.type &&
+         (op.function == MULTIPLY ? step == 1 || step == 0 : op.function == ADD && step == 1);
+}
+
 // Lines (t, i, j) .. (t, i, size[1]), as many as fit a chunk, or the next one in parts; returns how many.
 inline i64 lines_by_element(const Elementwise& op, i64 t, i64 i, i64 j) {
   Chunk a, b;
@@ -165,9 +193,11 @@ inline void layer_norm(const Elementwise& op, i64 t, i64 i, i64 j) {
 }
 
 void elementwise(const Elementwise& op) {
+  const bool direct = is_at_once(op);
   for (i64 t = 0; t < op.rows; t++)
     for (i64 i = 0; i < op.size[0]; i++)
-      for (i64 j = 0, lines = 1; j < op.size[1]; j += lines) {
+      if (direct) by_type(op.a.type, [&](auto e) { by_type(op.out.type, [&](auto o) { at_once<decltype(e), decltype(o)>(op, t, i); }); });
+      else for (i64 j = 0, lines = 1; j < op.size[1]; j += lines) {
         if (op.kind == MEAN) {
           float mean = sum_of_line(op.a, t, i, j, op.size[2], 0, false) / (float)op.size[2];
           write(op.out, place(op.out, t, i, j), 1, &mean);
