@@ -330,8 +330,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         cell = {
             key: "–" if row[key] is None else f"{row[key]:.2f}" for key in ("tau", "over_plain", "over_same_method")
         }
+        task = TASKS.get(row["task"], row["task"])
         print(
-            f"| {TASKS.get(row['task'], row['task'])} | {row['batch_size']} | {row['name']} | {row['tokens_per_second']:.1f} | {cell['tau']} "
+            f"| {task} | {row['batch_size']} | {row['name']} | {row['tokens_per_second']:.1f} | {cell['tau']} "
             f"| {cell['over_plain']} | {cell['over_same_method']} | {row['rows_equal_to_plain']:.0%} |"
         )
 
@@ -390,7 +391,8 @@ def main() -> None:
     size = sum(p.numel() for p in model.parameters())
     print(f"target {size / 1e6:.0f}M {args.dtype}, {args.max_new_tokens} new tokens, {torch.get_num_threads()} threads")
     ours = by_draft_length(drafter, eagle3, args.draft_lengths) if args.draft_lengths else contestants(drafter, eagle3)
-    ways = [way for way in ours if way.family == "plain" or not args.reads] + peers(args, model, tokenizer, str(Path(place.name, "target")))
+    ours = [way for way in ours if way.family == "plain" or not args.reads]
+    ways = ours + peers(args, model, tokenizer, str(Path(place.name, "target")))
     ways = [
         way for way in ways if args.only is None or any(each in way.name for each in ("transformers plain", *args.only))
     ]

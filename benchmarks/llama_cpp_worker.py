@@ -172,7 +172,9 @@ def main() -> None:
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     given = json.loads(sys.stdin.readline())
-    context = Context(to_gguf(Path(given["model"]), given["dtype"]), given["threads"], given["rows"], given.get("length", 512))
+    context = Context(
+        to_gguf(Path(given["model"]), given["dtype"]), given["threads"], given["rows"], given.get("length", 512)
+    )
     print(json.dumps({"version": llama_cpp.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr i64 MOST_QUERIES = 16, SCORE_BYTES = 1 << 20;  // of a block; its scores stay in the second cache
+constexpr i64 MOST_QUERIES = 32, SCORE_BYTES = 1 << 20;  // of a block; its scores stay in the second cache
 constexpr i64 VALUE_KEYS = 64;  // whose values stay in the first cache while they are read for all queries
 // Keys and values lie apart, which processors do not foresee: memory is asked for so many of them ahead. Measured for 8 to 64.
 template <class E> constexpr i64 KEYS_AHEAD = sizeof(E) > 1 ? 32 : 64;
