@@ -195,7 +195,6 @@ def reading() -> str:
 
 TABLES = {
     "h200": h200,
-    "reading": reading,
     "engines-amd": lambda: engines(
         ("decode-cpu-bf16-250M", {**OURS, **EAGLE, "vLLM plain": "vLLM", "llama.cpp plain": "llama.cpp"})
     ),
@@ -214,6 +213,7 @@ TABLES = {
     "latent": latent,
     "formats": formats,
     "loaded-quantized": loaded_quantized,
+    "reading": reading,
 }
 
 
