@@ -51,7 +51,9 @@ class BuildLibrary(build_ext):
                 break  # the later ones contain it
             known.append(name)
         macros = [f"-DHAS_{name.upper()}" for name in known]
-        objects += self._compile("kernels.cpp", ["-DSET=baseline", *KERNELS], "baseline")
+        # x86 without AVX2 is older than 2013: there, small code is worth more than fast code.
+        small = ["-Os"] if "avx2" in known else []
+        objects += self._compile("kernels.cpp", ["-DSET=baseline", *KERNELS, *small], "baseline")
         for name in ("program.cpp", "round.cpp", "threads.cpp", "api.cpp"):
             objects += self._compile(name, macros)
         self.compiler.link_shared_object(

@@ -4,6 +4,7 @@
     python benchmarks/decode.py --target MODEL --dtype float32 --batch-sizes 1 8 --json out.json
     python benchmarks/decode.py --vllm-python VENV/bin/python --llama-cpp-python VENV/bin/python   # beside peers
     python benchmarks/decode.py --draft-lengths 1 2 3 5 8 --batch-sizes 1   # ours only, at several K
+    python benchmarks/decode.py --tasks read512 read2048 --batch-sizes 1   # tokens per second of reading prompts
 
 The target is the bundled model made bigger without changing its function (recipes/tiny/inflate.py): real text and real
 acceptance at the cost of a real model. Seconds are of CPU time, of decoding alone. Contestants take turns within each repeat, so that
@@ -29,14 +30,16 @@ from typing import Any
 import torch
 import transformers
 from loads import SIZES
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.inflation import inflate, inflate_eagle3
 
 PROMPTS = Path(hf_specdec.bundled("tiny")).parent / "prompts.jsonl"
 TASKS = {"math": "GSM8K-style", "edit": "code editing", "story": "free"}
+READING = {"read512": 512, "read2048": 2048}  # tokens of a prompt
 K = 5
+LENGTH = 2304  # the longest text of a peer
 
 
 @dataclass
@@ -177,7 +180,12 @@ def load_target(args, folder: str) -> tuple[PreTrainedModel, Any, str | None]:
 
 
 def batches(tokenizer, task: str, batch_size: int, count: int) -> list[Any]:
-    """`count` batches of chat prompts of one task."""
+    """`count` batches of chat prompts of one task, or of prompts that are read: texts of the bundled prompts, in turn."""
+    if task in READING:
+        texts = [json.loads(row)["prompt"] for row in PROMPTS.read_text().splitlines()]
+        ids = torch.tensor(tokenizer("\n".join(texts), add_special_tokens=False)["input_ids"])
+        places = torch.arange(count * batch_size * READING[task]).view(count, batch_size, -1) % len(ids)
+        return [BatchEncoding({"input_ids": own, "attention_mask": torch.ones_like(own)}) for own in ids[places]]
     rows = [row for row in map(json.loads, PROMPTS.read_text().splitlines()) if row["task"] == task]
     texts = [
         tokenizer.apply_chat_template(
@@ -222,9 +230,15 @@ def decode_all(model: Any, inputs: list[Any], way: Contestant, num_tokens: int) 
 
 
 def measured(model: PreTrainedModel, inputs: list[Any], way: Contestant, num_tokens: int) -> dict[str, Any]:
-    """Tokens per CPU second of decoding: what a call with one new token takes, prompts mostly, is taken off."""
-    first, whole = decode_all(model, inputs, way, 1), decode_all(model, inputs, way, num_tokens)
+    """Tokens per CPU second of decoding: what a call with one new token takes, prompts mostly, is taken off.
+
+    With one new token, tokens per second of reading the prompts."""
+    first = decode_all(model, inputs, way, 1)
     rows = sum(len(batch["input_ids"]) for batch in inputs)
+    if num_tokens == 1:
+        read = sum(int(batch["attention_mask"].sum()) for batch in inputs)
+        return {"tokens_per_second": read / first["seconds"], "tau": None, "outputs": first["outputs"]}
+    whole = decode_all(model, inputs, way, num_tokens)
     return {
         "tokens_per_second": rows * (num_tokens - 1) / max(whole["seconds"] - first["seconds"], 1e-9),
         "prompt_seconds": first["seconds"],
@@ -237,12 +251,13 @@ def peers(args, model: PreTrainedModel, tokenizer, folder: str) -> list[Contesta
     """vLLM's CPU build, plain and with its n-gram drafter, and llama.cpp, on the same weights."""
     found = []
     if args.vllm_python or args.llama_cpp_python:
+        model.config.max_position_embeddings = LENGTH
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     if args.vllm_python:
         ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-        for name, config in (("plain", None), ("ngram", ngram)):
-            given = {"model": folder, "dtype": args.dtype, "max_model_len": 1024, "enable_prefix_caching": False}
+        for name, config in (("plain", None), ("ngram", ngram))[: 1 if args.reads else 2]:
+            given = {"model": folder, "dtype": args.dtype, "max_model_len": LENGTH, "enable_prefix_caching": False}
             worker = Worker(
                 args.vllm_python, "vllm_worker.py", given | ({"speculative_config": config} if config else {})
             )
@@ -253,6 +268,7 @@ def peers(args, model: PreTrainedModel, tokenizer, folder: str) -> list[Contesta
             "dtype": args.dtype,
             "threads": torch.get_num_threads(),
             "rows": max(args.batch_sizes),
+            "length": LENGTH,
         }
         worker = Worker(args.llama_cpp_python, "llama_cpp_worker.py", given)
         found.append(Contestant("llama.cpp plain", "plain", False, {}, worker=worker))
@@ -262,14 +278,15 @@ def peers(args, model: PreTrainedModel, tokenizer, folder: str) -> list[Contesta
 def compare(model, tokenizer, all_ways: list[Contestant], task: str, batch_size: int, args) -> list[dict[str, Any]]:
     """All contestants on one task and batch size."""
     inputs = batches(tokenizer, task, batch_size, args.batches)
+    num_tokens = 1 if task in READING else args.max_new_tokens
     ways = [w for w in all_ways if batch_size == 1 or not w.batch_one_only]
     runs: dict[str, list[dict[str, Any]]] = {way.name: [] for way in ways}
     for way in ways:  # warm-up: loads, packs, allocates; vLLM compiles kernels for shapes as it meets them
         for _ in range(1 if way.worker is None else 3):
-            decode_all(model, inputs, way, 8 if way.worker is None else args.max_new_tokens)
+            decode_all(model, inputs, way, min(8, num_tokens) if way.worker is None else num_tokens)
     for repeat in range(args.repeats):
         for way in ways if repeat % 2 == 0 else reversed(ways):
-            runs[way.name].append(measured(model, inputs, way, args.max_new_tokens))
+            runs[way.name].append(measured(model, inputs, way, num_tokens))
             print(
                 f"  {task} batch {batch_size} repeat {repeat} {way.name}: {runs[way.name][-1]['tokens_per_second']:.1f} tok/s",
                 flush=True,
@@ -288,6 +305,7 @@ def compare(model, tokenizer, all_ways: list[Contestant], task: str, batch_size:
                 "tau": own[0]["tau"],
                 "over_plain": _ratio(own, plain),
                 "over_same_method": _ratio(own, runs[peer]) if peer else None,
+                "over": {w.name: _ratio(own, runs[w.name]) for w in ways if w.family == way.family and w is not way},
                 "rows_equal_to_plain": _equal_rows(own[0]["outputs"], plain[0]["outputs"]),
             }
         )
@@ -312,8 +330,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         cell = {
             key: "–" if row[key] is None else f"{row[key]:.2f}" for key in ("tau", "over_plain", "over_same_method")
         }
+        task = TASKS.get(row["task"], row["task"])
         print(
-            f"| {TASKS[row['task']]} | {row['batch_size']} | {row['name']} | {row['tokens_per_second']:.1f} | {cell['tau']} "
+            f"| {task} | {row['batch_size']} | {row['name']} | {row['tokens_per_second']:.1f} | {cell['tau']} "
             f"| {cell['over_plain']} | {cell['over_same_method']} | {row['rows_equal_to_plain']:.0%} |"
         )
 
@@ -344,7 +363,7 @@ def main() -> None:
     parser.add_argument("--size", default="300m", choices=list(SIZES), help="cost of the inflated target")
     parser.add_argument("--drafter", default="tiny-draft")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=[*TASKS, *READING])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--batches", type=int, default=2, help="batches decoded per measurement")
     parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -362,6 +381,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
+    args.reads = all(task in READING for task in args.tasks)
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
@@ -371,23 +391,22 @@ def main() -> None:
     size = sum(p.numel() for p in model.parameters())
     print(f"target {size / 1e6:.0f}M {args.dtype}, {args.max_new_tokens} new tokens, {torch.get_num_threads()} threads")
     ours = by_draft_length(drafter, eagle3, args.draft_lengths) if args.draft_lengths else contestants(drafter, eagle3)
+    ours = [way for way in ours if way.family == "plain" or not args.reads]
     ways = ours + peers(args, model, tokenizer, str(Path(place.name, "target")))
     ways = [
         way for way in ways if args.only is None or any(each in way.name for each in ("transformers plain", *args.only))
     ]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    report = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "parameters": size, "rows": rows}
     for batch_size in args.batch_sizes:
         for task in args.tasks:
             rows += compare(model, tokenizer, ways, task, batch_size, args)
+            if args.json:
+                args.json.write_text(json.dumps(report, indent=1))
     show(rows)
     for way in ways:
         if way.worker is not None:
             way.worker.close()
-    if args.json:
-        command = " ".join(["python", *sys.argv])
-        args.json.write_text(
-            json.dumps({"machine": machine(), "command": command, "parameters": size, "rows": rows}, indent=1)
-        )
 
 
 if __name__ == "__main__":

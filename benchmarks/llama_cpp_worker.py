@@ -1,7 +1,8 @@
 """One llama.cpp context, driven by `benchmarks/decode.py --llama-cpp-python` through pipes. Runs in an environment of its own
 (llama-cpp-python, gguf, safetensors; see scripts/peers_venv.sh).
 
-The first line it reads is {"model": folder, "dtype": .., "threads": n, "rows": most sequences}: a Llama checkpoint in transformers'
+The first line it reads is {"model": folder, "dtype": .., "threads": n, "rows": most sequences,
+"length": most tokens of each, 512 by default}: a Llama checkpoint in transformers'
 layout, which it writes as GGUF beside the weights, with a vocabulary of names only, since it gets ids. A folder with a config.json alone
 stands for random weights. Then, as vllm_worker.py, one
 {"prompts": [[ids]], "max_tokens": n} a line, answered by {"tokens": [[ids]], "seconds": s, "cpu_seconds": s}. All sequences of a request
@@ -171,7 +172,9 @@ def main() -> None:
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     given = json.loads(sys.stdin.readline())
-    context = Context(to_gguf(Path(given["model"]), given["dtype"]), given["threads"], given["rows"], 512)
+    context = Context(
+        to_gguf(Path(given["model"]), given["dtype"]), given["threads"], given["rows"], given.get("length", 512)
+    )
     print(json.dumps({"version": llama_cpp.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)

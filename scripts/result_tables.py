@@ -1,4 +1,4 @@
-"""Fills the tables of docs/performance.md, docs/formats.md and docs/models.md from the files in benchmarks/results.
+"""Fills the tables of docs/performance.md, docs/formats.md, docs/models.md and benchmarks/LOG.md from the files in benchmarks/results.
 
     python scripts/result_tables.py            # writes the pages
     python scripts/result_tables.py --check    # exit status 1 if a page shows other figures
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, RESULTS = (
-    [ROOT / "docs" / name for name in ("performance.md", "formats.md", "models.md")],
+    [ROOT / name for name in ("docs/performance.md", "docs/formats.md", "docs/models.md", "benchmarks/LOG.md")],
     ROOT / "benchmarks" / "results",
 )
 
@@ -181,6 +181,18 @@ def encoder_decoder() -> str:
     return table(["task", "drafts", "assisted, one by one", "ours, one by one", "ours, plain", "ours", "τ"], rows)
 
 
+def reading() -> str:
+    """Prompt tokens per CPU second, and that over each engine's, by model and by texts × length."""
+    engines = {"transformers plain": "`generate()`", "vLLM plain": "vLLM", "llama.cpp plain": "llama.cpp"}
+    rows = []
+    for model in ("bf16-6M", "f32-6M", "bf16-85M", "bf16-250M"):
+        for row in [row for length in (512, 2048) for row in read(f"read{length}-cpu-{model}")["rows"]]:
+            if row["name"] == "ours plain":
+                texts = f"{row['batch_size']} × {row['task'].removeprefix('read')}"
+                rows.append([model, texts, round(row["tokens_per_second"]), *map(row["over"].get, engines)])
+    return table(["model", "texts", "tokens/s", *(f"× {title}" for title in engines.values())], rows)
+
+
 TABLES = {
     "h200": h200,
     "engines-amd": lambda: engines(
@@ -201,6 +213,7 @@ TABLES = {
     "latent": latent,
     "formats": formats,
     "loaded-quantized": loaded_quantized,
+    "reading": reading,
 }
 
 

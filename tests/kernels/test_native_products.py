@@ -11,7 +11,14 @@ from hf_specdec.kernels.native import TYPES, Linear, library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 16, 17, 30, 48, 97, 128, 256]
-SHAPES = [(64, 64), (5, 7), (37, 1000), (3, 2816), (130, 96)]  # outputs, inputs; with remainders of every tile
+SHAPES = [
+    (64, 64),
+    (5, 7),
+    (37, 1000),
+    (3, 2816),
+    (130, 96),
+    (130, 2820),
+]  # outputs, inputs; with remainders of every tile and block
 
 
 @pytest.fixture(params=["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"])

@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr i64 BYTES[] = {4, 2, 2};
+constexpr i64 BYTES[] = {4, 2, 2}, FEW_ROWS = 8;
 
 char* address(const Place& place, char* const* slots) {
   return place.slot < 0 ? nullptr : slots[place.slot] + place.offset * BYTES[place.type];
@@ -104,6 +104,8 @@ void multiply(const Kernels& kernels, const Op& op, char* const* slots, const St
   }
 }
 
+bool by_rows(const Op& op) { return op.operation != LINEAR && op.operation != ATTEND; }
+
 // What computes every row from its own inputs: rows first .. last.
 void run_rows(const Kernels& kernels, const Op& op, char* const* slots, const Step& step, i64 first, i64 last) {
   if (op.operation == EMBED || op.operation == SELECT) return move_rows(op, slots, step, first, last);
@@ -130,11 +132,19 @@ i64 check_ids(const Op* ops, i64 num_ops, const Step& step) {
 }
 
 void run_program(const Kernels& kernels, const Op* ops, i64 num_ops, char* const* slots, const Step& step, i64 part, i64 parts) {
-  for (i64 i = 0; i < num_ops; i++) {
+  for (i64 i = 0; i < num_ops;) {
     const Op& op = ops[i];
     if (op.waits) barrier(parts);
+    i64 next = i + 1;
     if (op.operation == LINEAR) multiply(kernels, op, slots, step, part, parts);
     else if (op.operation == ATTEND) attend(kernels, op, slots, step, part, parts);
-    else run_rows(kernels, op, slots, step, count(op, step) * part / parts, count(op, step) * (part + 1) / parts);
+    else {
+      // Operations on the same rows that do not wait run together for a few rows, which stay in the first cache.
+      for (; next < num_ops && by_rows(ops[next]) && !ops[next].waits && ops[next].rows == op.rows;) next++;
+      const i64 last = count(op, step) * (part + 1) / parts;
+      for (i64 first = count(op, step) * part / parts; first < last; first += FEW_ROWS)
+        for (i64 j = i; j < next; j++) run_rows(kernels, ops[j], slots, step, first, last < first + FEW_ROWS ? last : first + FEW_ROWS);
+    }
+    i = next;
   }
 }

@@ -181,10 +181,14 @@ inline float sum(const float* x, i64 n) {
   return out[0] + rest;
 }
 
-// e^x to 2 units in the last place up to 88.3; 0 below -87, e^88.3 from 88.3 to 88.7, infinity above.
+// e^x to 2 units in the last place; 0 below -87, infinity above 88.7.
 inline Floats exp_of(Floats x) {
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  Floats inside = x > 88.3f ? splat(88.3f) : x;
+#if defined(__AVX512F__)
+  const Floats inside = (Floats)_mm512_min_ps((__m512)splat(89), (__m512)x);  // x if it is not a number
+#else
+  const Floats inside = x > 88.3f ? splat(88.3f) : x;
+#endif
   Floats n = inside * 1.44269504f + magic - magic;
   Floats r = inside - n * 0.693359375f + n * 2.12194440e-4f;
   Floats p = splat(1.9875691500e-4f);
@@ -194,10 +198,15 @@ inline Floats exp_of(Floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  const __mmask16 not_small = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-87), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(not_small, (__m512)p, (__m512)n);
+#else
   Floats scale = (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
   Floats result = x < -87.0f ? (Floats){} : p * scale;
   result = x > 88.7f ? splat(INFINITY) : result;
   return x != x ? x : result;
+#endif
 }
 
 inline Floats tanh_of(Floats x) {
