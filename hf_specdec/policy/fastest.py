@@ -787,7 +787,8 @@ class Fastest(DraftLengthPolicy):
     def wants_plain_time(self) -> bool:
         """See DraftLengthPolicy: not in every step, because learning from it takes time too, and not just after one that is not plain: what
         drafting leaves in the machine's caches makes it slower."""
-        is_due = self._learns_costs or self.num_steps >= self._plain_at + self.SAMPLED or self.needs_plain_step()
+        pause = self.SAMPLED // 4 if self._learns_costs else self.SAMPLED
+        is_due = self.num_steps >= self._plain_at + pause or self.needs_plain_step()
         return self._was_plain and is_due
 
     def _look_at(self, sequences: list[Sequence]) -> None:
@@ -810,7 +811,7 @@ class Fastest(DraftLengthPolicy):
 
     def observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
         """See DraftLengthPolicy."""
-        if seconds is not None and sequences and not self._spent:
+        if seconds is not None and sequences and not self._spent and (self.wants_plain_time() or not self._learns_costs):
             self._look_at(sequences)
             self._observe_target(len(sequences), len(sequences), seconds)
         if self._asked is not None:
