@@ -12,7 +12,7 @@ from .decoder import SpeculativeDecoder
 
 SECONDS = 0.25  # of CPU time, after which no other step is made: small heads' programs are recorded and timed in it
 PROMPT, LONGEST = 16, 256  # tokens of a text, at first and at most
-NUM_PLAIN = 8  # steps without drafts: the first ones take longer
+NUM_PLAIN = 12  # steps without drafts, of which three are timed: a step takes longer after one that was learnt from
 DEPTHS = {1: (1, 7, 1, 7), 8: (3, 7)}  # by rows: the deepest are of 8 and 64 tokens, by which those of more are guessed
 
 

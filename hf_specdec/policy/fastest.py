@@ -189,7 +189,7 @@ class Fastest(DraftLengthPolicy):
         self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest, np.maximum(nodes, 1.0))
         self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
         self.steps = Counter[str]()
-        self.num_steps = self._tried_at = 0
+        self.num_steps, self._tried_at = 0, -1
         self.holds = False
         self._table: Table | None = None
         self._drafted_at = np.zeros(len(drafters))  # step of each drafter's last draft
@@ -267,9 +267,10 @@ class Fastest(DraftLengthPolicy):
         nothing = [0] * len(sequences)
         if not any(caps) or self.is_plain(sequences):
             return nothing
-        begins, plain = [seq not in self.acceptance for seq in sequences], self.cost.of_plain(len(sequences))
+        begins = [seq not in self.acceptance for seq in sequences]
         if any(begins):
             self._idle[:] = 0.0  # a text that begins gives look-ups another chance
+            plain = self.cost.of_plain(len(sequences))
             is_due = [self.num_steps >= self._due(index, plain) for index in range(self.num_lookups)]
             self._granted[is_due] = self.TRIAL
         if len(sequences) > 1 or sequences[0].drafter is not None:
@@ -542,10 +543,8 @@ class Fastest(DraftLengthPolicy):
         if drafter < self.num_lookups:
             return 0.0
         if not self.drafting[drafter]:
-            unread = (
-                0.0 if self.drafters[drafter].is_head else self.UNREAD * backlog
-            )  # heads read long texts as they follow
-            return self.cost.of_plain(num_rows) * (self.UNKNOWN * (np.asarray(num_asked) > 0) + unread)
+            per_token = 0.0 if self.drafters[drafter].is_head else self.UNREAD  # heads read long texts as they follow
+            return self.cost.of_plain(num_rows) * (self.UNKNOWN * (np.asarray(num_asked) > 0) + per_token * backlog)
         return self.drafting[drafter].of_draft(depth, num_asked, backlog)
 
     def _extra(self, num_rows: int, num_packed, drafting):
@@ -653,7 +652,8 @@ class Fastest(DraftLengthPolicy):
         self, best: Choice, sequences, slots, worth, expected, gains, backlogs, room, is_awake: bool
     ) -> tuple[Choice, float]:
         """`best`, with one token of a drafter for rows where a trial is worth its price; and the steps until another may be."""
-        is_due = self.num_steps - self._tried_at >= self.TRIED or not (best.depth.any() or is_awake)
+        since = self.num_steps - self._tried_at  # 0: it is asked again in this step
+        is_due = since >= self.TRIED or not since or not (best.depth.any() or is_awake)
         if not self.models or not is_due:
             return best, self.LONGEST_QUIET
         self._tried_at = self.num_steps
@@ -703,7 +703,6 @@ class Fastest(DraftLengthPolicy):
         plain, fresh = self.cost.of_plain(len(sequences)), any(begins)
         for index, share in enumerate(self.acceptance.share_of_rows[: self.num_lookups].tolist()):
             fresh &= share < self._price(index, plain)
-            self._fresh_until = min(self._due(index, plain), self._fresh_until if index else math.inf)
             patience, idle = self._patience(index), self._aged_idle(index)
             if patience:
                 steps = min(steps, math.log(min(patience / max(idle, 1e-9), 1.0)) / math.log(Acceptance.AGEING))
@@ -713,6 +712,7 @@ class Fastest(DraftLengthPolicy):
         self._quiet_until, self._quiet_rows = self.num_steps + length, frozenset(seq.id for seq in sequences)
         if any(begins):
             self._quiet_left = int(tokens_left(sequences)[begins].max()) if fresh else 0
+        self._fresh_until = min([self._due(index, plain) for index in range(self.num_lookups)], default=math.inf)
 
     # ---- look-ups and heads: what is paid in every step -------------------------------------------------------------
 
@@ -787,7 +787,8 @@ class Fastest(DraftLengthPolicy):
     def wants_plain_time(self) -> bool:
         """See DraftLengthPolicy: not in every step, because learning from it takes time too, and not just after one that is not plain: what
         drafting leaves in the machine's caches makes it slower."""
-        is_due = self._learns_costs or self.num_steps >= self._plain_at + self.SAMPLED or self.needs_plain_step()
+        pause = self.SAMPLED // 4 if self._learns_costs else self.SAMPLED
+        is_due = self.num_steps >= self._plain_at + pause or self.needs_plain_step()
         return self._was_plain and is_due
 
     def _look_at(self, sequences: list[Sequence]) -> None:
@@ -810,7 +811,12 @@ class Fastest(DraftLengthPolicy):
 
     def observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
         """See DraftLengthPolicy."""
-        if seconds is not None and sequences and not self._spent:
+        if (
+            seconds is not None
+            and sequences
+            and not self._spent
+            and (self.wants_plain_time() or not self._learns_costs)
+        ):
             self._look_at(sequences)
             self._observe_target(len(sequences), len(sequences), seconds)
         if self._asked is not None:

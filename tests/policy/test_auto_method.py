@@ -355,6 +355,31 @@ def test_costs_little_where_nothing_is_accepted(machine, num_rows, noise):
         assert np.mean(rates) >= (0.969 if num_steps == 40 else 0.98), (num_steps, rates)
 
 
+def texts(policy, chance, count, num_rows, lookup_seconds=0.3 * (0.02 + 0.0025 * 8)):
+    """The speed over plain decoding of `count` calls of 64 steps, in which asking a look-up takes a third of a plain step."""
+    tokens = seconds = 0.0
+    for seed in range(count):
+        world = World({"ngram": Drafter([chance] * num_rows)}, cpu, seed=seed, lookup_seconds=lookup_seconds)
+        for seq in world.sequences:
+            seq.max_length = len(seq.tokens) + 1000
+        policy.begin_batch()
+        steps = [world.step(policy) for _ in range(64)]
+        tokens, seconds = tokens + sum(new for new, _ in steps), seconds + sum(taken for _, taken in steps)
+        for seq in world.sequences:
+            policy.forget(seq)
+    return tokens / seconds / world.plain()
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_a_look_up_that_never_pays_is_seldom_asked_until_it_pays(num_rows):
+    """Else every text would ask it some times, for a third of a step; later texts may be of another kind all the same."""
+    policy = World({"ngram": Drafter([0.0] * num_rows)}, cpu).policy()
+    assert texts(policy, 0.0, 20, num_rows) > 0.97
+    assert texts(policy, 0.0, 40, num_rows) > 0.992
+    texts(policy, 0.97, 20, num_rows)  # until it is due, and pays
+    assert texts(policy, 0.97, 10, num_rows) > 1.2
+
+
 def test_a_text_that_changes_half_way():
     """From what a head knows to what is copied, and back."""
     world = World(drafters([0.0], [0.8]), cpu, 0.05)

@@ -37,7 +37,9 @@ def make_bridge(
     if drafter.model is target.model:
         return SharedVocabulary(target.vocab_size, target.vocab_size)
     given = context.tokenizer, context.assistant_tokenizer
-    if not any(given) and same_tokenizer(folder_of(target.model), folder_of(drafter.model)):  # loading takes up to a second
+    if not any(given) and same_tokenizer(
+        folder_of(target.model), folder_of(drafter.model)
+    ):  # loading takes up to a second
         return SharedVocabulary(target.vocab_size, drafter.vocab_size)
     ours, theirs = (
         tokenizer or tokenizer_of(packed.model) for tokenizer, packed in zip(given, (target, drafter), strict=True)
