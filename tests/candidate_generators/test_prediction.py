@@ -238,9 +238,8 @@ def test_bad_predictions(tiny_model, batch, prediction, message):
 @pytest.mark.parametrize("config", METHODS[2::5], ids=lambda config: config["method"])
 def test_nothing_is_kept_of_a_request_that_has_ended(tiny_model, tiny_tokenizer, config, monkeypatch):
     """A row may hold images, or a long prediction."""
-    rows = []
+    rows, llm = [], LLM(tiny_model, tiny_tokenizer, config, max_model_len=64)
     monkeypatch.setattr(decoder_module.SpeculativeDecoder, "add", kept_weakly(rows))
-    llm = LLM(tiny_model, tiny_tokenizer, config, max_model_len=64)
     llm.generate("One day", SamplingParams(temperature=0, max_tokens=12, prediction=[5, 6]), use_tqdm=False)
     gc.collect()
     assert [row() for row in rows] == [None]
