@@ -35,7 +35,7 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-@dataclass
+@dataclass(eq=False)
 class BlockTable:
     """The blocks of one sequence in order, their slots, and the number of tokens with valid KV.
 

@@ -18,7 +18,7 @@ from ..candidate_generators.prediction import LONGEST
 from ..core.clock import StepTimer, clock_for
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
-from ..core.sequence import UNKNOWN, Sequence
+from ..core.sequence import Sequence
 from ..model.adapters import RowAdapters
 from ..model.prompt import ReadPrompt
 from ..policy import DraftedStep, DraftLengthPolicy, make_policy
@@ -138,9 +138,12 @@ class SpeculativeDecoder(RunningSequences):
         """`begin`. `next_tokens`: sequence id → its last token [1], on the device, where the host does not know it yet."""
         tracer = self.tracer or profile.phases
         tracer.begin(first=True)
-        rows = self._admit(sequences, num_tokens)
-        num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
-        decoding = [seq for seq, end in rows if end == len(seq.tokens)]
+        onward = None if next_tokens else self._go_on(sequences)
+        rows, decoding, num_own = onward or [], list(sequences), [1] * len(sequences)
+        if onward is None:
+            rows = self._admit(sequences, num_tokens)
+            num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
+            decoding = [seq for seq, end in rows if end == len(seq.tokens)]
         # Where rows wait for blocks, fewer rows are left than `can_begin_after` was asked about, which might draft. But what a draft would
         # follow is not known.
         limits = [0] * len(decoding) if next_tokens else self._draft_limits(decoding)
@@ -151,7 +154,9 @@ class SpeculativeDecoder(RunningSequences):
         if self.policy.needs_observations and any(limits):
             self.timer.proposed()
         tracer.end("propose")
-        fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
+        fed = self._onward
+        if onward is None or any(trees.lengths):
+            fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
         rests = self._rests is not None and self._rests.rests
         tapped = not rests or self.learner is not None
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self._all_hidden_states, tapped))
@@ -259,20 +264,13 @@ class SpeculativeDecoder(RunningSequences):
             if end <= table.length:
                 raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")
             try:
-                if end > len(table.slots) or seq.id in self.outside:
-                    self._reserve(seq, end)
+                self._ready(seq, table, end)
             except OutOfBlocks:
                 if matched:  # do not hold a shared prefix while waiting
                     self.preempt(seq)
                 if not rows:
                     raise
                 break
-            # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
-            if seq.is_text and end // self.cache.block_size > len(table.hashes):
-                known = end - (seq.tokens[end - 1] == UNKNOWN)
-                if self.target.recurrent is not None:  # prompts are read in chunk form, later tokens one by one
-                    known = seq.num_chunked(0, known)
-                self.cache.register_prefix(seq.id, seq.tokens, known)
             rows.append((seq, end))
         return rows
 

@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..cache import BlockTable, OutOfBlocks
 from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.base import HasDrafters, KeepsPrefixes, SharesPrefixes, active_drafter, known_prefix
 from ..candidate_generators.combined import configure
 from ..config import SpeculativeConfig
 from ..core.rows import RowInput
-from ..core.sequence import Sequence
+from ..core.sequence import UNKNOWN, Sequence
+from ..model.onward_rows import OnwardRows
 from ..model.prompt import KeysValues
 from ..policy import DraftLengthPolicy
 from .outputs import RowStatistics, read_cache
-from .step import StepTensors
+from .step import FedRows, StepTensors
 
 
 class RunningSequences:
@@ -37,6 +39,7 @@ class RunningSequences:
         self._keeper = generator if isinstance(generator, KeepsPrefixes) else None
         self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
         self.cache = self.target.new_cache(1, self.config.block_size)
+        self._onward = FedRows.onward([], OnwardRows())  # of the last step in which all rows went on
         self.statistics: dict[int, RowStatistics] = {}
         self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
         self.last: StepTensors | None = None
@@ -254,3 +257,47 @@ class RunningSequences:
         self.cache.reserve(seq.id, end)
         if seq.id in self.outside:
             self.cache.load_all(seq.id, self.outside.pop(seq.id))
+
+    def _ready(self, seq: Sequence, table: BlockTable, end: int) -> None:
+        """Reserve slots for the sequence's first `end` tokens, and declare the blocks that they fill. Raises OutOfBlocks."""
+        if end > len(table.slots) or seq.id in self.outside:
+            self._reserve(seq, end)
+        # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
+        if seq.is_text and end // self.cache.block_size > len(table.hashes):
+            known = end - (seq.tokens[end - 1] == UNKNOWN)
+            if self.target.recurrent is not None:  # prompts are read in chunk form, later tokens one by one
+                known = seq.num_chunked(0, known)
+            self.cache.register_prefix(seq.id, seq.tokens, known)
+
+    def _go_on(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]] | None:
+        """The rows of a step in which all rows feed one token that they have written, as (sequence, end); `_onward` is then what they feed.
+        None: some row reads more, or there is no block for it."""
+        tables, ends = [self.cache.tables[seq.id] for seq in sequences], [len(seq.tokens) for seq in sequences]
+        if self.outside or [table.length + 1 for table in tables] != ends:
+            return None
+        rows, starts, others = self._onward.inputs, np.array(ends, dtype=np.int64) - 1, False
+        assert isinstance(rows, OnwardRows)
+        if tables != rows.tables:
+            if not all(map(_has_read, sequences, ends)):
+                return None
+            rows.exchange(tables, self.cache.block_size, lambda i: _input_of(sequences[i]))
+            self._onward, others = FedRows.onward(sequences, rows), True
+        all_due = others or (starts != rows.starts + 1).any()
+        size = rows.block_size
+        try:
+            for i in range(len(ends)) if all_due else np.flatnonzero((starts + 1) % size < 2).tolist():
+                self._ready(sequences[i], tables[i], ends[i])
+        except OutOfBlocks:
+            return None
+        rows.go_on(starts, [seq.tokens[-1] for seq in sequences])
+        return list(zip(sequences, ends, strict=True))
+
+
+def _has_read(seq: Sequence, end: int) -> bool:
+    """True if the token before `end` comes after all that prompts are."""
+    return end > seq.prompt_length and not seq.num_chunked(end - 1, end) and isinstance(seq.position_offset, int)
+
+
+def _input_of(seq: Sequence) -> RowInput:
+    """One token of the sequence, which is not known yet."""
+    return RowInput(seq.id, np.zeros(1, dtype=np.int64), 0, offset=seq.position_offset, adapter=seq.adapter)

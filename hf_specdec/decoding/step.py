@@ -231,6 +231,12 @@ class FedRows:
             chosen = [i for end, count in zip(ends, num_wanted, strict=True) for i in range(end - count, end)]
         return cls(inputs, starts, np.array(logit_rows, dtype=np.int64), np.array(chosen, dtype=np.int64), prompts)
 
+    @classmethod
+    def onward(cls, sequences: list[Sequence], inputs: list[RowInput]) -> FedRows:
+        """The rows of sequences that all feed one token which they have written."""
+        starts = {seq.id: i for i, seq in enumerate(sequences)}
+        return cls(inputs, starts, np.arange(len(inputs)), np.zeros(0, dtype=np.int64))
+
     def results(self, output: PackedOutput) -> StepTensors:
         """The step's tensors after the target's forward. Nothing is processed yet."""
         if not self.prompts:

@@ -20,6 +20,7 @@ from ..kernels.attention.inputs import AttentionInputs, AttentionRow, NativeRows
 from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
 from .functions import kept
+from .onward_rows import OnwardRows
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
 from .row_descriptions import additive_masks, block_diagonal_mask, describe, describe_lines, key_positions
@@ -73,6 +74,10 @@ class PackedBatch:
     @classmethod
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
         """Pack rows whose slots are already reserved."""
+        if isinstance(inputs, OnwardRows):
+            there, starts = upload(inputs.columns.copy(), device), list(range(len(inputs) + 1))
+            num_keys = int(inputs.starts.sum()) + len(inputs)
+            return cls(there[1:2], there[2:], inputs, starts, None, cache, gather, there[0], num_keys)
         starts = [0, *itertools.accumulate([row.num_tokens for row in inputs])]
         num_axes = max((len(row.offset) for row in inputs if isinstance(row.offset, tuple)), default=1)
         on_host = np.zeros((2 + num_axes, starts[-1]), dtype=np.int64)
@@ -124,6 +129,8 @@ class PackedBatch:
     @kept
     def native_rows(self) -> NativeRows:
         """The rows as the native library reads them; made once per step."""
+        if isinstance(self.inputs, OnwardRows):
+            return NativeRows(self.inputs.described, 1)
         return NativeRows.of(describe(self.inputs, self.cache, by_slots=True))
 
     @kept
