@@ -217,13 +217,8 @@ class SpeculativeDecoder(RunningSequences):
         """
         tracer = self.tracer or profile.phases
         tracer.begin()
-        results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
-        present = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
-        outcome = self._commit(pending, {pending.rows[i][0].id for i in present}, results)
+        results, outcome = self._appended(pending) or self._committed(pending)
         outcome.output, outcome.cache = pending.tensors.output, self.cache
-        outcome.chunks = [pending.rows[i] for i in present]
-        outcome.num_own = [pending.num_own[i] for i in present]
-        outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
         tracer.end("verify")
         seen, proposed = _as_seen_by_drafter(outcome, pending)
@@ -238,7 +233,7 @@ class SpeculativeDecoder(RunningSequences):
             if outcome.chunks:
                 self.learner.observe(outcome)
             self.learner.between_steps()
-        return list(results.values())
+        return results
 
     def cancel(self, pending: PendingStep) -> None:
         """Wait for a pending step and discard it. The caller removes its sequences."""
@@ -377,6 +372,8 @@ class SpeculativeDecoder(RunningSequences):
 
     def _with_slots(self, sequences: list[Sequence], trees: DraftTrees) -> DraftTrees:
         """The drafts, as far as the rows have room and blocks are left for their nodes."""
+        if not any(trees.lengths):
+            return trees
         fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, trees.lengths, strict=True)]
         return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
 
@@ -406,6 +403,28 @@ class SpeculativeDecoder(RunningSequences):
         except OutOfBlocks:
             return min(num_nodes, len(self.cache.tables[seq.id].slots) - len(seq.tokens))
         return num_nodes
+
+    def _appended(self, pending: PendingStep) -> tuple[list[StepResult], StepOutcome] | None:
+        """`_committed` of a step in which every row decodes and nothing was drafted; None for another one, or if a row has left."""
+        if not pending.is_plain or pending.verdict is None or len(pending.decoding) < len(pending.rows):
+            return None
+        results = self._append(pending.decoding, pending.verdict.wait().next_tokens.tolist())
+        if results is None:
+            return None
+        new, starts = [result.new_tokens for result in results], list(pending.tensors.starts.values())
+        return results, StepOutcome(
+            pending.decoding, pending.trees, [[] for _ in new], new, None, starts, pending.rows, pending.num_own, list(range(len(new))),
+        )  # fmt: skip
+
+    def _committed(self, pending: PendingStep) -> tuple[list[StepResult], StepOutcome]:
+        """What a step did for each of its rows, and for the drafter; rows that were finished or removed in the meantime got nothing."""
+        results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
+        present = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
+        outcome = self._commit(pending, {pending.rows[i][0].id for i in present}, results)
+        outcome.chunks = [pending.rows[i] for i in present]
+        outcome.num_own = [pending.num_own[i] for i in present]
+        outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
+        return list(results.values()), outcome
 
     def _commit(self, pending: PendingStep, present_ids: set[int], results: dict[int, StepResult]) -> StepOutcome:
         """Keep the KV of accepted tokens, append the tokens and count them, for the sequences whose ids are in `present_ids`."""

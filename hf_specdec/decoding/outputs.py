@@ -63,6 +63,7 @@ class Speculation(dict):
 
 # Of a step: nodes drafted, depth of the tree, tokens emitted, how many of them were drafted.
 Counts = tuple[int, int, int, int]
+PLAIN: Counts = 0, 0, 1, 0
 
 
 def _cut(counts: Counts, num_new: int) -> Counts:
@@ -121,10 +122,13 @@ class RowStatistics:
 def summarize(rows: list[RowStatistics], kv_cache_bytes: int) -> Speculation:
     """Figures over all rows, and each row's own under `rows`."""
     steps, shares = [step for row in rows for step in row.steps], [names for row in rows for names in row.shares]
-    total = RowStatistics(steps, shares, any(row.several for row in rows)).summary()
-    total["kv_cache_bytes"] = kv_cache_bytes
-    total["rows"] = [row.summary() for row in rows]
-    return total
+    of_rows = [row.summary() for row in rows]
+    total = (
+        RowStatistics(steps, shares, any(row.several for row in rows)).summary()
+        if len(rows) != 1
+        else Speculation(of_rows[0])
+    )
+    return Speculation(total, kv_cache_bytes=kv_cache_bytes, rows=of_rows)
 
 
 @dataclass

@@ -19,8 +19,8 @@ from ..core.sequence import UNKNOWN, Sequence
 from ..model.onward_rows import OnwardRows
 from ..model.prompt import KeysValues
 from ..policy import DraftLengthPolicy
-from .outputs import RowStatistics, read_cache
-from .step import FedRows, StepTensors
+from .outputs import PLAIN, RowStatistics, read_cache
+from .step import FedRows, StepResult, StepTensors
 
 
 class RunningSequences:
@@ -275,22 +275,40 @@ class RunningSequences:
         tables, ends = [self.cache.tables[seq.id] for seq in sequences], [len(seq.tokens) for seq in sequences]
         if self.outside or [table.length + 1 for table in tables] != ends:
             return None
-        rows, starts, others = self._onward.inputs, np.array(ends, dtype=np.int64) - 1, False
+        rows, starts = self._onward.inputs, np.array(ends, dtype=np.int64) - 1
         assert isinstance(rows, OnwardRows)
         if tables != rows.tables:
             if not all(map(_has_read, sequences, ends)):
                 return None
             rows.exchange(tables, self.cache.block_size, lambda i: _input_of(sequences[i]))
-            self._onward, others = FedRows.onward(sequences, rows), True
-        all_due = others or (starts != rows.starts + 1).any()
-        size = rows.block_size
+            self._onward = FedRows.onward(sequences, rows)
+        # Only at the ends of blocks is there something to do, but for rows that were not in the step before.
+        is_due = ((starts + 1) % rows.block_size < 2) | (starts != rows.starts + 1)
         try:
-            for i in range(len(ends)) if all_due else np.flatnonzero((starts + 1) % size < 2).tolist():
+            for i in np.flatnonzero(is_due).tolist():
                 self._ready(sequences[i], tables[i], ends[i])
         except OutOfBlocks:
             return None
         rows.go_on(starts, [seq.tokens[-1] for seq in sequences])
         return list(zip(sequences, ends, strict=True))
+
+    def _append(self, sequences: list[Sequence], tokens: list[int]) -> list[StepResult] | None:
+        """Append a token to each text, of which all others were fed, and count it. None: a row has ended or left, or there are states of
+        recurrent layers; nothing was done."""
+        known = self.statistics
+        statistics = [known[seq.id] for seq in sequences if not seq.finished and seq.id in known]
+        if self.cache.states is not None or len(statistics) < len(sequences):
+            return None
+        results = []
+        for i, (seq, token, of_row) in enumerate(zip(sequences, tokens, statistics, strict=True)):
+            text = seq.tokens
+            self.cache.tables[seq.id].length = len(text)
+            text.append(token)
+            seq.num_steps += 1
+            seq.finished = token in seq.eos_token_ids or len(text) >= seq.max_length
+            of_row.steps.append(PLAIN)
+            results.append(StepResult(seq, [token], [i]))
+        return results
 
 
 def _has_read(seq: Sequence, end: int) -> bool:

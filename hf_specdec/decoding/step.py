@@ -22,7 +22,7 @@ from ..sampling.parameters import FusedSampling, fused_sampling, fuses_sampling
 from ..verification.verify import PendingVerdict
 
 
-@dataclass
+@dataclass(slots=True)
 class StepResult:
     """What one step did for one sequence.
 

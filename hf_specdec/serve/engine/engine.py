@@ -169,11 +169,14 @@ class Engine:
             # None if the request has ended in this loop, by another choice or by its prompt's log-probabilities
             choice = self._choices.get(result.sequence.id)
             if choice is not None and result.new_tokens:
+                touched[choice.request.number] = choice.request
+                if not (choice.is_watched or result.sequence.finished):
+                    choice.output.token_ids += result.new_tokens
+                    continue
                 try:  # as in `boundary`, which would take longer than what is inside it
                     self._accept(choice, result)
                 except BaseException as error:
                     self._fail(choice.request, error)
-                touched[choice.request.number] = choice.request
         announced = [] if self.transfers is None else self.transfers.producer.has_read(rows)
         touched |= {choice.request.number: choice.request for choice in announced}
         if len(results) < len(rows):  # too few blocks were free for the last rows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +24,7 @@ from ...candidate_generators.prediction import Prediction
 from ...core.sequence import Sequence, stream_seeds
 from ...decoding.decoder import SpeculativeDecoder
 from ...decoding.generate import check_methods
-from ...decoding.outputs import RowStatistics, summarize
+from ...decoding.outputs import RowStatistics, Speculation, summarize
 from ...model.packed_model import PackedModel
 from ...model.prompt import ReadPrompt, read_prompt
 from ...refusals import check_inputs
@@ -80,6 +82,12 @@ class RequestChoice:
         """Sort key of the scheduler, smallest first: priority, then arrival."""
         return self.request.params.priority, self.request.number, self.output.index
 
+    @functools.cached_property
+    def is_watched(self) -> bool:
+        """Whether more is to be done with a token than to append it, even if it does not end the sequence."""
+        params = self.request.params
+        return self.grammar is not None or params.logprobs is not None or bool(params.stop)
+
     def make_text(self) -> str:
         """Bring the output's text up to its tokens. Returns what this adds."""
         if self.text is None:
@@ -122,6 +130,7 @@ class Request:
     token_times: list[float] | None = None  # see `EncoderSide.times`
     announcement: dict | None = None  # for the one that pulls it while it is read; taken by whoever delivers it
     statistics: list[RowStatistics] = field(default_factory=list)  # of the choices that have ended
+    _summary: Speculation | None = None
     started: float | None = None  # when its first row began to run, by the clock of all processes of this machine
 
     @property
@@ -132,7 +141,7 @@ class Request:
     @property
     def finished(self) -> bool:
         """True once all choices have ended."""
-        return all(choice.output.finished() for choice in self.choices)
+        return None not in [choice.output.finish_reason for choice in self.choices]
 
     def result(self) -> RequestOutput:
         """The results so far, as `LLM.generate` returns them."""
@@ -140,19 +149,26 @@ class Request:
         texts = (self.prompt, None, None) if read is None else (None, self.prompt, read)
         return RequestOutput(
             self.id, texts[0], self.prompt_token_ids, [choice.output for choice in self.choices], self.finished, self.prompt_logprobs,
-            self.num_cached_tokens, summarize(self.statistics, 0) if self.finished and self.error is None else None,
+            self.num_cached_tokens, self.summary if self.finished and self.error is None else None,
             self.kv_transfer_params or self.choices[0].sequence.files or None, self.error, *texts[1:],
         )  # fmt: skip
+
+    @property
+    def summary(self) -> Speculation:
+        """Statistics of speculation of the choices that have ended."""
+        if self._summary is None or len(self._summary.rows) < len(self.statistics):
+            self._summary = summarize(self.statistics, 0)
+        return self._summary
 
     def figures(self, longest_draft: int) -> dict[str, Any]:
         """Statistics of speculation, also in vLLM's form, whose histogram ends at `longest_draft`; and counts for metrics."""
         steps = [step for row in self.statistics for step in row.steps]
         accepted = [count for _, _, _, count in steps]
         drafting = [depth for _, depth, _, _ in steps if depth]
-        summary = summarize(self.statistics, 0)
+        summary = self.summary
         histogram = [0] * (longest_draft + 1)
-        for count in accepted:
-            histogram[min(count, longest_draft)] += 1
+        for count, times in Counter(accepted).items():
+            histogram[min(count, longest_draft)] += times
         return {
             **summary,
             "started": self.started,

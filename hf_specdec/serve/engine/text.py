@@ -86,7 +86,8 @@ class Detokenizer:
                 continue
             byte = self._kinds[token][2]
             if byte is None:
-                self._run, is_shown = _utf8("strict"), False
+                if is_shown:  # else the run is a new one already
+                    self._run, is_shown = _utf8("strict"), False
                 self._ids.append(token)
                 continue
             piece, is_shown = piece if is_shown else piece + self._show(), True
