@@ -21,8 +21,8 @@ METHODS = {
 def params_of(rng, hottest):
     """Ends by length, by an id that is common in these texts, or by a text; some rows are watched token by token."""
     return SamplingParams(
-        temperature=rng.choice([0, 0, hottest]), seed=rng.randrange(3), max_tokens=rng.choice([1, 2, 7, 30, 50]), ignore_eos=True,
-        stop_token_ids=rng.choice([[], [13], [20, 33]]), stop=rng.choice([[], [], [" the"]]), min_tokens=rng.choice([0, 0, 0, 1]),
+        temperature=rng.choice([0, 0, hottest]), seed=rng.randrange(3), max_tokens=rng.choice([1, 2, 20, 50, 60]), ignore_eos=True,
+        stop_token_ids=rng.choice([[], [], [303, 632], [21, 23]]), stop=rng.choice([[], [], [" the"]]), min_tokens=rng.choice([0, 0, 0, 1]),
         logprobs=rng.choice([None, None, None, 1]), num_speculative_tokens=rng.choice([None, 0, 0]),
     )  # fmt: skip
 
@@ -50,28 +50,25 @@ def alone(tiny_model, tiny_tokenizer):
 
 @pytest.fixture
 def packed(monkeypatch):
-    """Compares every batch of rows that go on with what the rows are packed to one by one; counts them by size."""
-    pack, sizes = PackedBatch.pack.__func__, []
+    """The sizes of batches of rows that go on, and what differs from rows that are packed one by one. An engine would survive errors."""
+    pack, sizes, wrong = PackedBatch.pack.__func__, [], []
 
     def compared(cls, inputs, *args, **more):
         batch = pack(cls, inputs, *args, **more)
+        full = [(row.start + len(row.tokens)) // batch.cache.block_size for row in inputs]
+        if [len(batch.cache.tables[row.seq_id].hashes) for row in inputs] != full:
+            wrong.append("full blocks are declared at once")
         if isinstance(inputs, OnwardRows):
             sizes.append(len(inputs))
-            full = (inputs.starts + 1) // inputs.block_size
-            assert [len(table.hashes) for table in inputs.tables] == full.tolist(), "full blocks are declared at once"
-            other = pack(cls, list(inputs), *args, **more)
-            for name in ("input_ids", "position_ids", "write_slots"):
-                assert torch.equal(getattr(batch, name), getattr(other, name)), name
-            assert (batch.native_rows().table == other.native_rows().table).all()
-            assert (batch.starts, batch.num_keys, batch.logit_index) == (
-                other.starts,
-                other.num_keys,
-                other.logit_index,
-            )
+            both = (batch, pack(cls, list(inputs), *args, **more))
+            tensors = zip(*([b.input_ids, b.position_ids, b.write_slots] for b in both), strict=True)
+            wrong.extend(pair for pair in tensors if not torch.equal(*pair))
+            records = [(b.native_rows().table.tolist(), b.starts, b.num_keys, b.logit_index) for b in both]
+            wrong.extend(records if records[0] != records[1] else [])
         return batch
 
     monkeypatch.setattr(PackedBatch, "pack", classmethod(compared))
-    return sizes
+    return sizes, wrong
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -87,7 +84,7 @@ def test_whatever_happens_between_steps_texts_are_those_of_rows_alone(
     with engine.decoder.active():
         for step in range(220):
             running = list(engine.scheduler.running)
-            if rng.random() < (0.25 if step < 160 else 0):
+            if rng.random() < (0.3 if step < 160 else 0):
                 prompt, params = rng.choice(PROMPTS), params_of(rng, 0.8 if method == "none" else 0)
                 requests.append((engine.add(str(step), None, prompt, params), prompt, params))
             if running and rng.random() < 0.04:
@@ -108,6 +105,8 @@ def test_whatever_happens_between_steps_texts_are_those_of_rows_alone(
             assert written == ids[: len(written)]
         else:
             assert (written, shown, how) == (ids, text, end)
-    assert len(packed) > 50 and max(packed) > 3 and engine.scheduler.num_preemptions and aborted
+    sizes, wrong = packed
+    assert not wrong
+    assert len(sizes) > 50 and max(sizes) > 3 and engine.scheduler.num_preemptions and aborted
     assert pool.num_used == 0
     engine.close()
