@@ -498,7 +498,8 @@ def brings_drafts(seq: Sequence) -> bool:
 def _as_seen_by_drafter(outcome: StepOutcome, pending: PendingStep) -> tuple[StepOutcome, DraftTrees]:
     """The outcome of the drafter's own proposal: its tokens that became text count as accepted, whatever was verified; and its trees."""
     proposed = pending.proposed
-    if proposed.tokens is pending.trees.tokens and not any(map(brings_drafts, outcome.sequences)):
+    others = any(pending.trees.lengths) and any(map(brings_drafts, outcome.sequences))
+    if proposed.tokens is pending.trees.tokens and not others:
         return outcome, outcome.trees  # it was verified, as far as there were slots
     rows = {seq.id: i for i, seq in enumerate(pending.decoding)}
     proposed = proposed.select([rows[seq.id] for seq in outcome.sequences])

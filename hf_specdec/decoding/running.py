@@ -299,13 +299,14 @@ class RunningSequences:
         statistics = [known[seq.id] for seq in sequences if not seq.finished and seq.id in known]
         if self.cache.states is not None or len(statistics) < len(sequences):
             return None
-        results = []
+        tables, results = self.cache.tables, []
         for i, (seq, token, of_row) in enumerate(zip(sequences, tokens, statistics, strict=True)):
             text = seq.tokens
-            self.cache.tables[seq.id].length = len(text)
+            tables[seq.id].length = length = len(text)
             text.append(token)
             seq.num_steps += 1
-            seq.finished = token in seq.eos_token_ids or len(text) >= seq.max_length
+            if token in seq.eos_token_ids or length + 1 >= seq.max_length:
+                seq.finished = True
             of_row.steps.append(PLAIN)
             results.append(StepResult(seq, [token], [i]))
         return results

@@ -54,6 +54,7 @@ class Engine:
         self._num_blocks, self._max_num_seqs = num_blocks, max_num_seqs
         self.allocate()
         self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)
+        self.num_ended = 0  # requests
         self._choices: dict[int, RequestChoice] = {}  # choices that have not ended, by id of their sequence
         self.transfers = None if make_transfers is None else make_transfers(decoder)
         self._isolated: list[list[RequestChoice]] = []  # groups of rows that run alone, see `_after_failure`
@@ -310,9 +311,7 @@ class Engine:
         """End a choice; its KV blocks are free, or cached, at once."""
         if choice.text is not None and not text_is_whole:
             with self.boundary(choice.request):
-                choice.make_text()
-                choice.text.finish()
-                choice.output.text = choice.text.text
+                choice.make_text(is_last=True)
             if choice.output.finished():  # its text has raised, which ended it
                 return
         choice.output.finish_reason = reason
@@ -324,6 +323,7 @@ class Engine:
                 statistics.keep(len(choice.output.token_ids))
                 choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
                 choice.request.statistics.append(statistics)
+        self.num_ended += choice.request.finished
         self._align(choice, reason)
 
     def _align(self, choice: RequestChoice, reason: str) -> None:

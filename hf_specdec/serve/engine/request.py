@@ -88,12 +88,13 @@ class RequestChoice:
         params = self.request.params
         return self.grammar is not None or params.logprobs is not None or bool(params.stop)
 
-    def make_text(self) -> str:
-        """Bring the output's text up to its tokens. Returns what this adds."""
+    def make_text(self, is_last: bool = False) -> str:
+        """Bring the output's text up to its tokens. Returns what this adds. `is_last`: no token follows."""
         if self.text is None:
             return ""
         told = len(self.output.token_ids) - self.hides_end
-        piece = self.text.add(self.output.token_ids[self.num_told : told])
+        add = self.text.finish if is_last else self.text.add
+        piece = add(self.output.token_ids[self.num_told : told])
         self.num_told, self.output.text = told, self.text.text
         return piece
 

@@ -98,8 +98,9 @@ class Detokenizer:
                 self._run = None
         return piece if is_shown else piece + self._show()
 
-    def finish(self) -> str:
-        """Returns the text after `text`: U+FFFD for the bytes of an incomplete last character. Call once, after the last token."""
+    def finish(self, tokens: list[int]) -> str:
+        """Add the last tokens. Returns the text after `text`, with U+FFFD for the bytes of an incomplete last character. Call once."""
+        self._ids += [token for token in tokens if not self._is_left_out(token)]
         piece = self._decode(self._ids)[self._num_shown :]
         self._num_shown += len(piece)
         self.text, self.tail = self.text + piece, ""
