@@ -20,6 +20,7 @@ from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.adapters import RowAdapters
+from ..model.onward_rows import NO_ROWS
 from ..model.prompt import ReadPrompt
 from ..policy import DraftedStep, DraftLengthPolicy, make_policy
 from ..sampling.grammar import MOST_FORCED, along_grammars
@@ -138,12 +139,12 @@ class SpeculativeDecoder(RunningSequences):
         """`begin`. `next_tokens`: sequence id → its last token [1], on the device, where the host does not know it yet."""
         tracer = self.tracer or profile.phases
         tracer.begin(first=True)
-        onward = None if next_tokens else self._go_on(sequences)
-        rows, decoding, num_own = onward or [], list(sequences), [1] * len(sequences)
-        if onward is None:
-            rows = self._admit(sequences, num_tokens)
-            num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
-            decoding = [seq for seq, end in rows if end == len(seq.tokens)]
+        rows = [] if next_tokens else self._go_on(sequences)
+        num_onward = len(rows)
+        self._admit(sequences, num_tokens, rows)
+        others = rows[num_onward:]
+        num_own = [1] * num_onward + [end - self.cache.tables[seq.id].length for seq, end in others]
+        decoding = sequences[:num_onward] + [seq for seq, end in others if end == len(seq.tokens)]
         # Where rows wait for blocks, fewer rows are left than `can_begin_after` was asked about, which might draft. But what a draft would
         # follow is not known.
         limits = [0] * len(decoding) if next_tokens else self._draft_limits(decoding)
@@ -154,9 +155,10 @@ class SpeculativeDecoder(RunningSequences):
         if self.policy.needs_observations and any(limits):
             self.timer.proposed()
         tracer.end("propose")
-        fed = self._onward
-        if onward is None or any(trees.lengths):
-            fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
+        onward = self._onward
+        if any(trees.lengths) or not num_onward:
+            onward, others = NO_ROWS, rows
+        fed = FedRows.of(others, [self.cache.tables[seq.id].length for seq, _ in others], trees, next_tokens, onward)
         rests = self._rests is not None and self._rests.rests
         tapped = not rests or self.learner is not None
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self._all_hidden_states, tapped))
@@ -240,10 +242,10 @@ class SpeculativeDecoder(RunningSequences):
         if pending.verdict is not None:
             pending.verdict.wait()
 
-    def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None) -> list[tuple[Sequence, int]]:
-        """The rows that fit, as (sequence, end): this step feeds the sequence's tokens up to `end`."""
-        rows = []
-        for i, seq in enumerate(sequences):
+    def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None, rows: list[tuple[Sequence, int]]) -> None:
+        """Append to `rows`, which are the first ones, the others that fit, as (sequence, end): this step feeds the sequence's tokens up to
+        `end`."""
+        for i, seq in enumerate(sequences[len(rows) :], len(rows)):
             table = self.cache.tables[seq.id]
             matched = 0
             if not table.blocks and seq.is_text and seq.id not in self.outside:
@@ -267,7 +269,6 @@ class SpeculativeDecoder(RunningSequences):
                     raise
                 break
             rows.append((seq, end))
-        return rows
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if a step of these rows will not draft, whatever their caps."""
@@ -403,18 +404,6 @@ class SpeculativeDecoder(RunningSequences):
         except OutOfBlocks:
             return min(num_nodes, len(self.cache.tables[seq.id].slots) - len(seq.tokens))
         return num_nodes
-
-    def _appended(self, pending: PendingStep) -> tuple[list[StepResult], StepOutcome] | None:
-        """`_committed` of a step in which every row decodes and nothing was drafted; None for another one, or if a row has left."""
-        if not pending.is_plain or pending.verdict is None or len(pending.decoding) < len(pending.rows):
-            return None
-        results = self._append(pending.decoding, pending.verdict.wait().next_tokens.tolist())
-        if results is None:
-            return None
-        new, starts = [result.new_tokens for result in results], list(pending.tensors.starts.values())
-        return results, StepOutcome(
-            pending.decoding, pending.trees, [[] for _ in new], new, None, starts, pending.rows, pending.num_own, list(range(len(new))),
-        )  # fmt: skip
 
     def _committed(self, pending: PendingStep) -> tuple[list[StepResult], StepOutcome]:
         """What a step did for each of its rows, and for the drafter; rows that were finished or removed in the meantime got nothing."""

@@ -14,13 +14,14 @@ from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.base import HasDrafters, KeepsPrefixes, SharesPrefixes, active_drafter, known_prefix
 from ..candidate_generators.combined import configure
 from ..config import SpeculativeConfig
+from ..core.outcome import StepOutcome
 from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
 from ..model.onward_rows import OnwardRows
 from ..model.prompt import KeysValues
 from ..policy import DraftLengthPolicy
 from .outputs import PLAIN, RowStatistics, read_cache
-from .step import FedRows, StepResult, StepTensors
+from .step import PendingStep, StepResult, StepTensors
 
 
 class RunningSequences:
@@ -39,7 +40,7 @@ class RunningSequences:
         self._keeper = generator if isinstance(generator, KeepsPrefixes) else None
         self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
         self.cache = self.target.new_cache(1, self.config.block_size)
-        self._onward = FedRows.onward([], OnwardRows())  # of the last step in which all rows went on
+        self._onward = OnwardRows()  # the rows that feed what they have written in the last step
         self.statistics: dict[int, RowStatistics] = {}
         self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
         self.last: StepTensors | None = None
@@ -269,47 +270,60 @@ class RunningSequences:
                 known = seq.num_chunked(0, known)
             self.cache.register_prefix(seq.id, seq.tokens, known)
 
-    def _go_on(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]] | None:
-        """The rows of a step in which all rows feed one token that they have written, as (sequence, end); `_onward` is then what they feed.
-        None: some row reads more, or there is no block for it."""
-        tables, ends = [self.cache.tables[seq.id] for seq in sequences], [len(seq.tokens) for seq in sequences]
-        if self.outside or [table.length + 1 for table in tables] != ends:
-            return None
-        rows, starts = self._onward.inputs, np.array(ends, dtype=np.int64) - 1
-        assert isinstance(rows, OnwardRows)
+    def _go_on(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """The first rows of a step as `_admit` gives them: those that feed one token, which they have written. `_onward` is then what they
+        feed. None of them, if there are no blocks for one."""
+        rows, tables = self._onward, [self.cache.tables[seq.id] for seq in sequences]
+        ends, expected = [len(seq.tokens) for seq in sequences], [table.length + 1 for table in tables]
+        if self.outside:
+            return []
+        if ends != expected:
+            count = next(i for i, end in enumerate(ends) if end != expected[i])
+            sequences, tables, ends = sequences[:count], tables[:count], ends[:count]
+        if not ends:
+            return []
         if tables != rows.tables:
-            if not all(map(_has_read, sequences, ends)):
-                return None
+            count = next((i for i, end in enumerate(ends) if not _has_read(sequences[i], end)), len(ends))
+            sequences, tables, ends = sequences[:count], tables[:count], ends[:count]
             rows.exchange(tables, self.cache.block_size, lambda i: _input_of(sequences[i]))
-            self._onward = FedRows.onward(sequences, rows)
+        starts = np.array(ends, dtype=np.int64) - 1
         # Only at the ends of blocks is there something to do, but for rows that were not in the step before.
         is_due = ((starts + 1) % rows.block_size < 2) | (starts != rows.starts + 1)
         try:
             for i in np.flatnonzero(is_due).tolist():
                 self._ready(sequences[i], tables[i], ends[i])
         except OutOfBlocks:
-            return None
+            return []
         rows.go_on(starts, [seq.tokens[-1] for seq in sequences])
         return list(zip(sequences, ends, strict=True))
 
-    def _append(self, sequences: list[Sequence], tokens: list[int]) -> list[StepResult] | None:
-        """Append a token to each text, of which all others were fed, and count it. None: a row has ended or left, or there are states of
-        recurrent layers; nothing was done."""
-        known = self.statistics
-        statistics = [known[seq.id] for seq in sequences if not seq.finished and seq.id in known]
-        if self.cache.states is not None or len(statistics) < len(sequences):
+    def _appended(self, pending: PendingStep) -> tuple[list[StepResult], StepOutcome] | None:
+        """What a step in which nothing was drafted did for each of its rows, and for the drafter: texts get one token, of which all others
+        were fed. None: there were drafts or are states of recurrent layers, or a row has ended or left; nothing was done."""
+        if not pending.is_plain or pending.verdict is None or self.cache.states is not None:
             return None
-        tables, results = self.cache.tables, []
-        for i, (seq, token, of_row) in enumerate(zip(sequences, tokens, statistics, strict=True)):
+        tables, statistics, results = self.cache.tables, self.statistics, []
+        present = [seq for seq, _ in pending.rows if not seq.finished and seq.id in statistics]
+        if len(present) < len(pending.rows):
+            return None
+        tokens = pending.verdict.wait().next_tokens.tolist()
+        for i, (seq, token) in enumerate(zip(pending.decoding, tokens, strict=True)):
             text = seq.tokens
             tables[seq.id].length = length = len(text)
             text.append(token)
             seq.num_steps += 1
             if token in seq.eos_token_ids or length + 1 >= seq.max_length:
                 seq.finished = True
-            of_row.steps.append(PLAIN)
+            statistics[seq.id].steps.append(PLAIN)
             results.append(StepResult(seq, [token], [i]))
-        return results
+        new, starts = [result.new_tokens for result in results], list(pending.tensors.starts.values())
+        if len(results) < len(present):
+            decoding = {result.sequence.id: result for result in results}
+            self.cache.commit([(seq.id, end, []) for seq, end in pending.rows if seq.id not in decoding])
+            results = [decoding.get(seq.id) or StepResult(seq) for seq in present]
+        return results, StepOutcome(
+            pending.decoding, pending.trees, [[] for _ in new], new, None, starts, pending.rows, pending.num_own, list(range(len(new))),
+        )  # fmt: skip
 
 
 def _has_read(seq: Sequence, end: int) -> bool:

@@ -25,7 +25,7 @@ from .. import architectures
 from ..adapters import have_adapters
 from ..encoder_decoder.forward import follows_program
 from ..encoder_decoder.source import dummy_sources
-from ..onward_rows import OnwardRows
+from ..onward_rows import StepRows
 from ..packed_batch import PackedBatch
 from ..structure import interposed
 from .check import Traceable
@@ -185,7 +185,7 @@ class NativeRunner(_Bound):
         if (
             program is None
             or not groups
-            or not (isinstance(rows, OnwardRows) or all(isinstance(row.offset, int) for row in rows))
+            or not all(isinstance(row.offset, int) for row in (rows.others if isinstance(rows, StepRows) else rows))
         ):  # positions of several axes
             return None
         taps = self._owner().taps if tapped else Taps()
