@@ -98,7 +98,7 @@ class RowStatistics:
         """`Speculation` of this row, without the key `rows`."""
         num_steps, drafted = len(self.steps), [step for step in self.steps if step[0]]
         num_drafted = sum(nodes for nodes, _, _, _ in drafted)
-        num_new = sum(new for _, _, new, _ in self.steps)
+        num_new = sum([new for _, _, new, _ in self.steps])
         num_accepted = sum(accepted for _, _, _, accepted in drafted)
         deepest = max((depth for _, depth, _, _ in drafted), default=0)
         drafted_at = [sum(depth > position for _, depth, _, _ in drafted) for position in range(deepest)]

@@ -273,17 +273,19 @@ class RunningSequences:
     def _go_on(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
         """The first rows of a step as `_admit` gives them: those that feed one token, which they have written. `_onward` is then what they
         feed. None of them, if there are no blocks for one."""
+        if self.outside or len(sequences) == 1:  # arrays of one row take longer than the row
+            return []
         rows, tables = self._onward, [self.cache.tables[seq.id] for seq in sequences]
         ends, expected = [len(seq.tokens) for seq in sequences], [table.length + 1 for table in tables]
-        if self.outside:
-            return []
         if ends != expected:
             count = next(i for i, end in enumerate(ends) if end != expected[i])
             sequences, tables, ends = sequences[:count], tables[:count], ends[:count]
         if not ends:
             return []
         if tables != rows.tables:
-            count = next((i for i, end in enumerate(ends) if not _has_read(sequences[i], end)), len(ends))
+            known = set(map(id, rows.tables))
+            joining = [i for i, table in enumerate(tables) if id(table) not in known]
+            count = next((i for i in joining if not _has_read(sequences[i], ends[i])), len(ends))
             sequences, tables, ends = sequences[:count], tables[:count], ends[:count]
             rows.exchange(tables, self.cache.block_size, lambda i: _input_of(sequences[i]))
         starts = np.array(ends, dtype=np.int64) - 1
@@ -322,7 +324,7 @@ class RunningSequences:
             self.cache.commit([(seq.id, end, []) for seq, end in pending.rows if seq.id not in decoding])
             results = [decoding.get(seq.id) or StepResult(seq) for seq in present]
         return results, StepOutcome(
-            pending.decoding, pending.trees, [[] for _ in new], new, None, starts, pending.rows, pending.num_own, list(range(len(new))),
+            pending.decoding, pending.trees, [[]] * len(new), new, None, starts, pending.rows, pending.num_own, list(range(len(new))),
         )  # fmt: skip
 
 

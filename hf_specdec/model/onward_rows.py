@@ -76,7 +76,9 @@ class StepRows(list[RowInput]):
         super().__init__(onward.inputs)
         self.onward = onward
 
-    @property
-    def others(self) -> list[RowInput]:
-        """The rows after those that go on."""
-        return self[len(self.onward.inputs) :]
+
+def divided(rows: list[RowInput]) -> tuple[OnwardRows, list[RowInput]]:
+    """The rows that go on, and those after them."""
+    if not isinstance(rows, StepRows) or not rows.onward.inputs:
+        return NO_ROWS, rows
+    return rows.onward, rows[len(rows.onward.inputs) :]

@@ -20,7 +20,7 @@ from ..kernels.attention.inputs import AttentionInputs, AttentionRow, NativeRows
 from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
 from .functions import kept
-from .onward_rows import NO_ROWS, StepRows
+from .onward_rows import divided
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
 from .row_descriptions import additive_masks, block_diagonal_mask, describe, describe_lines, key_positions
@@ -74,14 +74,14 @@ class PackedBatch:
     @classmethod
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
         """Pack rows whose slots are already reserved."""
-        onward, others = (inputs.onward, inputs.others) if isinstance(inputs, StepRows) else (NO_ROWS, inputs)
+        onward, others = divided(inputs)
         count = len(inputs) - len(others)
         starts = [*range(count), *itertools.accumulate([row.num_tokens for row in others], initial=count)]
         num_axes = max((len(row.offset) for row in others if isinstance(row.offset, tuple)), default=1)
         on_host = np.zeros((2 + num_axes, starts[-1]), dtype=np.int64)
         if count:
             on_host[:2, :count], on_host[2:, :count] = onward.columns[:2], onward.columns[2]
-        wanted, pieces = list(range(count)), []
+        wanted, pieces, num_keys = list(range(count)), [], int(onward.starts.sum()) if count else 0
         if others:
             slots, ids, positions = on_host[0, count:], on_host[1], on_host[2:]
             wanted += [
@@ -108,7 +108,7 @@ class PackedBatch:
             cache=cache,
             gather=gather,
             write_slots=there[0],  # the first, so that kernels find it aligned
-            num_keys=int(onward.starts.sum()) + sum([row.start for row in others]) + starts[-1],
+            num_keys=num_keys + sum([row.start for row in others]) + starts[-1],
         )
 
     def on(self, device: torch.device) -> _OnDevice:
@@ -133,10 +133,8 @@ class PackedBatch:
     @kept
     def native_rows(self) -> NativeRows:
         """The rows as the native library reads them; made once per step."""
-        if not isinstance(self.inputs, StepRows):
-            return NativeRows.of(describe(self.inputs, self.cache, by_slots=True))
-        described = describe(self.inputs.others, self.cache, by_slots=True)
-        return NativeRows.of(described, self.inputs.onward.described)
+        onward, others = divided(self.inputs)
+        return NativeRows.of(describe(others, self.cache, by_slots=True), onward.described)
 
     @kept
     def lines(self, device: torch.device) -> list[AttentionRow]:

@@ -59,7 +59,7 @@ def packed(monkeypatch):
         if [len(batch.cache.tables[row.seq_id].hashes) for row in inputs] != full:
             wrong.append("full blocks are declared at once")
         if isinstance(inputs, StepRows):
-            sizes.append((len(inputs.onward.inputs), len(inputs.others)))
+            sizes.append((len(inputs.onward.inputs), len(inputs) - len(inputs.onward.inputs)))
             both = (batch, pack(cls, list(inputs), *args, **more))
             tensors = zip(*([b.input_ids, b.position_ids, b.write_slots] for b in both), strict=True)
             wrong.extend(pair for pair in tensors if not torch.equal(*pair))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,23 +162,21 @@ class Request:
 
     def figures(self, longest_draft: int) -> dict[str, Any]:
         """Statistics of speculation, also in vLLM's form, whose histogram ends at `longest_draft`; and counts for metrics."""
-        steps = [step for row in self.statistics for step in row.steps]
-        accepted = [count for _, _, _, count in steps]
-        drafting = [depth for _, depth, _, _ in steps if depth]
+        drafted = [(depth, accepted) for row in self.statistics for _, depth, _, accepted in row.steps if depth]
         summary = self.summary
-        histogram = [0] * (longest_draft + 1)
-        for count, times in Counter(accepted).items():
-            histogram[min(count, longest_draft)] += times
+        histogram = [summary["num_steps"] - len(drafted)] + [0] * longest_draft
+        for _, accepted in drafted:
+            histogram[min(accepted, longest_draft)] += 1
         return {
             **summary,
             "started": self.started,
-            "num_drafts": len(drafting),
+            "num_drafts": len(drafted),
             "num_accepted_per_position": [
-                sum(count > i for count in accepted) for i in range(max(drafting, default=0))
+                sum(accepted > i for _, accepted in drafted) for i in range(max(drafted, default=(0, 0))[0])
             ],
             "speculative_decoding": {
                 "mean_acceptance_length": summary["mean_accepted_length"], "draft_acceptance_rate": summary["acceptance_rate"],
-                "acceptance_histogram": histogram, "num_spec_steps": len(steps), "num_spec_tokens": longest_draft,
+                "acceptance_histogram": histogram, "num_spec_steps": summary["num_steps"], "num_spec_tokens": longest_draft,
                 "num_accepted_draft_tokens": summary["num_accepted_tokens"], "num_draft_tokens": summary["num_draft_tokens"],
             },
         }  # fmt: skip
