@@ -121,13 +121,11 @@ class RowStatistics:
 
 def summarize(rows: list[RowStatistics], kv_cache_bytes: int) -> Speculation:
     """Figures over all rows, and each row's own under `rows`."""
-    steps, shares = [step for row in rows for step in row.steps], [names for row in rows for names in row.shares]
     of_rows = [row.summary() for row in rows]
-    total = (
-        RowStatistics(steps, shares, any(row.several for row in rows)).summary()
-        if len(rows) != 1
-        else Speculation(of_rows[0])
-    )
+    if len(rows) == 1:
+        return Speculation(of_rows[0], kv_cache_bytes=kv_cache_bytes, rows=of_rows)
+    steps, shares = [step for row in rows for step in row.steps], [names for row in rows for names in row.shares]
+    total = RowStatistics(steps, shares, any(row.several for row in rows)).summary()
     return Speculation(total, kv_cache_bytes=kv_cache_bytes, rows=of_rows)
 
 
