@@ -34,7 +34,7 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-@dataclass
+@dataclass(eq=False)
 class BlockTable:
     """The blocks of one sequence in order, their slots, and the number of tokens with valid KV.
 
@@ -405,11 +405,13 @@ class PagedStaticCache(Cache):
     def _append(self, table: BlockTable, blocks: list[int]) -> None:
         if not blocks:
             return
-        run = list(range(blocks[0], blocks[0] + len(blocks)))
-        table.contiguous = table.contiguous and blocks == run and (not table.blocks or table.blocks[-1] + 1 == run[0])
+        first, end, size = blocks[0], blocks[0] + len(blocks), self.block_size
+        is_run = blocks == list(range(first, end))
+        table.contiguous = table.contiguous and is_run and (not table.blocks or table.blocks[-1] + 1 == first)
         table.blocks += blocks
-        starts = np.asarray(blocks, dtype=np.int64)[:, None] * self.block_size
-        table.slots = np.concatenate([table.slots, (starts + np.arange(self.block_size)).ravel()])
+        runs = [(first, end)] if is_run else [(block, block + 1) for block in blocks]
+        slots = [np.arange(first * size, end * size, dtype=np.int64) for first, end in runs]
+        table.slots = np.concatenate([table.slots, *slots])
         table.slots_at = table.slots.__array_interface__["data"][0]  # `.ctypes` takes several times as long
         table.device_slots = None
 

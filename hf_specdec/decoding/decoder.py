@@ -18,9 +18,10 @@ from ..candidate_generators.prediction import LONGEST
 from ..core.clock import StepTimer, clock_for
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
-from ..core.sequence import UNKNOWN, Sequence
+from ..core.sequence import Sequence
 from ..model.adapters import RowAdapters
 from ..model.image_layers import keep_images
+from ..model.onward_rows import NO_ROWS
 from ..model.prompt import ReadPrompt
 from ..policy import DraftedStep, DraftLengthPolicy, make_policy
 from ..sampling.grammar import MOST_FORCED, along_grammars
@@ -139,9 +140,12 @@ class SpeculativeDecoder(RunningSequences):
         """`begin`. `next_tokens`: sequence id → its last token [1], on the device, where the host does not know it yet."""
         tracer = self.tracer or profile.phases
         tracer.begin(first=True)
-        rows = self._admit(sequences, num_tokens)
-        num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
-        decoding = [seq for seq, end in rows if end == len(seq.tokens)]
+        rows = [] if next_tokens else self._go_on(sequences)
+        num_onward = len(rows)
+        self._admit(sequences, num_tokens, rows)
+        others = rows[num_onward:]
+        num_own = [1] * num_onward + [end - self.cache.tables[seq.id].length for seq, end in others]
+        decoding = sequences[:num_onward] + [seq for seq, end in others if end == len(seq.tokens)]
         # Where rows wait for blocks, fewer rows are left than `can_begin_after` was asked about, which might draft. But what a draft would
         # follow is not known.
         limits = [0] * len(decoding) if next_tokens else self._draft_limits(decoding)
@@ -152,7 +156,10 @@ class SpeculativeDecoder(RunningSequences):
         if self.policy.needs_observations and any(limits):
             self.timer.proposed()
         tracer.end("propose")
-        fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
+        onward = self._onward
+        if any(trees.lengths) or not num_onward:
+            onward, others = NO_ROWS, rows
+        fed = FedRows.of(others, [self.cache.tables[seq.id].length for seq, _ in others], trees, next_tokens, onward)
         rests = self._rests is not None and self._rests.rests
         tapped = not rests or self.learner is not None
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self._all_hidden_states, tapped))
@@ -216,13 +223,8 @@ class SpeculativeDecoder(RunningSequences):
         """
         tracer = self.tracer or profile.phases
         tracer.begin()
-        results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
-        present = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
-        outcome = self._commit(pending, {pending.rows[i][0].id for i in present}, results)
+        results, outcome = self._appended(pending) or self._committed(pending)
         outcome.output, outcome.cache = pending.tensors.output, self.cache
-        outcome.chunks = [pending.rows[i] for i in present]
-        outcome.num_own = [pending.num_own[i] for i in present]
-        outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
         tracer.end("verify")
         seen, proposed = _as_seen_by_drafter(outcome, pending)
@@ -237,17 +239,17 @@ class SpeculativeDecoder(RunningSequences):
             if outcome.chunks:
                 self.learner.observe(outcome)
             self.learner.between_steps()
-        return list(results.values())
+        return results
 
     def cancel(self, pending: PendingStep) -> None:
         """Wait for a pending step and discard it. The caller removes its sequences."""
         if pending.verdict is not None:
             pending.verdict.wait()
 
-    def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None) -> list[tuple[Sequence, int]]:
-        """The rows that fit, as (sequence, end): this step feeds the sequence's tokens up to `end`."""
-        rows = []
-        for i, seq in enumerate(sequences):
+    def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None, rows: list[tuple[Sequence, int]]) -> None:
+        """Append to `rows`, which are the first ones, the others that fit, as (sequence, end): this step feeds the sequence's tokens up to
+        `end`."""
+        for i, seq in enumerate(sequences[len(rows) :], len(rows)):
             table = self.cache.tables[seq.id]
             matched = 0
             if not table.blocks and seq.is_text and seq.id not in self.outside:
@@ -263,22 +265,14 @@ class SpeculativeDecoder(RunningSequences):
             if end <= table.length:
                 raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")
             try:
-                if end > len(table.slots) or seq.id in self.outside:
-                    self._reserve(seq, end)
+                self._ready(seq, table, end)
             except OutOfBlocks:
                 if matched:  # do not hold a shared prefix while waiting
                     self.preempt(seq)
                 if not rows:
                     raise
                 break
-            # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
-            if seq.is_text and end // self.cache.block_size > len(table.hashes):
-                known = end - (seq.tokens[end - 1] == UNKNOWN)
-                if self.target.recurrent is not None:  # prompts are read in chunk form, later tokens one by one
-                    known = seq.num_chunked(0, known)
-                self.cache.register_prefix(seq.id, seq.tokens, known)
             rows.append((seq, end))
-        return rows
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if a step of these rows will not draft, whatever their caps."""
@@ -383,6 +377,8 @@ class SpeculativeDecoder(RunningSequences):
 
     def _with_slots(self, sequences: list[Sequence], trees: DraftTrees) -> DraftTrees:
         """The drafts, as far as the rows have room and blocks are left for their nodes."""
+        if not any(trees.lengths):
+            return trees
         fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, trees.lengths, strict=True)]
         return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
 
@@ -412,6 +408,16 @@ class SpeculativeDecoder(RunningSequences):
         except OutOfBlocks:
             return min(num_nodes, len(self.cache.tables[seq.id].slots) - len(seq.tokens))
         return num_nodes
+
+    def _committed(self, pending: PendingStep) -> tuple[list[StepResult], StepOutcome]:
+        """What a step did for each of its rows, and for the drafter; rows that were finished or removed in the meantime got nothing."""
+        results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
+        present = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
+        outcome = self._commit(pending, {pending.rows[i][0].id for i in present}, results)
+        outcome.chunks = [pending.rows[i] for i in present]
+        outcome.num_own = [pending.num_own[i] for i in present]
+        outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
+        return list(results.values()), outcome
 
     def _commit(self, pending: PendingStep, present_ids: set[int], results: dict[int, StepResult]) -> StepOutcome:
         """Keep the KV of accepted tokens, append the tokens and count them, for the sequences whose ids are in `present_ids`."""
@@ -485,7 +491,8 @@ def brings_drafts(seq: Sequence) -> bool:
 def _as_seen_by_drafter(outcome: StepOutcome, pending: PendingStep) -> tuple[StepOutcome, DraftTrees]:
     """The outcome of the drafter's own proposal: its tokens that became text count as accepted, whatever was verified; and its trees."""
     proposed = pending.proposed
-    if proposed.tokens is pending.trees.tokens and not any(map(brings_drafts, outcome.sequences)):
+    others = any(pending.trees.lengths) and any(map(brings_drafts, outcome.sequences))
+    if proposed.tokens is pending.trees.tokens and not others:
         return outcome, outcome.trees  # it was verified, as far as there were slots
     rows = {seq.id: i for i, seq in enumerate(pending.decoding)}
     proposed = proposed.select([rows[seq.id] for seq in outcome.sequences])

@@ -63,6 +63,7 @@ class Speculation(dict):
 
 # Of a step: nodes drafted, depth of the tree, tokens emitted, how many of them were drafted.
 Counts = tuple[int, int, int, int]
+PLAIN: Counts = 0, 0, 1, 0
 
 
 def _cut(counts: Counts, num_new: int) -> Counts:
@@ -97,7 +98,7 @@ class RowStatistics:
         """`Speculation` of this row, without the key `rows`."""
         num_steps, drafted = len(self.steps), [step for step in self.steps if step[0]]
         num_drafted = sum(nodes for nodes, _, _, _ in drafted)
-        num_new = sum(new for _, _, new, _ in self.steps)
+        num_new = sum([new for _, _, new, _ in self.steps])
         num_accepted = sum(accepted for _, _, _, accepted in drafted)
         deepest = max((depth for _, depth, _, _ in drafted), default=0)
         drafted_at = [sum(depth > position for _, depth, _, _ in drafted) for position in range(deepest)]
@@ -120,11 +121,12 @@ class RowStatistics:
 
 def summarize(rows: list[RowStatistics], kv_cache_bytes: int) -> Speculation:
     """Figures over all rows, and each row's own under `rows`."""
+    of_rows = [row.summary() for row in rows]
+    if len(rows) == 1:
+        return Speculation(of_rows[0], kv_cache_bytes=kv_cache_bytes, rows=of_rows)
     steps, shares = [step for row in rows for step in row.steps], [names for row in rows for names in row.shares]
     total = RowStatistics(steps, shares, any(row.several for row in rows)).summary()
-    total["kv_cache_bytes"] = kv_cache_bytes
-    total["rows"] = [row.summary() for row in rows]
-    return total
+    return Speculation(total, kv_cache_bytes=kv_cache_bytes, rows=of_rows)
 
 
 @dataclass

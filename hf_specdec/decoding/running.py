@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..cache import BlockTable, OutOfBlocks
 from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.base import HasDrafters, KeepsPrefixes, SharesPrefixes, active_drafter, known_prefix
 from ..candidate_generators.combined import configure
 from ..config import SpeculativeConfig
+from ..core.outcome import StepOutcome
 from ..core.rows import RowInput
-from ..core.sequence import Sequence
+from ..core.sequence import UNKNOWN, Sequence
+from ..model.onward_rows import OnwardRows
 from ..model.prompt import KeysValues
 from ..policy import DraftLengthPolicy
-from .outputs import RowStatistics, read_cache
-from .step import StepTensors
+from .outputs import PLAIN, RowStatistics, read_cache
+from .step import PendingStep, StepResult, StepTensors
 
 
 class RunningSequences:
@@ -37,6 +40,7 @@ class RunningSequences:
         self._keeper = generator if isinstance(generator, KeepsPrefixes) else None
         self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
         self.cache = self.target.new_cache(1, self.config.block_size)
+        self._onward = OnwardRows()  # the rows that feed what they have written in the last step
         self.statistics: dict[int, RowStatistics] = {}
         self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
         self.last: StepTensors | None = None
@@ -254,3 +258,81 @@ class RunningSequences:
         self.cache.reserve(seq.id, end)
         if seq.id in self.outside:
             self.cache.load_all(seq.id, self.outside.pop(seq.id))
+
+    def _ready(self, seq: Sequence, table: BlockTable, end: int) -> None:
+        """Reserve slots for the sequence's first `end` tokens, and declare the blocks that they fill. Raises OutOfBlocks."""
+        if end > len(table.slots) or seq.id in self.outside:
+            self._reserve(seq, end)
+        # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
+        if seq.is_text and end // self.cache.block_size > len(table.hashes):
+            known = end - (seq.tokens[end - 1] == UNKNOWN)
+            if self.target.recurrent is not None:  # prompts are read in chunk form, later tokens one by one
+                known = seq.num_chunked(0, known)
+            self.cache.register_prefix(seq.id, seq.tokens, known)
+
+    def _go_on(self, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """The first rows of a step as `_admit` gives them: those that feed one token, which they have written. `_onward` is then what they
+        feed. None of them, if there are no blocks for one."""
+        if self.outside or len(sequences) == 1:  # arrays of one row take longer than the row
+            return []
+        rows, tables = self._onward, [self.cache.tables[seq.id] for seq in sequences]
+        ends, expected = [len(seq.tokens) for seq in sequences], [table.length + 1 for table in tables]
+        if ends != expected:
+            count = next(i for i, end in enumerate(ends) if end != expected[i])
+            sequences, tables, ends = sequences[:count], tables[:count], ends[:count]
+        if not ends:
+            return []
+        if tables != rows.tables:
+            known = set(map(id, rows.tables))
+            joining = [i for i, table in enumerate(tables) if id(table) not in known]
+            count = next((i for i in joining if not _has_read(sequences[i], ends[i])), len(ends))
+            sequences, tables, ends = sequences[:count], tables[:count], ends[:count]
+            rows.exchange(tables, self.cache.block_size, lambda i: _input_of(sequences[i]))
+        starts = np.array(ends, dtype=np.int64) - 1
+        # Only at the ends of blocks is there something to do, but for rows that were not in the step before.
+        is_due = ((starts + 1) % rows.block_size < 2) | (starts != rows.starts + 1)
+        try:
+            for i in np.flatnonzero(is_due).tolist():
+                self._ready(sequences[i], tables[i], ends[i])
+        except OutOfBlocks:
+            return []
+        rows.go_on(starts, [seq.tokens[-1] for seq in sequences])
+        return list(zip(sequences, ends, strict=True))
+
+    def _appended(self, pending: PendingStep) -> tuple[list[StepResult], StepOutcome] | None:
+        """What a step in which nothing was drafted did for each of its rows, and for the drafter: texts get one token, of which all others
+        were fed. None: there were drafts or are states of recurrent layers, or a row has ended or left; nothing was done."""
+        if not pending.is_plain or pending.verdict is None or self.cache.states is not None:
+            return None
+        tables, statistics, results = self.cache.tables, self.statistics, []
+        present = [seq for seq, _ in pending.rows if not seq.finished and seq.id in statistics]
+        if len(present) < len(pending.rows):
+            return None
+        tokens = pending.verdict.wait().next_tokens.tolist()
+        for i, (seq, token) in enumerate(zip(pending.decoding, tokens, strict=True)):
+            text = seq.tokens
+            tables[seq.id].length = length = len(text)
+            text.append(token)
+            seq.num_steps += 1
+            if token in seq.eos_token_ids or length + 1 >= seq.max_length:
+                seq.finished = True
+            statistics[seq.id].steps.append(PLAIN)
+            results.append(StepResult(seq, [token], [i]))
+        new, starts = [result.new_tokens for result in results], list(pending.tensors.starts.values())
+        if len(results) < len(present):
+            decoding = {result.sequence.id: result for result in results}
+            self.cache.commit([(seq.id, end, []) for seq, end in pending.rows if seq.id not in decoding])
+            results = [decoding.get(seq.id) or StepResult(seq) for seq in present]
+        return results, StepOutcome(
+            pending.decoding, pending.trees, [[]] * len(new), new, None, starts, pending.rows, pending.num_own, list(range(len(new))),
+        )  # fmt: skip
+
+
+def _has_read(seq: Sequence, end: int) -> bool:
+    """True if the token before `end` comes after all that prompts are."""
+    return end > seq.prompt_length and not seq.num_chunked(end - 1, end) and isinstance(seq.position_offset, int)
+
+
+def _input_of(seq: Sequence) -> RowInput:
+    """One token of the sequence, which is not known yet."""
+    return RowInput(seq.id, np.zeros(1, dtype=np.int64), 0, offset=seq.position_offset, adapter=seq.adapter)

@@ -17,12 +17,13 @@ from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
 from ..kernels.transfer import upload
+from ..model.onward_rows import OnwardRows, StepRows
 from ..sampling.logits import needs_prefix, process_logits
 from ..sampling.parameters import FusedSampling, fused_sampling, fuses_sampling
 from ..verification.verify import PendingVerdict
 
 
-@dataclass
+@dataclass(slots=True)
 class StepResult:
     """What one step did for one sequence.
 
@@ -194,17 +195,23 @@ class FedRows:
         fed: list[int],
         trees: DraftTrees,
         next_tokens: dict[int, torch.Tensor],
+        onward: OnwardRows,
     ) -> FedRows:
         """The rows as the target reads them.
 
         Args:
-            rows: (sequence, end): the sequence's tokens up to `end` are fed. If that is all of them, its tree follows.
+            rows: (sequence, end): the sequence's tokens up to `end` are fed. If that is all of them, its tree follows. Those that go on
+                are left out.
             fed: per row, how many of its tokens were fed before.
             trees: the drafts of the rows that are fed whole, in order.
             next_tokens: sequence id → its last token [1], on the device, where the host does not know it yet.
+            onward: the rows before them, which go on without drafts.
         """
-        inputs, starts, prompts, logit_rows, num_wanted = [], {}, {}, list[int](), list[int]()
-        packed = drafted = 0
+        inputs, starts, prompts = StepRows(onward), dict(onward.places), {}
+        packed = drafted = len(inputs)
+        if not rows:
+            return cls(inputs, starts, np.arange(packed), np.zeros(0, dtype=np.int64))
+        logit_rows, num_wanted = list(range(packed)), [1] * packed
         for (seq, end), start in zip(rows, fed, strict=True):
             tokens = next_tokens[seq.id] if seq.id in next_tokens else np.array(seq.tokens[start:end], dtype=np.int64)
             row = RowInput(

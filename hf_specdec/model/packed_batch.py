@@ -20,6 +20,7 @@ from ..kernels.attention.inputs import AttentionInputs, AttentionRow, NativeRows
 from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
 from .functions import kept
+from .onward_rows import divided
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
 from .row_descriptions import additive_masks, block_diagonal_mask, describe, describe_lines, key_positions
@@ -73,21 +74,29 @@ class PackedBatch:
     @classmethod
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
         """Pack rows whose slots are already reserved."""
-        starts = [0, *itertools.accumulate([row.num_tokens for row in inputs])]
-        num_axes = max((len(row.offset) for row in inputs if isinstance(row.offset, tuple)), default=1)
+        onward, others = divided(inputs)
+        count = len(inputs) - len(others)
+        starts = [*range(count), *itertools.accumulate([row.num_tokens for row in others], initial=count)]
+        num_axes = max((len(row.offset) for row in others if isinstance(row.offset, tuple)), default=1)
         on_host = np.zeros((2 + num_axes, starts[-1]), dtype=np.int64)
-        slots, ids, positions = on_host[0], on_host[1], on_host[2:]
-        wanted = [i for row, end in zip(inputs, starts[1:], strict=True) for i in range(end - row.logits, end)]
-        spans = [(row.start, row.start + row.num_tokens) for row in inputs]
-        tables = [cache.tables[row.seq_id] for row in inputs]
-        np.concatenate([table.slots[slice(*span)] for table, span in zip(tables, spans, strict=True)], out=slots)
-        positions[:] = [place for span in spans for place in range(*span)]
-        for row, start, end in zip(inputs, starts[:-1], starts[1:], strict=True):
-            if row.positions is not None:
-                positions[:, start:end] = row.positions
-            if row.offset:
-                positions[:, start:end] += np.array(row.offset)[..., None]
-        pieces = write_ids(inputs, ids)
+        if count:
+            on_host[:2, :count], on_host[2:, :count] = onward.columns[:2], onward.columns[2]
+        wanted, pieces, num_keys = list(range(count)), [], int(onward.starts.sum()) if count else 0
+        if others:
+            slots, ids, positions = on_host[0, count:], on_host[1], on_host[2:]
+            wanted += [
+                i for row, end in zip(others, starts[count + 1 :], strict=True) for i in range(end - row.logits, end)
+            ]
+            spans = [(row.start, row.start + row.num_tokens) for row in others]
+            tables = [cache.tables[row.seq_id] for row in others]
+            np.concatenate([table.slots[slice(*span)] for table, span in zip(tables, spans, strict=True)], out=slots)
+            positions[:, count:] = [place for span in spans for place in range(*span)]
+            for row, start, end in zip(others, starts[count:-1], starts[count + 1 :], strict=True):
+                if row.positions is not None:
+                    positions[:, start:end] = row.positions
+                if row.offset:
+                    positions[:, start:end] += np.array(row.offset)[..., None]
+            pieces = write_ids(others, ids, count)
         there = upload(on_host, device)
         copy_ids(pieces, there[1])
         return cls(
@@ -99,7 +108,7 @@ class PackedBatch:
             cache=cache,
             gather=gather,
             write_slots=there[0],  # the first, so that kernels find it aligned
-            num_keys=sum([row.start for row in inputs]) + starts[-1],
+            num_keys=num_keys + sum([row.start for row in others]) + starts[-1],
         )
 
     def on(self, device: torch.device) -> _OnDevice:
@@ -124,7 +133,8 @@ class PackedBatch:
     @kept
     def native_rows(self) -> NativeRows:
         """The rows as the native library reads them; made once per step."""
-        return NativeRows.of(describe(self.inputs, self.cache, by_slots=True))
+        onward, others = divided(self.inputs)
+        return NativeRows.of(describe(others, self.cache, by_slots=True), onward.described)
 
     @kept
     def lines(self, device: torch.device) -> list[AttentionRow]:
@@ -219,12 +229,12 @@ class PackedBatch:
         return np.concatenate(list(map(key_positions, self.inputs)))
 
 
-def write_ids(rows: list[RowInput], ids: np.ndarray) -> list[tuple[int, torch.Tensor]]:
-    """Write the rows' ids that are on the host into `ids` [T].
+def write_ids(rows: list[RowInput], ids: np.ndarray, first: int = 0) -> list[tuple[int, torch.Tensor]]:
+    """Write the rows' ids that are on the host into `ids` [T], from index `first` on.
 
     Returns: (index in `ids`, ids) for each piece that is on the device; see `copy_ids`.
     """
-    pieces, first = [], 0
+    pieces = []
     for row in rows:
         for tokens in (row.tokens, row.drafts):
             if tokens is None:

@@ -226,7 +226,7 @@ class LLM:
         """
         from tqdm.auto import tqdm
 
-        requests, ranks = [], self.ranks
+        requests, ranks, ended = [], self.ranks, self.engine.num_ended
         with (
             contextlib.nullcontext() if ranks is None else ranks.watched(),
             contextlib.nullcontext() if ranks is None else ranks.agreed(),
@@ -237,7 +237,7 @@ class LLM:
             try:
                 for submit in wanted:
                     requests.append(self.engine.add(*submit))
-                self.engine.run(lambda touched: bar.update(sum(request.finished for request in touched)))
+                self.engine.run(lambda touched: bar.update(self.engine.num_ended - ended - bar.n))
             finally:
                 for request in requests:
                     self.engine.abort(request, request.error)

@@ -139,14 +139,14 @@ def test_a_prediction_without_tokens_ends_its_own_request(llm, others, monkeypat
 def test_a_batch_keeps_the_answers_of_the_others(llm, others, monkeypatch):
     """`LLM.generate` tells which request failed. If all did, it raises."""
     prompt, params, expected = others
-    original = Detokenizer.add
+    original = Detokenizer.finish
 
-    def add(text, token):
+    def finish(text, tokens):
         if text._ids[: len(prompt) + 1][-1] == 7:
             raise RuntimeError("no text")
-        return original(text, token)
+        return original(text, tokens)
 
-    monkeypatch.setattr(Detokenizer, "add", add)
+    monkeypatch.setattr(Detokenizer, "finish", finish)
     outputs = llm.generate([prompt, [*prompt, 7]], params[:2], use_tqdm=False)
     assert outputs[0].error is None and outputs[0].outputs[0].token_ids == expected[0]
     assert str(outputs[1].error) == "no text" and outputs[1].outputs[0].finish_reason == "error"

@@ -231,6 +231,9 @@ class AttentionRow(NamedTuple):
     slots: torch.Tensor | None
 
 
+_NO_LINES = np.zeros((0, 8), dtype=np.int64)
+
+
 @dataclass
 class NativeRows:
     """The rows as the library reads them: int64 [B, 8], and the arrays that it points to."""
@@ -240,9 +243,9 @@ class NativeRows:
     kept: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rows: list[RowDescription]) -> NativeRows:
-        """Consecutive rows, whose blocks are slots."""
-        lines, kept, most, start = [], list[Any](rows), 0, 0
+    def of(cls, rows: list[RowDescription], before: np.ndarray = _NO_LINES) -> NativeRows:
+        """Consecutive rows, whose blocks are slots; `before`: lines of a table of rows of one token before them."""
+        lines, kept, most, start = [], list[Any](rows), min(1, len(before)), len(before)
 
         def address(array: Any, dtype: Any) -> int:
             contiguous = np.ascontiguousarray(array, dtype=dtype)
@@ -260,7 +263,8 @@ class NativeRows:
                 ]
             lines.append((start, end, row.key_length, row.blocks_at or address(row.blocks, np.int64), *line))
             start, most = end, max(most, row.query_length)
-        return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)
+        table = np.array(lines, dtype=np.int64).reshape(-1, 8)
+        return cls(before if not rows else np.concatenate([before, table]) if len(before) else table, most, kept)
 
 
 # What is added to scaled scores, by how far a key is before its query: [n, H] for the distances below n (T5's relative positions).

@@ -25,6 +25,7 @@ from .. import architectures
 from ..adapters import have_adapters
 from ..encoder_decoder.forward import follows_program
 from ..encoder_decoder.source import dummy_sources
+from ..onward_rows import divided
 from ..packed_batch import PackedBatch
 from ..structure import interposed
 from .check import Traceable
@@ -182,7 +183,7 @@ class NativeRunner(_Bound):
         program = self._forward(by_row)
         groups = None if program is None else groups_of(rows, program.most_tokens)
         if (
-            program is None or not groups or not all(isinstance(row.offset, int) for row in rows)
+            program is None or not groups or not all(isinstance(row.offset, int) for row in divided(rows)[1])
         ):  # positions of several axes
             return None
         taps = self._owner().taps if tapped else Taps()

@@ -56,6 +56,7 @@ class Engine:
         self._num_blocks, self._max_num_seqs = num_blocks, max_num_seqs
         self.allocate()
         self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)
+        self.num_ended = 0  # requests
         self._choices: dict[int, RequestChoice] = {}  # choices that have not ended, by id of their sequence
         self.transfers = None if make_transfers is None else make_transfers(decoder)
         self._isolated: list[list[RequestChoice]] = []  # groups of rows that run alone, see `_after_failure`
@@ -172,11 +173,14 @@ class Engine:
             # None if the request has ended in this loop, by another choice or by its prompt's log-probabilities
             choice = self._choices.get(result.sequence.id)
             if choice is not None and result.new_tokens:
+                touched[choice.request.number] = choice.request
+                if not (choice.is_watched or result.sequence.finished):
+                    choice.output.token_ids += result.new_tokens
+                    continue
                 try:  # as in `boundary`, which would take longer than what is inside it
                     self._accept(choice, result)
                 except BaseException as error:
                     self._fail(choice.request, error)
-                touched[choice.request.number] = choice.request
         announced = [] if self.transfers is None else self.transfers.producer.has_read(rows)
         touched |= {choice.request.number: choice.request for choice in announced}
         if len(results) < len(rows):  # too few blocks were free for the last rows
@@ -308,7 +312,7 @@ class Engine:
         """End a choice; its KV blocks are free, or cached, at once."""
         if choice.text is not None and not text_is_whole:
             with self.boundary(choice.request):
-                choice.finish_text(choice.text)
+                choice.finish_text()
             if choice.output.finished():  # its text has raised, which ended it
                 return
         choice.output.finish_reason = reason
@@ -320,6 +324,7 @@ class Engine:
                 statistics.keep(len(choice.output.token_ids))
                 choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
                 choice.request.statistics.append(statistics)
+        self.num_ended += choice.request.finished
         self._align(choice, reason)
 
     def _align(self, choice: RequestChoice, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from ...candidate_generators.prediction import Prediction
 from ...core.sequence import Sequence, stream_seeds
 from ...decoding.decoder import SpeculativeDecoder
 from ...decoding.generate import check_methods
-from ...decoding.outputs import RowStatistics, summarize
+from ...decoding.outputs import RowStatistics, Speculation, summarize
 from ...model.image_layers import num_image_keys
 from ...model.packed_model import PackedModel
 from ...model.prompt import ReadPrompt, read_prompt
@@ -90,21 +91,26 @@ class RequestChoice:
         """Sort key of the scheduler, smallest first: priority, then arrival."""
         return self.request.params.priority, self.request.number, self.output.index
 
-    def make_text(self) -> str:
-        """Bring the output's text up to its tokens. Returns what this adds."""
+    @functools.cached_property
+    def is_watched(self) -> bool:
+        """Whether more is to be done with a token than to append it, even if it does not end the sequence."""
+        params = self.request.params
+        return self.grammar is not None or params.logprobs is not None or bool(params.stop)
+
+    def make_text(self, is_last: bool = False) -> str:
+        """Bring the output's text up to its tokens. Returns what this adds. `is_last`: no token follows."""
         if self.text is None:
             return ""
         told = len(self.output.token_ids) - self.hides_end
-        piece = self.text.add(self.output.token_ids[self.num_told : told])
+        add = self.text.finish if is_last else self.text.add
+        piece = add(self.output.token_ids[self.num_told : told])
         self.num_told, self.output.text = told, self.text.text
         return piece
 
-    def finish_text(self, text: Detokenizer) -> None:
-        """The same once no token will come, with its last bytes. `text` is not needed any more."""
+    def finish_text(self) -> None:
+        """The same once no token will come, with its last bytes."""
         try:
-            self.make_text()
-            text.finish()
-            self.output.text = text.text
+            self.make_text(is_last=True)
         finally:
             self.text = None  # what raises may raise again
 
@@ -142,6 +148,7 @@ class Request:
     token_times: list[float] | None = None  # see `EncoderSide.times`
     announcement: dict | None = None  # for the one that pulls it while it is read; taken by whoever delivers it
     statistics: list[RowStatistics] = field(default_factory=list)  # of the choices that have ended
+    _summary: Speculation | None = None
     started: float | None = None  # when its first row began to run, by the clock of all processes of this machine
 
     @property
@@ -152,7 +159,7 @@ class Request:
     @property
     def finished(self) -> bool:
         """True once all choices have ended."""
-        return all(choice.output.finished() for choice in self.choices)
+        return None not in [choice.output.finish_reason for choice in self.choices]
 
     def result(self) -> RequestOutput:
         """The results so far, as `LLM.generate` returns them."""
@@ -160,29 +167,34 @@ class Request:
         texts = (self.prompt, None, None) if read is None else (None, self.prompt, read)
         return RequestOutput(
             self.id, texts[0], self.prompt_token_ids, [choice.output for choice in self.choices], self.finished, self.prompt_logprobs,
-            self.num_cached_tokens, summarize(self.statistics, 0) if self.finished and self.error is None else None,
+            self.num_cached_tokens, self.summary if self.finished and self.error is None else None,
             self.kv_transfer_params or self.choices[0].sequence.files or None, self.error, *texts[1:],
         )  # fmt: skip
 
+    @property
+    def summary(self) -> Speculation:
+        """Statistics of speculation of the choices that have ended."""
+        if self._summary is None or len(self._summary.rows) < len(self.statistics):
+            self._summary = summarize(self.statistics, 0)
+        return self._summary
+
     def figures(self, longest_draft: int) -> dict[str, Any]:
         """Statistics of speculation, also in vLLM's form, whose histogram ends at `longest_draft`; and counts for metrics."""
-        steps = [step for row in self.statistics for step in row.steps]
-        accepted = [count for _, _, _, count in steps]
-        drafting = [depth for _, depth, _, _ in steps if depth]
-        summary = summarize(self.statistics, 0)
-        histogram = [0] * (longest_draft + 1)
-        for count in accepted:
-            histogram[min(count, longest_draft)] += 1
+        drafted = [(depth, accepted) for row in self.statistics for _, depth, _, accepted in row.steps if depth]
+        summary = self.summary
+        histogram = [summary["num_steps"] - len(drafted)] + [0] * longest_draft
+        for _, accepted in drafted:
+            histogram[min(accepted, longest_draft)] += 1
         return {
             **summary,
             "started": self.started,
-            "num_drafts": len(drafting),
+            "num_drafts": len(drafted),
             "num_accepted_per_position": [
-                sum(count > i for count in accepted) for i in range(max(drafting, default=0))
+                sum(accepted > i for _, accepted in drafted) for i in range(max(drafted, default=(0, 0))[0])
             ],
             "speculative_decoding": {
                 "mean_acceptance_length": summary["mean_accepted_length"], "draft_acceptance_rate": summary["acceptance_rate"],
-                "acceptance_histogram": histogram, "num_spec_steps": len(steps), "num_spec_tokens": longest_draft,
+                "acceptance_histogram": histogram, "num_spec_steps": summary["num_steps"], "num_spec_tokens": longest_draft,
                 "num_accepted_draft_tokens": summary["num_accepted_tokens"], "num_draft_tokens": summary["num_draft_tokens"],
             },
         }  # fmt: skip

@@ -37,6 +37,8 @@ class Scheduler:
         self.running: list[RequestChoice] = []  # the same
         self.newest: int | None = None  # number of the last request that may run; None: all may
         self.num_preemptions = 0
+        # What drafts may take, whether there are any, and rows for which this was last set.
+        self._limited: tuple[int, bool, list[RequestChoice]] | None = None
         self.was_alone = False  # the last step was a prompt that the model itself reads
 
     def add(self, choice: RequestChoice) -> None:
@@ -70,15 +72,19 @@ class Scheduler:
         if self.newest is not None:
             waiting = [choice for choice in waiting if choice.request.number <= self.newest]
         starting = self._starting(waiting)
-        unread = [choice for choice in running + starting if self.decoder.needs_model(choice.sequence)]
-        running = [choice for choice in running if choice not in unread]
+        read_by_model = [choice for choice in running + starting if choice.sequence.image_prompt is not None]
+        unread = [choice for choice in read_by_model if self.decoder.needs_model(choice.sequence)]
+        running = [choice for choice in running if choice not in unread] if unread else running
         self.was_alone = bool(unread) and not (self.was_alone and running)
         if self.was_alone:
             if unread == starting:
                 self._start(unread[0])
             return unread[:1], [self._pending(unread[0])]
-        pending = [self._pending(choice) for choice in running]
-        decoding = [choice.sequence for choice, count in zip(running, pending, strict=True) if count == 1]
+        tables, sequences = self.decoder.cache.tables, [choice.sequence for choice in running]
+        pending = [len(seq.tokens) - tables[seq.id].length for seq in sequences]
+        decoding = sequences
+        if pending.count(1) < len(pending):
+            decoding = [seq for seq, count in zip(sequences, pending, strict=True) if count == 1]
         num_decoding = len(decoding)
         budget = self._budget(num_decoding)
         self._limit_drafts(budget, decoding, sum(pending) - num_decoding, waiting)
@@ -109,6 +115,7 @@ class Scheduler:
             rows.append(choice)
             counts.append(chunk)
         reading += rows[num_running:]
+        self._limited = self._limited if not reading else None
         for choice in reading:
             room, most = max(0, left) // len(reading), self.decoder.most_nodes(choice.sequence)
             choice.sequence.draft_room = None if room >= most else room
@@ -177,6 +184,10 @@ class Scheduler:
                     break
                 num_pending += len(choice.sequence.tokens)
         allowed = (left - min(num_pending, left // 2)) // num_decoding
+        limited = allowed, is_plain, list(self.running)
+        if limited == self._limited:
+            return
+        self._limited = limited
         for choice in self.running:
             most = self.decoder.most_nodes(choice.sequence, is_plain)
             choice.sequence.draft_room = None if allowed >= most and not is_plain else min(allowed, most)

@@ -86,7 +86,8 @@ class Detokenizer:
                 continue
             byte = self._kinds[token][2]
             if byte is None:
-                self._run, is_shown = _utf8("strict"), False
+                if is_shown:  # else the run is a new one already
+                    self._run, is_shown = _utf8("strict"), False
                 self._ids.append(token)
                 continue
             piece, is_shown = piece if is_shown else piece + self._show(), True
@@ -97,8 +98,9 @@ class Detokenizer:
                 self._run = None
         return piece if is_shown else piece + self._show()
 
-    def finish(self) -> str:
-        """Returns the text after `text`: U+FFFD for the bytes of an incomplete last character. Call once, after the last token."""
+    def finish(self, tokens: list[int]) -> str:
+        """Add the last tokens. Returns the text after `text`, with U+FFFD for the bytes of an incomplete last character. Call once."""
+        self._ids += [token for token in tokens if not self._is_left_out(token)]
         decoded = self._decode(self._ids)
         self._pass_prompt(decoded)
         piece = decoded[self._num_shown :]

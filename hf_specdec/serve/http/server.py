@@ -123,9 +123,7 @@ class Answer:
             self.texts[update.index] = Detokenizer(tokenizer, self.prompt, self.params.skip_special_tokens)
         text = self.texts[update.index]
         tokens = update.token_ids[:-1] if update.hides_end else update.token_ids
-        update.text = text.add(tokens)
-        if update.finish_reason is not None:
-            update.text += text.finish()
+        update.text = text.add(tokens) if update.finish_reason is None else text.finish(tokens)
         self.text_seconds += time.monotonic() - began
 
     def timings(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ struct Top {
 
 // Shows a row's tokens to `best`, less those of groups that are all too low. `names` null: tokens are called by their numbers.
 template <class B> inline void see_all(B& best, const float* scores, i64 vocab, const i64* names = nullptr) {
-  constexpr i64 GROUP = 16;
+  constexpr i64 GROUP = 32;
   for (i64 first = 0; first < vocab; first += GROUP) {
     const i64 last = std::min(first + GROUP, vocab);
     const float least = best.least();
@@ -186,8 +186,9 @@ inline const float* applied(const Sampling& sampling, i64 key, const float* scor
 // The token that a row with these parameters takes. `broken`: whether its scores have no finite maximum.
 inline i64 choice_of(const Sampling& sampling, i64 key, const float* scores, i64 vocab, i64 ahead, i64 stream, bool* broken = nullptr) {
   scores = applied(sampling, key, scores, vocab);
-  if (broken) *broken = !std::isfinite(scores[best_of(scores, vocab)]);
-  if (!sampling.draws[key]) return best_of(scores, vocab);
+  const i64 first = broken || !sampling.draws[key] ? best_of(scores, vocab) : 0;
+  if (broken) *broken = !std::isfinite(scores[first]);
+  if (!sampling.draws[key]) return first;
   Best best;
   see_noisy(best, scores, vocab, sampling.seeds[key], sampling.positions[key] + ahead, sampling.steps ? sampling.steps[key] : 0, stream);
   return best.id;
