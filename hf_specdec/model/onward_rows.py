@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..cache import BlockTable
-from ..core.rows import RowInput
+from ..core.rows import RowInput, groups_of
 
 
 class OnwardRows:
@@ -72,8 +72,8 @@ NO_ROWS = OnwardRows()
 class StepRows(list[RowInput]):
     """The rows of a step's forward: those that go on, before others."""
 
-    def __init__(self, onward: OnwardRows):
-        super().__init__(onward.inputs)
+    def __init__(self, onward: OnwardRows, others: Sequence[RowInput] = ()):
+        super().__init__([*onward.inputs, *others])
         self.onward = onward
 
 
@@ -82,3 +82,11 @@ def divided(rows: list[RowInput]) -> tuple[OnwardRows, list[RowInput]]:
     if not isinstance(rows, StepRows) or not rows.onward.inputs:
         return NO_ROWS, rows
     return rows.onward, rows[len(rows.onward.inputs) :]
+
+
+def step_groups(rows: list[RowInput], most: int) -> list[list[RowInput]] | None:
+    """`groups_of`; those of the rows that go on are all in the first group, if it has room for them."""
+    groups, (onward, _) = groups_of(rows, most), divided(rows)
+    if groups is not None and len(groups) > 1 and 0 < len(onward.inputs) <= most:
+        groups[0] = StepRows(onward, groups[0][len(onward.inputs) :])
+    return groups
