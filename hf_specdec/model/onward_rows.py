@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..cache import BlockTable
-from ..core.rows import RowInput, groups_of
+from ..core.rows import RowInput
 
 
 class OnwardRows:
@@ -84,9 +84,9 @@ def divided(rows: list[RowInput]) -> tuple[OnwardRows, list[RowInput]]:
     return rows.onward, rows[len(rows.onward.inputs) :]
 
 
-def step_groups(rows: list[RowInput], most: int) -> list[list[RowInput]] | None:
-    """`groups_of`; those of the rows that go on are all in the first group, if it has room for them."""
-    groups, (onward, _) = groups_of(rows, most), divided(rows)
-    if groups is not None and len(groups) > 1 and 0 < len(onward.inputs) <= most:
+def with_onward(groups: list[list[RowInput]] | None, rows: list[RowInput]) -> list[list[RowInput]] | None:
+    """The groups into which rows were divided. If the first one has all rows that go on, it is `StepRows`."""
+    onward, _ = divided(rows)
+    if groups is not None and len(groups) > 1 and 0 < len(onward.inputs) <= len(groups[0]):
         groups[0] = StepRows(onward, groups[0][len(onward.inputs) :])
     return groups

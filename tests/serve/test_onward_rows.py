@@ -6,8 +6,9 @@ import pytest
 import torch
 from cache_checks import check_blocks
 
+from hf_specdec.core.rows import groups_of
 from hf_specdec.model.native import bind
-from hf_specdec.model.onward_rows import StepRows, step_groups
+from hf_specdec.model.onward_rows import StepRows
 from hf_specdec.model.packed_batch import PackedBatch
 from hf_specdec.serve import LLM, SamplingParams
 
@@ -83,7 +84,7 @@ def test_whatever_happens_between_steps_texts_are_those_of_rows_alone(
 ):
     rng = random.Random(seed)
     if seed % 2:  # steps of many tokens are several calls of the native library
-        monkeypatch.setattr(bind, "step_groups", lambda rows, most: step_groups(rows, 16))
+        monkeypatch.setattr(bind, "groups_of", lambda rows, most: groups_of(rows, 16))
     config = {**METHODS[method], "block_size": rng.choice([1, 4, 16])}
     config["num_blocks"] = 480 // config["block_size"]  # about six texts: some lose their blocks
     engine = LLM(tiny_model, tiny_tokenizer, config, max_model_len=256, max_num_seqs=rng.choice([4, 12])).engine
