@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -72,8 +72,8 @@ NO_ROWS = OnwardRows()
 class StepRows(list[RowInput]):
     """The rows of a step's forward: those that go on, before others."""
 
-    def __init__(self, onward: OnwardRows):
-        super().__init__(onward.inputs)
+    def __init__(self, onward: OnwardRows, others: Sequence[RowInput] = ()):
+        super().__init__([*onward.inputs, *others])
         self.onward = onward
 
 
@@ -82,3 +82,11 @@ def divided(rows: list[RowInput]) -> tuple[OnwardRows, list[RowInput]]:
     if not isinstance(rows, StepRows) or not rows.onward.inputs:
         return NO_ROWS, rows
     return rows.onward, rows[len(rows.onward.inputs) :]
+
+
+def with_onward(groups: list[list[RowInput]] | None, rows: list[RowInput]) -> list[list[RowInput]] | None:
+    """The groups into which rows were divided. If the first one has all rows that go on, it is `StepRows`."""
+    onward, _ = divided(rows)
+    if groups is not None and len(groups) > 1 and 0 < len(onward.inputs) <= len(groups[0]):
+        groups[0] = StepRows(onward, groups[0][len(onward.inputs) :])
+    return groups

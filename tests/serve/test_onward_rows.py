@@ -6,6 +6,8 @@ import pytest
 import torch
 from cache_checks import check_blocks
 
+from hf_specdec.core.rows import groups_of
+from hf_specdec.model.native import bind
 from hf_specdec.model.onward_rows import StepRows
 from hf_specdec.model.packed_batch import PackedBatch
 from hf_specdec.serve import LLM, SamplingParams
@@ -55,9 +57,10 @@ def packed(monkeypatch):
 
     def compared(cls, inputs, *args, **more):
         batch = pack(cls, inputs, *args, **more)
-        full = [(row.start + len(row.tokens)) // batch.cache.block_size for row in inputs]
-        if [len(batch.cache.tables[row.seq_id].hashes) for row in inputs] != full:
-            wrong.append("full blocks are declared at once")
+        for row in inputs:
+            full = (row.start + len(row.tokens)) // batch.cache.block_size
+            if len(batch.cache.tables[row.seq_id].hashes) < full:
+                wrong.append("full blocks are declared at once")
         if isinstance(inputs, StepRows):
             sizes.append((len(inputs.onward.inputs), len(inputs) - len(inputs.onward.inputs)))
             both = (batch, pack(cls, list(inputs), *args, **more))
@@ -77,9 +80,11 @@ def packed(monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_between_steps_texts_are_those_of_rows_alone(
-    seed, method, tiny_model, tiny_tokenizer, alone, packed
+    seed, method, tiny_model, tiny_tokenizer, alone, packed, monkeypatch
 ):
     rng = random.Random(seed)
+    if seed % 2:  # steps of many tokens are several calls of the native library
+        monkeypatch.setattr(bind, "groups_of", lambda rows, most: groups_of(rows, 16))
     config = {**METHODS[method], "block_size": rng.choice([1, 4, 16])}
     config["num_blocks"] = 480 // config["block_size"]  # about six texts: some lose their blocks
     engine = LLM(tiny_model, tiny_tokenizer, config, max_model_len=256, max_num_seqs=rng.choice([4, 12])).engine

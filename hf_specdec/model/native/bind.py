@@ -25,7 +25,7 @@ from .. import architectures
 from ..adapters import have_adapters
 from ..encoder_decoder.forward import follows_program
 from ..encoder_decoder.source import dummy_sources
-from ..onward_rows import divided
+from ..onward_rows import divided, with_onward
 from ..packed_batch import PackedBatch
 from ..structure import interposed
 from .check import Traceable
@@ -181,7 +181,7 @@ class NativeRunner(_Bound):
         """The outputs of a forward over `rows`, with the taps if `tapped`; None if the model must run it itself."""
         by_row = have_adapters(rows)
         program = self._forward(by_row)
-        groups = None if program is None else groups_of(rows, program.most_tokens)
+        groups = None if program is None else with_onward(groups_of(rows, program.most_tokens), rows)
         if (
             program is None or not groups or not all(isinstance(row.offset, int) for row in divided(rows)[1])
         ):  # positions of several axes
