@@ -990,6 +990,7 @@ class Fastest(DraftLengthPolicy):
         if self.cost.target:
             self.load({**self.state(), "acceptance": known})
         self.steps.clear()
+        self._granted[:] = 0.0
 
     # ---- for people -------------------------------------------------------------------------------------------------
 
