@@ -54,6 +54,7 @@ class Scheduler:
 
     def remove(self, choice: RequestChoice) -> None:
         """Forget a choice, waiting or running."""
+        self._limited = None
         (self.running if choice in self.running else self.waiting).remove(choice)
 
     def preempt(self, choice: RequestChoice) -> None:
