@@ -206,7 +206,8 @@ class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTa
         most = self.config.suffix_decoding_max_cached_requests
         if self.known.pop(seq.id, None) is not None:
             trees.trees.stop_request(seq.id)
-            if not is_read and seq.id in trees.trees.cached_requests:  # most of it waits, so all of it does
+            # The trees know the smaller part of the output: they drop it, and the next draft adds the whole output.
+            if not is_read and seq.id in trees.trees.cached_requests:
                 trees.trees.evict_cached_response(seq.id)
         if not is_read and seq.is_shared and len(output) and most:
             self.waiting.append((trees, output))

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hf_specdec
 from hf_specdec import integration
+from hf_specdec.candidate_generators.draft_model import vocabulary
 
 SHAPES = {"chain": {"num_speculative_tokens": 4}, "tree": {"branching_factors": [3, 2, 1]}}
 RAGGED = ragged([6, 13, 1, 9])
@@ -255,3 +256,13 @@ def test_bundled_pair_through_text(tiny_model, tiny_draft, tiny_tokenizer):
         )  # fmt: skip
         assert torch.equal(output.sequences, plain)
         assert output.speculation.mean_accepted_length > 1.5, bridge
+
+
+def test_equal_tokenizer_files_are_not_loaded(tiny_model, monkeypatch):
+    """Loading two large tokenizers to compare them takes seconds."""
+    monkeypatch.setattr(vocabulary, "tokenizer_of", None)
+    config = {"method": "draft_model", "model": hf_specdec.bundled("tiny-draft")}
+    arguments = {"inputs": torch.tensor([[5, 9, 33]]), "max_new_tokens": 8, "do_sample": False}
+    drafted = tiny_model.generate(**arguments, speculative_config=config)
+    assert torch.equal(drafted, tiny_model.generate(**arguments))
+    hf_specdec.release(tiny_model)

@@ -80,6 +80,21 @@ def test_oldest_outputs_are_dropped(model):
     assert len(generator_of(model, suffix_decoding_max_cached_requests=3).spaces.shared[""].trees.cached_requests) == 3
 
 
+@pytest.mark.parametrize(("asked_at", "waits"), [(4, True), (30, False)])
+def test_an_output_that_is_mostly_unread_waits_for_the_next_draft(asked_at, waits):
+    """Reading it when its row ends would take time that no draft gives back; the next draft knows all of it."""
+    output = [20 + i for i in range(40)]
+    generator, seq = started({}, [5, 6, 7], output[:asked_at])
+    generator.propose([seq], [4])
+    seq.tokens += output[asked_at:]
+    generator.stop(seq)
+    assert bool(generator.waiting) == waits
+    other = Sequence([9, *output[30:36]], 10_000)
+    generator.start(other)
+    assert generator.propose([other], [3]).tokens[0].tolist() == output[36:39] and not generator.waiting
+    generator.stop(other)
+
+
 def test_prompts_are_private_outputs_are_shared():
     """The shared tree holds outputs; another row's prompt is never drafted from."""
     generator, one = started({}, [1, 2, 3, 4, 5, 6], generated=[21, 22, 23, 24, 25, 26])
