@@ -980,8 +980,8 @@ class Fastest(DraftLengthPolicy):
 
     @contextlib.contextmanager
     def only_costs(self) -> Iterator[None]:
-        """Inside the context, rows draft as they ask. Every drafted step is timed, and one plain step in a few. When the context ends, costs
-        are kept and texts are forgotten."""
+        """Inside the context, rows draft as they ask. Every drafted step is timed, and one plain step in a few. At the end, costs are kept
+        and texts are forgotten."""
         when_idle, self.when_idle, known = self.when_idle, None, self.acceptance.state()
         self._learns_costs = True
         try:
